@@ -108,7 +108,7 @@ KINDS: Mapping[str, Kind] = {
               - name: Adder
                 ray_actor_options:
                   runtime_env:
-                    env_vars: {override_increment: '1'}
+                    env_vars: {OVERRIDE_INCREMENT: '1'}
             """
         ),
         {"/": (["ADD", 2], "3 pizzas please!")},
@@ -423,7 +423,7 @@ KINDS: Mapping[str, Kind] = {
               - name: Model
                 autoscaling_config:
                   policy:
-                    policy_function: "ray.serve.async_inference_autoscaling_policy:AsyncInferenceAutoscalingPolicy"
+                    policy_function: "ray.serve.async_inference_autoscaling_policy:QueuePolicy"
                     policy_kwargs: {broker_url: "redis://localhost:6379/0", queue_name: my_queue}
             """
         ),

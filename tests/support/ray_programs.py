@@ -1,4 +1,4 @@
-"""Programs of the kinds that Ray Serve's documentation and tests have, with their imports changed, and no more.
+"""Programs of the kinds that Ray Serve's documentation and tests have, with their imports changed.
 
 `ray_files` has the configuration files that name them.
 """
@@ -89,7 +89,7 @@ class Adder:
 
     def add(self, number: int) -> int:
         """Add to a number."""
-        return number + int(os.environ.get("override_increment", self.increment))
+        return number + int(os.environ.get("OVERRIDE_INCREMENT", self.increment))
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0.15})

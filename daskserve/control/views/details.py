@@ -247,7 +247,7 @@ def _dead(replica: DeadReplica) -> dict[str, Any]:
 
 def _declared(config: Any) -> dict[str, Any]:
     """Return the declared options of an application or a deployment, under Ray Serve's names."""
-    found = shown(config)
+    found: dict[str, Any] = shown(config)
     if "deployments" in found:
         found["deployments"] = [_declared(each) for each in found["deployments"]]
     for ours, theirs in (("env", "runtime_env"), ("actor_options", "ray_actor_options")):
