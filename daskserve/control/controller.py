@@ -126,8 +126,7 @@ class ReadingVerbs:
         """Return the reason why replicas of a goal's backends wait."""
         app = self._core.state.apps.get(goal.application)
         tags = (goal.backend,) if app is None else app.tags
-        found = (self._core.observed.notes_of(tag).waiting for tag in tags)
-        return next((why for why in found if why is not None), None)
+        return self._core.observed.why_waiting(tags)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
