@@ -16,7 +16,8 @@ def replace(record: T, **changes: Any) -> T:
 
     The control plane makes dozens of them for each deployment. All fields must be arguments of ``__init__``.
     """
-    names, values_of = _reader(type(record))
+    kind: Any = type(record)
+    names, values_of = _reader(kind)
     return type(record)(**{**dict(zip(names, values_of(record), strict=True)), **changes})
 
 
