@@ -199,7 +199,7 @@ class ReadingVerbs:
 
     @verb
     async def next_status(self, seen: str, timeout_s: float) -> dict[str, Any]:
-        """Return the status once it is another one than that with the id ``seen``; without it after a time."""
+        """Return the status once its id is not ``seen``; without it after a time."""
         core = self._core
         deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
         return await self._watched.next(core.writer, seen, deadline)
