@@ -76,7 +76,11 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             raise _NotPlainError  # or containers that hold themselves
         if isinstance(value, dict) and (value or path):
             before = f"{path}." if path else ""
-            items = [(f"{before}{name}", each) for name, each in value.items() if isinstance(name, _PLAIN)]
+            items = [
+                (f"{before}{name!s}", each)
+                for name, each in value.items()
+                if isinstance(name, str | int | float)
+            ]
             if len(items) < len(value):
                 raise _NotPlainError
             yield from [] if items else [(path, "{}")]
