@@ -37,6 +37,7 @@ from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.models import Models
+from daskserve.data.replica.process.inspection import ChildInspection
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
@@ -124,6 +125,7 @@ class ChildCode:
         self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
         self.models = ChildModels(self._call)
+        self.inspection = ChildInspection(start.replica_tag, self._call, lambda: self._child, context.clock)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         #: Whether the child's process has got SIGTERM.
