@@ -67,7 +67,7 @@ def test_a_profile_is_written_in_the_format_of_its_file(tmp_path: Path) -> None:
     assert (result.exit_code, "cannot be written: No such file" in result.stderr) == (1, True)
     assert "Lines that hold memory" in call("profile", "shop/Model", *SHORT, "--memory").stdout
     assert "No user code runs." in call("profile", "shop/Model", "--stack").stdout
-    assert "_work" in call("stacks", "shop/Model", "--full").stdout
+    assert "UserLoop._main" in call("stacks", "shop/Model", "--full").stdout
 
 
 @each_case(

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.cluster.protocols.base import LAST_LINES, ContextWith, early_verb, verb, verbs_of
+from daskserve.cluster.protocols.base import LAST_LINES, ContextWith, verb, verbs_of
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Load, as_rank_info, short_tag
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
+from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
@@ -72,7 +72,8 @@ class Replica:
             timeout_s=start.config.health_check_timeout_s,
             threshold=start.config.health_check_threshold,
         )
-        self.verbs = verbs_of(self)
+        looking = InspectingVerbs(context, start, self._code)
+        self.verbs = verbs_of(self, looking)
 
     def __repr__(self) -> str:
         slots = self._slots
@@ -199,25 +200,6 @@ class Replica:
         """
         self._check_open()
         await self._code.probe()
-
-    @early_verb
-    async def profile(self, seconds: float, memory: bool = False) -> dict[str, Any]:
-        """Return what user code did for some time; see `daskserve.data.replica.inspection`."""
-        return {**self._place(), **await self._code.inspection.profile(seconds, memory)}
-
-    @early_verb
-    async def stacks(self) -> dict[str, Any]:
-        """Return what user code does now, also while it starts, stops, or is stuck."""
-        stage = "" if self._slots.is_open else self._code.stage.doing
-        return {**self._place(), "stage": stage, **await self._code.inspection.stacks()}
-
-    def _place(self) -> dict[str, Any]:
-        return {
-            "replica": self._start.replica_tag,
-            "worker": self._context.worker,
-            "pid": os.getpid(),
-            "time": self._context.clock.wall(),
-        }
 
     def _check_open(self) -> None:
         if not self._slots.is_open:

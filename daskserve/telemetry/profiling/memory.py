@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 #: Lines that are named, and frames of each allocation that are kept.
@@ -31,7 +32,7 @@ def trace_memory(seconds: float, stop: threading.Event) -> dict[str, Any]:
             tracemalloc.stop()
     own = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
     after = after.filter_traces(own)
-    lines = (
+    lines: Sequence[Any] = (
         after.statistics("lineno")
         if before is None
         else after.compare_to(before.filter_traces(own), "lineno")

@@ -41,7 +41,7 @@ def stacks_of_tasks(loop: asyncio.AbstractEventLoop) -> tuple[list[dict[str, Any
     This may be called from another thread: then the loop goes on meanwhile, so that a stack may be of two
     moments.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for task in asyncio.all_tasks(loop):
         shown = _frames_of_task(task)
         if any(each["is_users"] for each in shown):

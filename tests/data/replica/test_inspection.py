@@ -27,7 +27,7 @@ class Code:
         ctypes.PyDLL(None).sleep(seconds)
 
     async def block(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - that is the mistake
+        time.sleep(seconds)  # that is the mistake
 
     async def wait(self) -> None:
         await self._waits_inside()

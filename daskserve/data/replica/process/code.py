@@ -125,7 +125,6 @@ class ChildCode:
         self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
         self.models = ChildModels(self._call)
-        self.inspection = ChildInspection(start.replica_tag, self._call, lambda: self._child, context.clock)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         #: Whether the child's process has got SIGTERM.
@@ -141,6 +140,11 @@ class ChildCode:
     def _count_batched(self) -> int:
         """Return how many requests waited for a batch at the last answer of the child."""
         return min(self._queued, self.slots.ongoing)
+
+    @property
+    def inspection(self) -> ChildInspection:
+        """Looks into the child."""
+        return ChildInspection(self._start.replica_tag, self._call, lambda: self._child, self._context.clock)
 
     def note_queued(self, queued: int) -> None:
         """Record how many requests wait for a batch in the child."""
