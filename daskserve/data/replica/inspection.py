@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -20,6 +19,7 @@ from daskserve.loops.threads import start_daemon
 from daskserve.telemetry.profiling.memory import trace_memory
 from daskserve.telemetry.profiling.sampling import THREADS, CodeThread, sample_threads
 from daskserve.telemetry.profiling.stacks import stacks_of_tasks, stacks_of_threads
+from daskserve.telemetry.profiling.threads import stack_frames
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class LocalInspection:
 
         def look(_: threading.Event) -> dict[str, Any]:
             names = {each.ident or 0: each.name for each in threading.enumerate()}
-            found = stacks_of_threads(self._threads(), sys._current_frames(), names)
+            found = stacks_of_threads(self._threads(), stack_frames(), names)
             loop = executor.code_loop
             tasks, more = ([], 0) if loop is None else stacks_of_tasks(loop)
             return {"threads": found, "tasks": tasks, "more_tasks": more}

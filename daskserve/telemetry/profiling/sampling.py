@@ -11,7 +11,6 @@ has none.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 from daskserve.common.clock import processor_time, stopwatch
 from daskserve.telemetry.profiling.frames import UserFrames
-from daskserve.telemetry.profiling.threads import processor_times
+from daskserve.telemetry.profiling.threads import processor_times, stack_frames
 
 #: The interval of samples, and the share of a processor that the profiler may take.
 INTERVAL_S, MAX_SHARE = 0.01, 0.05
@@ -141,7 +140,7 @@ def sample_threads(
     stop: threading.Event,
     *,
     interval_s: float = INTERVAL_S,
-    frames: Callable[[], Mapping[int, FrameType]] = sys._current_frames,
+    frames: Callable[[], Mapping[int, FrameType]] = stack_frames,
 ) -> dict[str, Any]:
     """Read stacks for some time, or until ``stop`` is set; return the profile in plain values.
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+
+def stack_frames() -> Mapping[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's ident in Python."""
+    return sys._current_frames()
+
 
 def processor_times(thread: int | None) -> tuple[float, float] | None:
     """Return the seconds that a thread of this process has run on a processor, and has waited for one.

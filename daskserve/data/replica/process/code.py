@@ -15,6 +15,7 @@ import contextvars
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -350,12 +351,6 @@ class ChildCode:
             self._has_last_metrics = True
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
-    async def _ask_for_the_last_time(self) -> None:
-        try:
-            await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
-        except TimeoutError:
-            pass  # the counts of its last second are lost
-
     async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""
         self._is_planned = is_planned
@@ -364,7 +359,8 @@ class ChildCode:
             return
         try:
             if self._has_last_metrics:
-                await self._ask_for_the_last_time()
+                with suppress(TimeoutError):  # then the counts of its last second are lost
+                    await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
             await child.call("stop", grace_s=grace_s, is_planned=is_planned)
         except ActorLostError:
             pass  # it has ended already

@@ -10,10 +10,13 @@ from bokeh.layouts import gridplot
 from bokeh.models import ColumnDataSource, DatetimeTickFormatter, FactorRange, HoverTool, NumeralTickFormatter
 from bokeh.palettes import Category10
 from bokeh.plotting import figure
-from distributed.dashboard.components import add_periodic_callback
-from distributed.dashboard.components.scheduler import BOKEH_THEME, env
-from distributed.dashboard.utils import update
 
+from daskserve.cluster.scheduler.http.panels.dashboard_internals import (
+    TEMPLATES,
+    THEME,
+    add_periodic_callback,
+    update_source,
+)
 from daskserve.cluster.scheduler.http.panels.feed import PERIOD_S, PanelFeed
 from daskserve.cluster.scheduler.http.panels.series import SHOWN_S
 
@@ -75,7 +78,7 @@ class LinePanel:
 
     def update(self) -> None:
         """Show the newest values."""
-        update(self.source, self._columns())
+        update_source(self.source, self._columns())
 
 
 class ReplicaPanel:
@@ -117,7 +120,7 @@ class ReplicaPanel:
         factors = _factors(columns)
         if self.root.y_range.factors != factors:
             self.root.y_range.factors = factors
-        update(self.source, columns)
+        update_source(self.source, columns)
 
 
 def _figure(**options: Any) -> Any:
@@ -178,7 +181,7 @@ def _fill_page(feed: PanelFeed, extra: Mapping[str, Any], doc: Any) -> None:
     _follow(feed, doc, panels)
     doc.add_root(gridplot([each.root for each in panels], ncols=2, sizing_mode="stretch_width"))
     doc.title = "daskserve"
-    doc.template = env.get_template("simple.html")
+    doc.template = TEMPLATES.get_template("simple.html")
     doc.template_variables.update(extra)
 
 
@@ -188,4 +191,4 @@ def _follow(feed: PanelFeed, doc: Any, panels: Sequence[Any]) -> None:
     doc.on_session_destroyed(lambda _: feed.leave())
     for each in panels:
         add_periodic_callback(doc, each, round(1000 * PERIOD_S))
-    doc.theme = BOKEH_THEME
+    doc.theme = THEME
