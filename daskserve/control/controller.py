@@ -18,6 +18,7 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.inspecting import InspectingVerbs
 from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
@@ -58,6 +59,7 @@ class Controller:
             LiveVerbs,
             ModelVerbs,
             DrainingVerbs,
+            InspectingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
