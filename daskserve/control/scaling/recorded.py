@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daskserve.common.copying import replace
+from dataclasses import replace
+
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.scaling import external
 from daskserve.options.autoscaling import AutoscalingConfig

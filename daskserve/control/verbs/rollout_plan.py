@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.rollout_evidence import (

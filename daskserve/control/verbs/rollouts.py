@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daskserve.common.copying import replace
+from dataclasses import replace
+
 from daskserve.common.formatting import capitalized
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState

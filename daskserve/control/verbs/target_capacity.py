@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daskserve.common.copying import replace
+from dataclasses import replace
+
 from daskserve.control.records.records import BackendRecord, CapacityRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, within_bounds

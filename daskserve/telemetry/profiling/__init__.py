@@ -1,1 +1,0 @@
-"""Where user code spends its time and memory, and where it is stuck. Pure but for reading frames."""
