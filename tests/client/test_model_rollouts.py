@@ -143,7 +143,5 @@ async def outcome(folder: Path, kind: type, what: str) -> None:
 
 
 @each_case("kind, what", [(Plain, "bad"), (Plain, "good"), (Batched, "bad"), (Batched, "good")])
-def test_a_version_of_a_model_gets_its_requests_step_by_step(
-    tmp_path: Path, kind: type, what: str
-) -> None:
+def test_a_version_of_a_model_gets_its_requests_step_by_step(tmp_path: Path, kind: type, what: str) -> None:
     run_virtual(outcome, tmp_path / f"{kind.__name__}-{what}", kind, what)

@@ -94,10 +94,10 @@ class ModelKeeper:
             del self._read_at[gone]
             self._folders.pop(gone, None)
             self._seen.pop(gone, None)
+        self._note_phases()
         if self._changes(backends):
             async with self._writer:
                 await self._writer.note(self._changes(backends))
-        self._forget()
         for tag, backend in backends.items():
             repository = backend.config.model_repository
             if repository is not None and repository.mode == "poll":
@@ -128,17 +128,20 @@ class ModelKeeper:
         return change
 
     def _phase_s(self, tag: BackendTag, name: str, rollout: RolloutState) -> float:
-        """Return for how long the rollout of a model is in its phase."""
-        now, known = self._clock.now(), self._phases.get((tag, name), ("", 0.0))
-        found = phase_began(known, rollout, is_new=False, now=now, wall=self._clock.wall())
-        self._phases[tag, name] = found
-        return now - found[1]
+        """Return for how long the rollout of a model is in a phase; 0 for one that is not written yet."""
+        mark, began = self._phases.get((tag, name), ("", 0.0))
+        return self._clock.now() - began if mark == rollout.mark else 0.0
 
-    def _forget(self) -> None:
-        """Drop what was learnt of rollouts that have ended."""
-        going = {(tag, name) for tag, each in self._state.models.items() for name in rollouts_of(each)}
-        for tag, name in self._phases.keys() - going:
-            del self._phases[tag, name]
+    def _note_phases(self) -> None:
+        """Note when the phases of rollouts began, and drop what was learnt of those that have ended."""
+        now, wall = self._clock.now(), self._clock.wall()
+        before, self._phases = self._phases, {}
+        for tag, record in self._state.models.items():
+            for name, rollout in rollouts_of(record).items() if record.rollouts else ():
+                known = before.pop((tag, name), ("", 0.0))
+                found = phase_began(known, rollout, is_new=False, now=now, wall=wall)
+                self._phases[tag, name] = found
+        for tag, name in before:
             self._observed.rollouts.forget(rollout_tag(tag, name))
 
     def _running(self, tag: BackendTag) -> list[ReplicaRecord]:

@@ -57,7 +57,7 @@ class RolloutCounts:
     """See the module."""
 
     def __init__(self) -> None:
-        #: By key; the last is the one that a report or a poll named last for the first time.
+        #: By the key of the step.
         self._steps: dict[BackendTag, dict[str, _Step]] = {}
         self._answers: dict[BackendTag, _Answers] = {}
 
