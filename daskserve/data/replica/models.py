@@ -179,7 +179,7 @@ class ReplicaModels(Models):
             model = await self._clock.wait_for(call, limit_s)
         except TimeoutError as error:
             self._release(name, version)
-            if self._clock.now() - self._loading[f"{name}/{version}"] < limit_s:
+            if self._clock.now() - self._loading[f"{name}/{version}"] < 0.99 * limit_s:
                 raise  # an error of the user's
             raise RequestTimeoutError(
                 f"{doing} after {shown(limit_s)} s, the load_timeout_s of model_repository."
