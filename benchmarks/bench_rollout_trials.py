@@ -48,7 +48,8 @@ def version(number: int, name: str, fails: float, **options: Any) -> serve.Appli
             return name
 
     deployment: Any = serve.deployment(name=f"m{number}", version=name, num_replicas=2, **options)
-    return deployment(Model).bind()
+    application: serve.Application = deployment(Model).bind()
+    return application
 
 
 @dataclass
@@ -125,10 +126,10 @@ async def rounds(trials: int, at_once: int, fails: float) -> list[str]:
     """Run all rounds, each on a cluster of its own, and return how the rollouts end."""
     states: list[str] = []
     while len(states) < trials:
-        async with LocalCluster(
+        async with LocalCluster(  # type: ignore[no-untyped-call]
             n_workers=2, threads_per_worker=2, dashboard_address=None, protocol="tcp", asynchronous=True
         ) as cluster:
-            async with Client(cluster, asynchronous=True) as dask:
+            async with Client(cluster, asynchronous=True) as dask:  # type: ignore[no-untyped-call]
                 client = await serve.start_async(http_options={"port": 0}, dask_client=dask)
                 states += await one_round(client, min(at_once, trials - len(states)), fails)
                 print(f"fails {100 * fails:g} %: {dict(Counter(states))}", flush=True)

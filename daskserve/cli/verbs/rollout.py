@@ -38,7 +38,7 @@ def status(target: str, model: str, address: str | None, name: str | None, as_js
 
     Exits with 1 if the new version was taken back.
     """
-    found = _show(address, name, as_json, lambda client: client.rollout_status(**named(target), model=model))
+    found = _show(address, name, as_json, lambda client: client.rollout_status(**_named(target, model)))
     if found["state"] in TAKEN_BACK:
         click.get_current_context().exit(ExitCode.FAILED)
 
@@ -47,7 +47,7 @@ def status(target: str, model: str, address: str | None, name: str | None, as_js
 @_target
 def pause(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Keep a rollout at its present step; its gates stay in force."""
-    _show(address, name, as_json, lambda client: client.pause_rollout(**named(target), model=model))
+    _show(address, name, as_json, lambda client: client.pause_rollout(**_named(target, model)))
 
 
 @rollout.command()
@@ -57,22 +57,24 @@ def promote(
     target: str, model: str, address: str | None, name: str | None, as_json: bool, full: bool
 ) -> None:
     """Let a rollout go on to its next step, whatever it waits for."""
-    _show(
-        address, name, as_json, lambda client: client.promote_rollout(**named(target), model=model, full=full)
-    )
+    _show(address, name, as_json, lambda client: client.promote_rollout(**_named(target, model), full=full))
 
 
 @rollout.command()
 @_target
 def abort(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Give the old version all traffic, and take the change back."""
-    _show(address, name, as_json, lambda client: client.abort_rollout(**named(target), model=model))
+    _show(address, name, as_json, lambda client: client.abort_rollout(**_named(target, model)))
 
 
 def named(target: str) -> dict[str, str]:
     """Return the name of a deployment, and its application if the target names one."""
     application, _, name = target.rpartition("/")
     return {"name": name, "application": application}
+
+
+def _named(target: str, model: str) -> dict[str, str]:
+    return named(target) | ({"model": model} if model else {})
 
 
 def _show(
