@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+from daskserve.common.clock import system_rng
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
     BackendTag,
@@ -168,7 +169,8 @@ Drawn: TypeAlias = dict[str, tuple[ModelSplit, bool]]
 class LoadedModels:
     """The models that a replica has loaded from its ``model_repository``; see `get_model`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or system_rng()
         self.versions: dict[str, dict[str, Any]] = {}
         self.defaults: dict[str, str] = {}
         #: The models that are rolled out.
@@ -182,7 +184,7 @@ class LoadedModels:
             drawn = drawn_here()
             # One version for all of a request. Code that answers none gets the default version.
             if drawn is not None and split.version in versions and wanted in versions:
-                chosen = drawn.setdefault(name, (split, random.random() < split.share))
+                chosen = drawn.setdefault(name, (split, self._rng.random() < split.share))
                 wanted = chosen[0].version if chosen[1] and chosen[0].version in versions else wanted
         if wanted is None or wanted not in versions:
             known = ", ".join(f"{each}/{one}" for each, ones in self.versions.items() for one in ones)

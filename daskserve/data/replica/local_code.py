@@ -112,7 +112,7 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
-        self._loaded = LoadedModels()
+        self._loaded = LoadedModels(context.rng)
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
         self._batches = ReplicaBatches(
