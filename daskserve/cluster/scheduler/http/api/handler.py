@@ -284,7 +284,8 @@ class DocumentHandler(GuardedHandler):
 
 def _event_texts(found: Mapping[str, Any]) -> str:
     texts = [
-        f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n" for each in found["events"]
+        f"id: {each['number']}\nevent: {each['kind']}\ndata: {json.dumps(each)}\n\n"
+        for each in found["events"]
     ]
     return "".join(texts) or SILENT
 
