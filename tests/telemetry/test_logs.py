@@ -55,7 +55,8 @@ def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
     whole = over(inner, LoggingConfig(encoding="json", log_level="ERROR"))  # type: ignore[arg-type]
     assert whole is not None
     assert whole.to_plain() == {"encoding": "JSON", "log_level": "DEBUG"}
-    assert over(None, inner) is inner and over(inner, None) is inner
+    assert over(None, inner) is inner
+    assert over(inner, None) is inner
     assert merged(None, None) is None
     found = merged({"encoding": "JSON", "logs_dir": "/l"}, None, {"encoding": "TEXT", "later": 1})
     assert found == LogSettings(encoding="TEXT", logs_dir="/l")
@@ -86,8 +87,11 @@ def test_a_record_is_one_json_object_whatever_it_holds() -> None:
     assert marked.__dict__["deployment"] == "my own"
     settings = LogSettings(additional_log_standard_attrs=("funcName", "name"))
     found = json.loads(json_of(marked, REPLICA, settings))
-    assert found["message"] == "1 is" and found["request_id"] == "r1" and found["name"] == "mine"
-    assert found["component_name"] == "replica" and found["replica"] == "shop/Model#abc"
+    assert found["message"] == "1 is"
+    assert found["request_id"] == "r1"
+    assert found["name"] == "mine"
+    assert found["component_name"] == "replica"
+    assert found["replica"] == "shop/Model#abc"
     assert "\n" not in json_of(record("two\nlines"), REPLICA, settings)
     assert "TypeError in its arguments" in text_of(record("%d", "x"), PROXY, settings)
 
@@ -124,12 +128,15 @@ def test_a_disk_that_is_full_loses_lines_and_is_tried_again(tmp_path: Path) -> N
     full = FileSink(Path("/dev/full"), 1 << 20, 0, lambda: now[0])
     full.write(["a", "b"])
     full.write(["c"])
-    assert full.lost == 3 and "No space left" in full.problem
+    assert full.lost == 3
+    assert "No space left" in full.problem
     full.path = tmp_path / "free.log"
     now[0] += RETRY_S
     full.write(["d"])
     full.close()
-    assert full.lost == 3 and full.problem == "" and full.path.read_text() == "d\n"
+    assert full.lost == 3
+    assert full.problem == ""
+    assert full.path.read_text() == "d\n"
     with open("/dev/full", "w", encoding="ascii") as stream:
         sink = StreamSink(lambda: stream)
         sink.write(["€"])
@@ -146,7 +153,8 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert logs.only_replica() == REPLICA
     ours = record()
     ours.name = "ray.serve.mine"
-    assert logs.is_below_level(ours, REPLICA) and not logs.is_below_level(ours, PROXY)
+    assert logs.is_below_level(ours, REPLICA)
+    assert not logs.is_below_level(ours, PROXY)
     assert not logs.is_below_level(record(), REPLICA)  # a logger of the user's
     assert logs.write(record("hello"), REPLICA, has_handlers=False)
     assert json.loads(out.lines.pop())["message"] == "hello"
@@ -157,9 +165,11 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     logs.access(access())
     logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
     logs.drain()
-    assert out.lines[1].startswith("INFO:     1.2.3.4") and json.loads(out.lines[2])["method"] == "CALL"
+    assert out.lines[1].startswith("INFO:     1.2.3.4")
+    assert json.loads(out.lines[2])["method"] == "CALL"
     (file,) = tmp_path.iterdir()
-    assert "of the proxy" in file.read_text() and "GET /a" in file.read_text()
+    assert "of the proxy" in file.read_text()
+    assert "GET /a" in file.read_text()
     logs.forget("shop/Model#abc")
     assert logs.only_replica() is None
     logs.close()
