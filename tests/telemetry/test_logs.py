@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from pydantic import ValidationError
 from tables import each_case
 
 from daskserve.options.logging import LoggingConfig, over
+from daskserve.proxies.ingress.access import AccessLog
+from daskserve.proxies.ingress.request import IngressRequest, PassedResponse
+from daskserve.proxies.ingress.routes import Route, RouteTable
 from daskserve.telemetry.logs import process as process_module
 from daskserve.telemetry.logs.formats import access_json, access_text, json_of, line_of, text_of
 from daskserve.telemetry.logs.process import ProcessLogs
@@ -219,3 +223,32 @@ def test_a_query_finds_the_newest_or_what_came_later() -> None:
     assert texts(grep="4") == "4"
     assert texts(rows[2]["number"], limit=3) == "345"
     assert [each["message"] for each in ring.rows(rows[7]["number"])] == ["8", "9"]
+
+
+def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> None:
+    out = Lines()
+    logs = ProcessLogs(out)
+    logs.configure("proxy", PROXY, {})
+    logs.wake = lambda: None
+    clock = SimpleNamespace(wall=lambda: 5.0)
+    scope = {"type": "http", "method": "POST", "path": "/é", "client": None}
+    for is_on, wanted in ((True, None), (False, True), (True, False), (False, None)):
+        log = AccessLog(logs, clock, is_on=is_on)  # type: ignore[arg-type]
+        request = IngressRequest([(b"x-request-id", b"r1")], PassedResponse(None))  # type: ignore[arg-type]
+        request.route = Route("/", "shop/Model", frozenset(), access_log=wanted)
+        log.note(request, scope, 0.5)
+    socket = {"type": "websocket", "path": "/w", "client": ("h", 1), "http_version": "1.1"}
+    request.response.status = 101
+    log.note(request, socket, 0.5)
+    AccessLog(logs, clock, is_on=True).note(request, {**socket, "query_string": b"a=1"}, 2)  # type: ignore[arg-type]
+    logs.drain()
+    first = 'INFO:     :0 - "POST /\\xc3\\xa9 HTTP/" 499 Client Closed Request'
+    assert out.lines == [first, first, 'INFO:     h:1 - "WebSocket /w?a=1" 101 Switching Protocols']
+    assert next(logs.ring.rows())["request_id"] == "r1"
+
+
+def test_routes_say_whether_their_requests_are_logged() -> None:
+    table = RouteTable({"/": {"endpoint": "e", "methods": ["GET"], "access_log": False}})
+    found = table.match("/x")
+    assert found is not None
+    assert found.access_log is False

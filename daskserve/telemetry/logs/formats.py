@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from daskserve.telemetry.logs.records import TAG_NAMES, Access, Plain, Tags
@@ -21,8 +21,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 def clock(seconds: float) -> str:
     """Return a time as Ray Serve's logs have it: local, with milliseconds."""
-    when = datetime.fromtimestamp(seconds)
-    return f"{when:%Y-%m-%d %H:%M:%S},{when.microsecond // 1000:03d}"
+    whole = int(seconds)
+    return f"{_second(whole)},{int(1000 * (seconds - whole)):03d}"
+
+
+@lru_cache(8)  # to format a time takes longer than all the rest of a line
+def _second(whole: int) -> str:
+    return f"{datetime.fromtimestamp(whole):%Y-%m-%d %H:%M:%S}"
 
 
 def place_of(application: str, deployment: str, replica: str) -> str:
@@ -150,13 +155,20 @@ def _shown(value: Any) -> str:
 
 
 def _dumped(found: dict[str, Any]) -> str:
-    dump: Callable[..., str] = json.dumps
     try:
-        return dump(found, default=_shown)
-    except (ValueError, TypeError, RecursionError):  # an object that contains itself, or keys of other types
-        return dump(
-            {name: value if type(value) in _PLAIN else _shown(value) for name, value in found.items()}
+        # Without a default for other objects, which would take ten times as long.
+        return json.dumps(found)
+    except (ValueError, TypeError, RecursionError):  # other objects, keys of other types, or cycles
+        return json.dumps(
+            {name: value if type(value) in _PLAIN else _as_json(value) for name, value in found.items()}
         )
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=_shown))
+    except (ValueError, TypeError, RecursionError):
+        return _shown(value)
 
 
 _PLAIN = (str, int, float, bool, type(None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -89,6 +90,8 @@ class Ring:
         self._entries: deque[tuple[int, int, Entry | Access]] = deque()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._bytes = 0
+        # A destructor may log within `_append`, too.
+        self._lock = threading.RLock()
         #: Higher than those of a process that had this address before.
         self._numbers = itertools.count(int(time_of_day() * 1e6))
 
@@ -107,17 +110,16 @@ class Ring:
 
     def _append(self, row: tuple[int, int, Entry | Access]) -> None:
         entries = self._entries
-        entries.append(row)
-        self._bytes += row[1]
-        while self._bytes > self._max_bytes or len(entries) > self._max_entries:
-            try:
+        with self._lock:
+            entries.append(row)
+            self._bytes += row[1]
+            while entries and (self._bytes > self._max_bytes or len(entries) > self._max_entries):
                 self._bytes -= entries.popleft()[1]
-            except IndexError:  # another thread was faster
-                return
 
     def rows(self, after: int | None = None) -> Iterator[Plain]:
         """Yield the entries as plain values, oldest first."""
-        rows = tuple(self._entries)
+        with self._lock:
+            rows = tuple(self._entries)
         if after is not None:
             new = itertools.takewhile(lambda row: row[0] > after, reversed(rows))
             rows = tuple(new)[::-1]

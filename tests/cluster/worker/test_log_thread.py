@@ -18,6 +18,9 @@ import pytest
 from daskserve.cluster.worker import log_thread
 from daskserve.cluster.worker.host import is_own_process
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.tagging import mark_output
+from daskserve.context import ReplicaContext, RequestContext, current_replica, current_request
+from daskserve.telemetry.logs.records import Tags
 
 DEADLINE_S = 10.0
 CALL_HANDLERS = logging.Logger.callHandlers
@@ -272,3 +275,35 @@ def test_only_a_process_that_is_a_workers_own_is_changed() -> None:
     assert not is_own_process(Mock(address="inproc://10.0.0.1/1/2"))
     with ThreadPoolExecutor(1) as threads:  # the loop of LocalCluster(processes=False, protocol="tcp")
         assert not threads.submit(is_own_process, Mock(address="tcp://10.0.0.1:4000")).result()
+
+
+def test_records_and_prints_have_their_replica_and_request(
+    held: Held, log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened() as thread:
+        tags = Tags("shop", "Model", "shop/Model#abc", component="replica")
+        thread.logs.configure("shop/Model#abc", tags, {})
+        undo = mark_output(thread.logs, thread.take_print)
+        print("of nobody")
+
+        def answer() -> None:
+            current_replica.set(ReplicaContext("i", "shop/Model", "shop/Model#abc"))
+            current_request.set(RequestContext("r1", "/x"))
+            log.warning("hello", extra={"route": "mine"})
+            print("one\ntwo ", end="")
+            print("three")
+            print("begun", end="", flush=True)
+
+        contextvars.copy_context().run(answer)
+        # A thread of user code has no context: the only replica is meant.
+        logging.getLogger("users").error("lost")
+        undo()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "of nobody"
+    marked = [each for each in out if each.startswith("shop/Model#abc: ")]
+    assert [each.partition(": ")[2] for each in marked] == ["one", "two three", "begun"]
+    rows = {each["message"]: each for each in thread.logs.ring.rows()}
+    assert rows["hello"]["request_id"] == rows["two three"]["request_id"] == "r1"
+    assert rows["hello"]["route"] == "/x"
+    assert rows["lost"]["replica"] == "shop/Model#abc"
+    assert "of nobody" not in rows
