@@ -14,7 +14,6 @@ from anyio.to_thread import current_default_thread_limiter
 from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import (
-    ActorRequest,
     Envelope,
     EnvelopeKind,
     Payload,
@@ -36,13 +35,13 @@ from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, 
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.inspection import LocalInspection
 from daskserve.data.replica.models import ReplicaModels
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
-from daskserve.data.replica.requests.counted import CountedRequest
 from daskserve.data.replica.requests.http import LocalHTTPRequest
-from daskserve.data.replica.requests.replica_request import LocalRequest
+from daskserve.data.replica.requests.replica_request import LocalRequest, ReplicaRequest
 from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_metrics
@@ -104,6 +103,9 @@ class LocalCode:
         self._serving: ServingCode | None = None
         self._holder = RankHolder(as_rank_info(start.rank_info))
         self._has_liveness_probe = start.config.liveness is not None
+        self.inspection = LocalInspection(
+            start.replica_tag, lambda: self._executor, owns_process=context.owns_process
+        )
         self.stage = LOADING
         #: How many threads the application's event loop has for this replica, beside its own.
         self._app_threads = 0
@@ -112,9 +114,8 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
-        self._loaded = LoadedModels(context.rng)
-        repository: Any = start.config.model_repository
-        self.models = ReplicaModels(self._loaded, repository, context.clock)
+        self._loaded = LoadedModels()
+        self.models = ReplicaModels(self._loaded, start.config.model_repository)  # type: ignore[arg-type]
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
@@ -256,8 +257,8 @@ class LocalCode:
 
     # ---- requests
 
-    def handle(self, envelope: Envelope) -> ActorRequest:
-        """Return a request of which nothing has begun."""
+    def handle(self, envelope: Envelope) -> ReplicaRequest:
+        """Return a request in the state WAITING."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
@@ -270,7 +271,7 @@ class LocalCode:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         request = kind(envelope, serving.slots, serving.metrics)
         request.code = serving
-        return CountedRequest(request) if self._loaded.splits else request
+        return request
 
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
         context = self._context

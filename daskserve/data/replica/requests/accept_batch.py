@@ -30,7 +30,6 @@ from daskserve.data.replica.user_code.responses import (
     raised_response,
     to_answer,
 )
-from daskserve.data.version_counts import counted_batch
 from daskserve.errors import UserCodeError
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -136,10 +135,7 @@ async def answer_batch(
     """Let an async function answer a batch."""
     batch = Batch(name, items)
     try:
-        with counted_batch() as results:
-            found = batch.split(await function(batch.requests) if batch.requests else [])
-            results.extend(found)
-            return found
+        return batch.split(await function(batch.requests) if batch.requests else [])
     except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)
 
@@ -150,9 +146,6 @@ def answer_batch_in_thread(
     """Let a plain function answer a batch."""
     batch = Batch(name, items)
     try:
-        with counted_batch() as results:
-            found = batch.split(function(batch.requests) if batch.requests else [])
-            results.extend(found)
-            return found
+        return batch.split(function(batch.requests) if batch.requests else [])
     except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)

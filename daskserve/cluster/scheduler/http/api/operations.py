@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from daskserve.cluster.scheduler.http.api import inspecting
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
@@ -33,6 +34,21 @@ LIVE_WAIT_S = 4.0
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An answer that is not JSON.
+
+    Attributes
+    ----------
+    policy : str
+        Its Content-Security-Policy.
+    """
+
+    content_type: str
+    text: str
+    policy: str = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +177,11 @@ def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
 
 
 def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
-    """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
-
-    def message(asked: Asked) -> tuple[str, Message]:
-        found: Message = {"name": asked.path["deployment"], "application": asked.path["application"]}
-        return verb, found | ({"model": asked.path["model"]} if "model" in asked.path else {})
-
-    return message
+    """Return a function for a verb about the rollout of the deployment in the path."""
+    return lambda asked: (
+        verb,
+        {"name": asked.path["deployment"], "application": asked.path["application"]},
+    )
 
 
 def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
@@ -219,8 +233,18 @@ def _events(asked: Asked) -> tuple[str, Message]:
     return "events", message | ({} if limit is None else {"limit": limit})
 
 
+def may_take_s(verb: str, message: Message) -> float:
+    """Return how long a verb itself may take, beside a controller's answer."""
+    return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
+
+
 def _accepted(asked: Asked, value: Any) -> Any:
     return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
+
+
+def _shown_profile(asked: Asked, value: Any) -> Any:
+    found = inspecting.document(asked.query, value)
+    return value if found is None else Document(*found)
 
 
 def _delete(asked: Asked) -> tuple[str, Message]:
@@ -229,43 +253,6 @@ def _delete(asked: Asked) -> tuple[str, Message]:
         "by": asked.by,
         "expected_version": asked.expected,
     }
-
-
-def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ...]:
-    """Return the operations for the rollout of a deployment or a model."""
-    return (
-        Operation(
-            "GET",
-            path,
-            f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
-            _rollout("rollout_status"),
-        ),
-        Operation(
-            "POST",
-            f"{path}/pause",
-            "Keep a rollout at its present step; its gates stay in force.",
-            _rollout("pause_rollout"),
-            _without_snapshot,
-        ),
-        Operation(
-            "POST",
-            f"{path}/promote",
-            "Let a rollout go on to its next step, whatever it waits for.",
-            lambda asked: (
-                "promote_rollout",
-                {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
-            ),
-            _without_snapshot,
-            query={"full": ("boolean", "Skip all other steps.")},
-        ),
-        Operation(
-            "POST",
-            f"{path}/abort",
-            abort,
-            lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
-            _without_snapshot,
-        ),
-    )
 
 
 ALL = "/api/serve/applications/"
@@ -367,8 +354,36 @@ OPERATIONS: Sequence[Operation] = (
         _change("restart", "application", "deployment"),
         _accepted,
     ),
-    *_rollout_operations(
-        ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
+    Operation(
+        "GET",
+        ROLLOUT,
+        "How far the rollout of a deployment is, with the figures of its gates, or how the last one ended.",
+        _rollout("rollout_status"),
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/pause",
+        "Keep a rollout at its present step; its gates stay in force.",
+        _rollout("pause_rollout"),
+        _without_snapshot,
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/promote",
+        "Let a rollout go on to its next step, whatever it waits for.",
+        lambda asked: (
+            "promote_rollout",
+            {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
+        ),
+        _without_snapshot,
+        query={"full": ("boolean", "Skip all other steps.")},
+    ),
+    Operation(
+        "POST",
+        f"{ROLLOUT}/abort",
+        "Give the old version of a deployment all traffic, and take its change back.",
+        lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+        _without_snapshot,
     ),
     Operation(
         "GET",
@@ -399,8 +414,19 @@ OPERATIONS: Sequence[Operation] = (
         _accepted,
         body="model",
     ),
-    *_rollout_operations(
-        f"{MODELS}/{{model}}/rollout", "model", "Give the old version of a model all requests."
+    Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/profile",
+        "What the code of a replica, or of the busiest one of a deployment, does for some time.",
+        lambda asked: inspecting.profile(asked.path["replica"], asked.query),
+        lambda asked, value: _shown_profile(asked, value),
+        query=inspecting.QUERY,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/stacks",
+        "What the threads and tasks of a replica do now, also if they are stuck.",
+        lambda asked: ("stacks", {"replica": asked.path["replica"]}),
     ),
     Operation(
         "POST",
