@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
 from daskserve.cluster.protocols.base import LAST_LINES
+from daskserve.common.copying import replace
 from daskserve.common.types import (
     BackendTag,
     GoalId,
@@ -22,6 +23,7 @@ from daskserve.common.types import (
     WorkerInfo,
 )
 from daskserve.control.observed.lifecycle import ReplicaEvent
+from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.records.models import ModelReport
@@ -216,6 +218,8 @@ class Observed:
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
+    #: The rates of the last second, while somebody watches.
+    live: LiveMetrics = field(default_factory=LiveMetrics)
     #: What routers have counted of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
@@ -347,6 +351,9 @@ class Observed:
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Keep the notes of a backend's step."""
+        if notes == Notes():
+            self.notes.pop(tag, None)
+            return  # as of nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
         if kept == Notes():
@@ -380,6 +387,7 @@ class Observed:
         """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
+        self.live.forget_proxy(tag)
 
     def forget_backend(self, tag: BackendTag) -> None:
         """Drop the observations of a backend whose record is gone."""
@@ -401,3 +409,4 @@ class Observed:
         if self.moving == tag:
             self.moving = None
         self.loads.forget_replica(tag)
+        self.live.forget_replica(tag)
