@@ -70,9 +70,9 @@ async def _start(
     ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
 
     Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process, or the
-    scheduler of Dask's ``scheduler-address``. If there is none, it creates a local cluster of processes, which ends with its last instance. A cluster that is
-    created for a detached instance outlives this program; other programs reach it at
-    ``client.scheduler_address``.
+    scheduler of Dask's ``scheduler-address``. If there is none, it creates a local cluster of processes,
+    which ends with its last instance. A cluster that is created for a detached instance outlives this
+    program; other programs reach it at ``client.scheduler_address``.
 
     Parameters
     ----------
