@@ -23,6 +23,7 @@ from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.verbs.history import HistoryVerbs
+from daskserve.client.verbs.inspecting import InspectingVerbs
 from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
@@ -79,6 +80,7 @@ class ClientVerbs(
     HistoryVerbs,
     RolloutVerbs,
     ModelVerbs,
+    InspectingVerbs,
 ):
     """The verbs of both kinds of client."""
 
@@ -174,7 +176,10 @@ class ClientVerbs(
         return sorted(await self._run(self._connection.cluster_connection.ask("instances")))
 
     async def controller_health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return which controller answers, on which worker, and the delay of its event loop in seconds.
+        """Return which controller answers, on which worker, and how it does.
+
+        This is the delay of its event loop in seconds, the number and the durations of the rounds of its
+        loop, its tasks, and the memory of its process.
 
         Raises
         ------
@@ -405,6 +410,8 @@ class Client(InstanceClient):
     load_model = method(ClientVerbs.load_model)
     unload_model = method(ClientVerbs.unload_model)
     set_default_model = method(ClientVerbs.set_default_model)
+    profile = method(ClientVerbs.profile)
+    stacks = method(ClientVerbs.stacks)
     next_status = method(ClientVerbs.next_status)
     instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)

@@ -24,6 +24,7 @@ from daskserve.common.types import Load, as_rank_info, short_tag
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
+from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
@@ -70,8 +71,10 @@ class Replica:
             period_s=start.config.health_check_period_s,
             timeout_s=start.config.health_check_timeout_s,
             threshold=start.config.health_check_threshold,
+            took=self._metrics.probes.observe,
         )
-        self.verbs = verbs_of(self)
+        looking = InspectingVerbs(context, start, self._code)
+        self.verbs = verbs_of(self, looking)
 
     def __repr__(self) -> str:
         slots = self._slots
@@ -145,12 +148,13 @@ class Replica:
         """
         self._check_open()
         async with self._reconfiguring:
-            self._reconfigures_since = self._context.clock.now()
+            began = self._reconfigures_since = self._context.clock.now()
             try:
                 await self._code.reconfigure(
                     user_config, concurrency, config, as_rank_info(rank_info), patience_s
                 )
             finally:
+                self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
             self._rank_info = as_rank_info(rank_info)
             options = read_config(config)
@@ -284,6 +288,7 @@ class Replica:
         await asyncio.shield(self._ending)
 
     async def _tear_down(self, ends_at: float) -> None:
+        began = stopwatch()
         try:
             async with asyncio.timeout_at(ends_at) as self._limit:
                 await self._code.destruct(ends_at - self._context.clock.now(), is_planned=self._is_planned)
@@ -293,3 +298,4 @@ class Replica:
             self._limit = None
         await self._code.close()
         self._slots.end_wait()
+        self._metrics.shutdowns.observe(stopwatch() - began)
