@@ -81,6 +81,7 @@ setup(
         "daskserve.cluster.scheduler",
         "daskserve.cluster.scheduler.http",
         "daskserve.cluster.scheduler.http.api",
+        "daskserve.cluster.scheduler.http.panels",
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
         "daskserve.common",
@@ -129,6 +130,7 @@ setup(
         "daskserve.simulation",
         "daskserve.telemetry",
         "daskserve.telemetry.logs",
+        "daskserve.telemetry.profiling",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={

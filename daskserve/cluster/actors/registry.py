@@ -30,6 +30,7 @@ from daskserve.cluster.protocols.base import (
     ReportsMetrics,
     ReportsStart,
     TaskRequest,
+    Verb,
     verb,
     verbs_of,
 )
@@ -150,7 +151,6 @@ class ActorRegistry:
         recent_log: RecentLog | None = None,
         logs: ProcessLogs | None = None,
     ) -> None:
-        self._logs = logs or ProcessLogs()
         self.worker = worker
         self.entries: dict[str, Entry] = {}
         self.kept = KeptResults(worker)
@@ -163,7 +163,7 @@ class ActorRegistry:
         self._recent_log = recent_log
         self._is_ending = False
         self._stopping = TaskSet(logger)
-        self._verbs = verbs_of(self)
+        self._verbs = verbs_of(self, _LogVerbs(self, logs or ProcessLogs()))
 
     def __repr__(self) -> str:
         return f"<ActorRegistry of {self.worker} actors={len(self.entries)}>"
@@ -313,13 +313,6 @@ class ActorRegistry:
         ]
 
     @verb
-    async def logs(self, query: Mapping[str, Any], after: Mapping[str, int] | None) -> dict[str, Any]:
-        """Return the last log records of this process and of the child processes of its replicas."""
-        replicas = [each.actor for each in self.entries.values() if isinstance(each.actor, ReportsLogs)]
-        files = [found for each in replicas if (found := each.log_file()) is not None]
-        return await asyncio.to_thread(answer_of, self.worker, self._logs, files, Query(**query), after)
-
-    @verb
     async def kept_result(self, token: str) -> Payload:
         """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
         return self.kept.find(token)
@@ -381,10 +374,18 @@ class ActorRegistry:
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
         """Call a verb of an actor, or of the registry itself; see `Cluster.call`."""
-        verbs = self._verbs if name == HOST_ACTOR else self.ready_actor(name, incarnation).verbs
+        verbs = self._verbs if name == HOST_ACTOR else self._verbs_now(name, incarnation, verb)
         if verb not in verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
         return await verbs[verb](**message)
+
+    def _verbs_now(self, name: str, incarnation: int, verb: str) -> Mapping[str, Verb]:
+        """Return the verbs of an actor; raise as `ready_actor` does, unless this verb may be called early."""
+        entry = self.entries.get(name)
+        is_here = entry is not None and entry.spec.incarnation == incarnation
+        if entry is not None and is_here and getattr(entry.actor.verbs.get(verb), "is_early", False):
+            return entry.actor.verbs
+        return self.ready_actor(name, incarnation).verbs
 
     def ready_actor(self, name: str, incarnation: int) -> Hosted:
         """Return an actor.
@@ -400,3 +401,20 @@ class ActorRegistry:
         if not entry.is_ready:
             raise UnavailableError(f"{described_actor(name)} is still starting.")
         return entry.actor
+
+
+class _LogVerbs:
+    """The verb for the logs of a process."""
+
+    def __init__(self, registry: ActorRegistry, logs: ProcessLogs) -> None:
+        self._registry = registry
+        self._logs = logs
+
+    @verb
+    async def logs(self, query: Mapping[str, Any], after: Mapping[str, int] | None) -> dict[str, Any]:
+        """Return the last log records of this process and of the child processes of its replicas."""
+        actors = [each.actor for each in self._registry.entries.values()]
+        replicas = [each for each in actors if isinstance(each, ReportsLogs)]
+        files = [found for each in replicas if (found := each.log_file()) is not None]
+        worker = self._registry.worker
+        return await asyncio.to_thread(answer_of, worker, self._logs, files, Query(**query), after)

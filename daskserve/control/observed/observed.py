@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
 from daskserve.cluster.protocols.base import LAST_LINES
+from daskserve.common.copying import replace
 from daskserve.common.types import (
     BackendTag,
     GoalId,
@@ -353,6 +354,9 @@ class Observed:
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Keep the notes of a backend's step."""
+        if notes == Notes():
+            self.notes.pop(tag, None)
+            return  # as of nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
         if kept == Notes():

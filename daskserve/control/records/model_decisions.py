@@ -9,9 +9,9 @@ rollouts, a version that is to be the default one is ROLLING_OUT between the two
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from daskserve.common.copying import replace
 from daskserve.control.records.models import ModelReport, ModelsRecord, ModelState
 from daskserve.control.records.rollout import RolloutState
 from daskserve.errors import NotFoundError

@@ -6,6 +6,7 @@ import atexit
 import contextvars
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -280,19 +281,23 @@ def test_only_a_process_that_is_a_workers_own_is_changed() -> None:
 def test_records_and_prints_have_their_replica_and_request(
     held: Held, log: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def say(text: str) -> None:
+        sys.stdout.write(text)
+
     with opened() as thread:
         tags = Tags("shop", "Model", "shop/Model#abc", component="replica")
         thread.logs.configure("shop/Model#abc", tags, {})
         undo = mark_output(thread.logs, thread.take_print)
-        print("of nobody")
+        say("of nobody\n")
 
         def answer() -> None:
             current_replica.set(ReplicaContext("i", "shop/Model", "shop/Model#abc"))
             current_request.set(RequestContext("r1", "/x"))
             log.warning("hello", extra={"route": "mine"})
-            print("one\ntwo ", end="")
-            print("three")
-            print("begun", end="", flush=True)
+            say("one\ntwo ")
+            say("three\n")
+            say("begun")
+            sys.stdout.flush()
 
         contextvars.copy_context().run(answer)
         # A thread of user code has no context: the only replica is meant.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from daskserve.cluster.scheduler.http.api import inspecting, logs
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
@@ -33,6 +34,21 @@ LIVE_WAIT_S = 4.0
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An answer that is not JSON.
+
+    Attributes
+    ----------
+    policy : str
+        Its Content-Security-Policy.
+    """
+
+    content_type: str
+    text: str
+    policy: str = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +235,20 @@ def _events(asked: Asked) -> tuple[str, Message]:
     return "events", message | ({} if limit is None else {"limit": limit})
 
 
-def _logs(asked: Asked) -> tuple[str, Message]:
-    names = ("application", "deployment", "replica", "level", "grep", "after")
-    message: Message = {name: asked.query.get(name) or None for name in names}
-    message["since_s"] = asked.number("since_s")
-    message["wait_s"] = asked.number("wait_s") or 0
-    limit = asked.number("limit")
-    return "logs", message | ({} if limit is None else {"limit": limit})
+def may_take_s(verb: str, message: Message) -> float:
+    """Return how long a verb itself may take, beside a controller's answer."""
+    if verb == "logs":
+        return logs.takes_s(message)
+    return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
 
 
 def _accepted(asked: Asked, value: Any) -> Any:
     return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
+
+
+def _shown_profile(asked: Asked, value: Any) -> Any:
+    found = inspecting.document(asked.query, value)
+    return value if found is None else Document(*found)
 
 
 def _delete(asked: Asked) -> tuple[str, Message]:
@@ -412,6 +431,20 @@ OPERATIONS: Sequence[Operation] = (
         f"{MODELS}/{{model}}/rollout", "model", "Give the old version of a model all requests."
     ),
     Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/profile",
+        "What the code of a replica, or of the busiest one of a deployment, does for some time.",
+        lambda asked: inspecting.profile(asked.path["replica"], asked.query),
+        lambda asked, value: _shown_profile(asked, value),
+        query=inspecting.QUERY,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/stacks",
+        "What the threads and tasks of a replica do now, also if they are stuck.",
+        lambda asked: ("stacks", {"replica": asked.path["replica"]}),
+    ),
+    Operation(
         "POST",
         "/api/v1/applications/{application}/deployments/{deployment}/scale",
         "Set the number of replicas of a deployment with external_scaler_enabled.",
@@ -445,18 +478,8 @@ OPERATIONS: Sequence[Operation] = (
         "/api/serve/logs",
         "The log records of all workers, in the order of their times, and a cursor; with Accept: "
         "text/event-stream, the new ones, too.",
-        _logs,
-        query={
-            "application": ("string", "Only those of this application."),
-            "deployment": ("string", "Only those of this deployment."),
-            "replica": ("string", "Only those of this replica: its tag, or the part after #."),
-            "since_s": ("integer", "Only those of the last seconds."),
-            "level": ("string", "The lowest level, such as WARNING."),
-            "grep": ("string", "A text that the message or the traceback contains."),
-            "limit": ("integer", "How many at most. Default: 1000."),
-            "after": ("string", "The cursor of an earlier answer, next: what came later."),
-            "wait_s": ("integer", "How long to wait for records, at most 30 seconds."),
-        },
+        lambda asked: ("logs", logs.message(asked.query, asked.number)),
+        query=logs.QUERY,
     ),
     Operation(
         "GET",

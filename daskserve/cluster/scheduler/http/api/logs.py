@@ -1,0 +1,35 @@
+"""The logs of an instance over HTTP: parameters. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: How long the workers may take to answer, and how long a request may wait for new records.
+LOGS_S, MAX_WAIT_S = 10.0, 30
+QUERY: Mapping[str, tuple[str, str]] = {
+    "application": ("string", "Only those of this application."),
+    "deployment": ("string", "Only those of this deployment."),
+    "replica": ("string", "Only those of this replica: its tag, or the part after #."),
+    "since_s": ("integer", "Only those of the last seconds."),
+    "level": ("string", "The lowest level, such as WARNING."),
+    "grep": ("string", "A text that the message or the traceback contains."),
+    "limit": ("integer", "How many at most. Default: 1000."),
+    "after": ("string", "The cursor of an earlier answer, next: what came later."),
+    "wait_s": ("integer", "How long to wait for records, at most 30 seconds."),
+}
+
+
+def message(query: Mapping[str, str], number: Callable[[str], int | None]) -> dict[str, Any]:
+    """Return the message for a request of logs."""
+    names = ("application", "deployment", "replica", "level", "grep", "after")
+    found: dict[str, Any] = {name: query.get(name) or None for name in names}
+    found["since_s"] = number("since_s")
+    found["wait_s"] = number("wait_s") or 0
+    limit = number("limit")
+    return found | ({} if limit is None else {"limit": limit})
+
+
+def takes_s(message: Mapping[str, Any]) -> float:
+    """Return how long the answer may take."""
+    return LOGS_S + min(message["wait_s"], MAX_WAIT_S)
