@@ -32,4 +32,4 @@ def message(query: Mapping[str, str], number: Callable[[str], int | None]) -> di
 
 def takes_s(message: Mapping[str, Any]) -> float:
     """Return how long the answer may take."""
-    return LOGS_S + min(message["wait_s"], MAX_WAIT_S)
+    return LOGS_S + min(float(message["wait_s"]), MAX_WAIT_S)
