@@ -371,6 +371,7 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         stacks={},
         events={"events": [], "next": 0},
         live_metrics={},
+        logs={"records": [], "next": ""},
     )
     for each in OPERATIONS:
         path = each.path.replace("{application}", "shop").replace("{deployment}", "d").replace("{model}", "m")
