@@ -48,6 +48,8 @@ class _Done(tuple[()]):
 #: ingress adds its ``request_id`` and splits it into two ASGI messages for servers other than daskserve's
 #: own. Pass headers that many responses share as a tuple, so that the encoded head can be cached.
 WHOLE_RESPONSE = "daskserve.response"
+#: The key of the route, such as ``/items/{id}``, in the first message of an ASGI application's response.
+MATCHED_ROUTE = "daskserve.route"
 
 #: The return value of a `Send` that need not wait; creating a coroutine costs several times as much.
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())

@@ -19,6 +19,7 @@ from daskserve._version import __version__
 from daskserve.common.types import split_deployment_tag
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.otlp import OTLPExport, export_of
 from daskserve.telemetry.table import APPLICATION, METRICS, MetricKind, MetricSample, MetricSpec, Source
 from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
 
@@ -78,6 +79,9 @@ class ProcessMetrics:
         self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
+        #: Whether another process exports these metrics, as the worker of a child process does.
+        self.is_told = False
+        self._export: OTLPExport | None = None
 
     def add(self, source: Source) -> None:
         """Start collecting from a source; idempotent."""
@@ -126,6 +130,8 @@ class ProcessMetrics:
         if not self._is_registered:
             self._is_registered = True
             self._registry.register(self)
+            if self._own_registry is None and self._export is None:
+                self._export = export_of(self.collect, lambda: self.is_told)
 
     @property
     def _registry(self) -> CollectorRegistry:
@@ -155,6 +161,8 @@ class ProcessMetrics:
             }
         users = self.user.samples()
         found[("build_info", (__version__,))] = 1.0
+        if self._export is not None:
+            found[("otlp_export_failures", ())] = float(self._export.failures)
         for source in sources:
             for name, labels, value in source.samples():
                 _merge(found, (name, labels), value)

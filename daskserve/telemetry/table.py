@@ -263,7 +263,15 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "HTTP requests to the scheduler that were refused: of another site, or with too large a body.",
         ),
     ),
-    "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
+    "In every process": (
+        MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),
+        MetricSpec(
+            "otlp_export_failures",
+            _C,
+            (),
+            "Exports to an OpenTelemetry collector that failed; only if one is configured.",
+        ),
+    ),
 }
 
 #: What nothing counts yet: multiplexed models. The dashboard has their panels; the tables do not list them.

@@ -198,7 +198,9 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                self.metrics.observe(request.route, method, response.status, seconds, request.cause)
+                self.metrics.observe(
+                    request.route, method, response.status, seconds, request.cause, response.matched_route
+                )
                 if response.status:
                     self._responses[response.status // 100 % 10] += 1
                 else:
