@@ -121,8 +121,8 @@ class Stage:
     # ---- the verdict
 
     def answers(self) -> set[str]:
-        url = f"{self.client.http_urls()[0]}/e"
-        return {fetch(url).text for _ in range(12)}
+        urls = self.client.http_urls()  # none while the proxy is replaced
+        return {fetch(f"{urls[0]}/e").text for _ in range(12)} if urls else set()
 
     def is_settled(self) -> bool:
         try:
