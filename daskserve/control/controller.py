@@ -21,6 +21,7 @@ from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.calls.models import ModelVerbs
+from daskserve.control.calls.overview import OverviewVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.records.records import GoalRecord, GoalState
@@ -59,6 +60,7 @@ class Controller:
             HistoryVerbs,
             ModelVerbs,
             DrainingVerbs,
+            OverviewVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 

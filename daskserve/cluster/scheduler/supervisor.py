@@ -45,6 +45,7 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
 from daskserve.cluster.scheduler.http.discovery import Targets
+from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -112,9 +113,11 @@ class Supervisor(SchedulerPlugin):
         )
         guard = SiteGuard(scheduler)
         targets = Targets(scheduler, self._hosts.facts_of, guard)
-        api = Api(scheduler, ControllerAccess(self._instances, self._hosts), guard)
+        access = ControllerAccess(self._instances, self._hosts)
+        api = Api(scheduler, access, guard)
+        page = Page(scheduler, self._instances, access, guard, self._tasks.spawn)
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, api)
+        self._installed = (self._capacity, targets.route, api, page)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,

@@ -189,9 +189,11 @@ def _without_snapshot(asked: Asked, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
 
-def _scale(asked: Asked) -> tuple[str, Message]:
+def _scale(asked: Asked, by: str = "") -> tuple[str, Message]:
     name = asked.path.get("deployment", "")
-    return "scale", {"application": asked.path["application"], "name": name, "number": number_in(asked.body)}
+    message: Message = {"application": asked.path["application"], "name": name}
+    # Without a person's name, it is the external scaler's.
+    return "scale", {**message, "number": number_in(asked.body), **({"by": by} if by else {})}
 
 
 def _scaled(asked: Asked, number: Any) -> Any:
@@ -325,6 +327,23 @@ OPERATIONS: Sequence[Operation] = (
         "Replace the replicas of a deployment by ones of the same code.",
         _change("restart", "application", "deployment"),
         _accepted,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/deployments/{{deployment}}/explain",
+        "Why a deployment has as many replicas as it has.",
+        lambda asked: (
+            "explain",
+            {"name": deployment_tag(asked.path["application"], asked.path["deployment"])},
+        ),
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/deployments/{{deployment}}/scale",
+        "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
+        lambda asked: _scale(asked, by=asked.by),
+        _scaled,
+        body="number",
     ),
     Operation(
         "GET",
