@@ -39,7 +39,8 @@ async def _start_detached(
     """Start the detached instance of a cluster, or find it; without an address, start a cluster, too."""
     options = checked_http(http_options)
     if address is None:
-        return DetachedInstance(await start_with(form, options, detached=True, store=store), True)
+        client = await start_with(form, options, detached=True, store=store, report=lambda line: None)
+        return DetachedInstance(client, True)
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)
     try:

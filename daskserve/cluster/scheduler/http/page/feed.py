@@ -1,4 +1,4 @@
-"""What the open pages of an instance show: one reader of its controller for all of them, while there are any."""
+"""What the open pages of an instance show: one reader of its controller for all, while there are any."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
-from daskserve.errors import BadRequestError, NotFoundError, ServeError, UnavailableError
+from daskserve.errors import BadRequestError, NotFoundError, ServeError
 
 #: How long the controller waits for a change before it answers, and how late its answer may be.
-WAIT_S, LATE_S = 1.0, 3.0
+WAIT_S, LATE_S = 1.0, 1.5
 #: Pause after a call that failed.
 RETRY_S = 0.5
 #: Interval of the reads of the live metrics.
@@ -130,9 +130,8 @@ def _is_live(name: str) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    if isinstance(error, UnavailableError) or str(error):
-        return str(error)
-    return f"The controller has not answered for {WAIT_S + LATE_S:.0f} s."
+    # Until the deadline, calls are retried while the controller is being replaced.
+    return "The controller does not answer." if isinstance(error, TimeoutError) else str(error)
 
 
 class Feeds:
@@ -144,9 +143,7 @@ class Feeds:
         The number of open pages.
     """
 
-    def __init__(
-        self, access: ControllerAccess, spawn: Callable[..., asyncio.Task[Any]]
-    ) -> None:
+    def __init__(self, access: ControllerAccess, spawn: Callable[..., asyncio.Task[Any]]) -> None:
         self._access = access
         self._spawn = spawn
         self._feeds: dict[InstanceName, tuple[Feed, asyncio.Task[Any]]] = {}

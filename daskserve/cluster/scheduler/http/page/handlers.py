@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,18 +21,22 @@ from daskserve.cluster.protocols.started import common_instance
 from daskserve.cluster.scheduler.controllers import Instance, list_instances
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.page.feed import Feed, Feeds
+from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import InstanceName
 
 #: Path of the page, below the scheduler's URL prefix.
 PATH = "/daskserve"
+#: The page in the menu of Dask's dashboard, whose addresses are relative.
+_MENU = PATH.removeprefix("/")
 #: Streams of pages at a time; one more is refused with 503.
 MAX_STREAMS = 100
 #: How long a browser may take to read what it was sent; then its stream ends, and it may connect again.
 FLUSH_S = 60.0
-#: How long a stream is silent at most: then it has a comment, so that proxies keep it.
-SILENCE_S = 10.0
+#: How long a stream is silent at most: then it has the time, so that proxies keep it, and pages know that it
+#: is alive.
+SILENCE_S = 3.0
 #: Least time between two messages of a stream.
 PAUSE_S = 0.1
 #: Nothing of other sites, nothing inline, and no text that becomes markup.
@@ -78,6 +83,7 @@ class Page:
         guard: SiteGuard,
         spawn: Callable[..., asyncio.Task[Any]],
     ) -> None:
+        self._scheduler = scheduler
         self._feeds = Feeds(access, spawn)
         arguments = {"guard": guard, "sources": Sources(instances, self._feeds)}
         names = "|".join(each.replace(".", r"\.") for each in _FILES)
@@ -92,14 +98,16 @@ class Page:
         ]
 
     def install(self) -> None:
-        """Add the routes; idempotent."""
+        """Add the routes and the link; idempotent."""
         for each in self._routes:
             each.install()
+        add_to_menu(self._scheduler, _MENU)
 
     def uninstall(self) -> None:
         """Remove the routes and end the streams; idempotent."""
         for each in self._routes:
             each.uninstall()
+        remove_from_menu(self._scheduler, _MENU)
         self._feeds.close()
 
 
@@ -125,7 +133,7 @@ class PageHandler(_Handler):
         body = (files(__package__) / (name or "index.html")).read_bytes()
         if not name:
             # Relative, because a reverse proxy may have put any path before this one.
-            base = "" if self.request.path.endswith("/") else f"{PATH.removeprefix('/')}/"
+            base = "" if self.request.path.endswith("/") else f"{_MENU}/"
             body = body.replace(_BASE.encode(), base.encode())
         self.set_header("Content-Type", _FILES.get(name, "text/html; charset=utf-8"))
         self.finish(body)
@@ -145,8 +153,9 @@ class InstancesHandler(_Handler):
 class StreamHandler(_Handler):
     """Streams what the pages of an instance show, as server-sent events.
 
-    An event ``parts`` has JSON with ``is_all``, whether parts that it does not have are gone, and ``parts`` by
-    name; an event ``events`` has a list of events, oldest first; ``ended`` says that the instance has ended.
+    An event ``ping`` has the time in seconds since the epoch. An event ``parts`` has JSON with ``is_all``,
+    whether parts that it does not have are gone, and ``parts`` by name. An event ``events`` has a list of
+    events, oldest first; ``ended`` says that the instance has ended.
     """
 
     async def get(self, instance: str) -> None:
@@ -174,8 +183,8 @@ class StreamHandler(_Handler):
 
     async def _send(self, feed: Feed) -> None:
         number, last = 0, 0
-        self.write(":\n\n")
         while True:
+            self.write(f"event: ping\ndata: {time.time()}\n\n")
             changed = feed.changed
             if feed.has_ended:
                 self.write("event: ended\ndata: {}\n\n")
@@ -197,7 +206,7 @@ class StreamHandler(_Handler):
                 async with asyncio.timeout(SILENCE_S):
                     await changed.wait()
             except TimeoutError:
-                self.write(":\n\n")
+                pass
 
     def on_connection_close(self) -> None:
         """Do nothing: the next write of a stream finds that it is closed."""
