@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from daskserve._version import __version__
 from daskserve.cluster.protocols.base import verb
 from daskserve.common.changed_parts import ChangedParts
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
@@ -74,7 +73,6 @@ class OverviewVerbs:
         controller = {"worker": core.worker, "pid": os.getpid()}
         instance = {
             "instance": core.cluster.instance,
-            "version": __version__,
             "epoch": core.epoch,
             "owns_store": core.cluster.store.hold.is_ours,
             "http_urls": views.http_urls(core.state, core.observed),

@@ -339,7 +339,7 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation(
         "POST",
-        f"{ONE}/deployments/{{deployment}}/scale",
+        f"{ONE}/deployments/{{deployment}}/num_replicas",
         "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
         lambda asked: _scale(asked, by=asked.by),
         _scaled,

@@ -78,7 +78,7 @@ class Feed:
             number, events_after = found["number"], found["next"]
             self.events.extend(found["events"])
             own = {**found["parts"], CONTROLLER: _ONLINE}
-            is_changed = found["is_all"] and self._keep(lambda name, own=own: name in own or _is_live(name))
+            is_changed = found["is_all"] and self.parts.keep({*own, *filter(_is_live, self.parts.names())})
             if self.parts.update(own) or is_changed or found["events"]:
                 self._wake()
 
@@ -106,12 +106,9 @@ class Feed:
         }
         calls = {"http": found["http"], "calls": found["calls"]}
         parts = {name: json.dumps(each) for name, each in {**values, LIVE: calls}.items()}
-        is_changed = self._keep(lambda name: name in parts or not _is_live(name))
+        is_changed = self.parts.keep({*parts, *(name for name in self.parts.names() if not _is_live(name))})
         if self.parts.update(parts) or is_changed:
             self._wake()
-
-    def _keep(self, is_kept: Callable[[str], bool]) -> bool:
-        return self.parts.keep(frozenset(filter(is_kept, self.parts.names())))
 
     def _set(self, parts: Mapping[str, Any]) -> None:
         if self.parts.update({name: json.dumps(each) for name, each in parts.items()}):
@@ -122,7 +119,7 @@ class Feed:
         self.changed = asyncio.Event()
 
 
-_ONLINE = json.dumps({"is_online": True, "message": ""})
+_ONLINE = '{"is_online": true, "message": ""}'
 
 
 def _is_live(name: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from distributed import Scheduler
 from tornado.iostream import StreamClosedError
 
+from daskserve._version import __version__
 from daskserve.cluster.protocols.started import common_instance
 from daskserve.cluster.scheduler.controllers import Instance, list_instances
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
@@ -26,10 +27,10 @@ from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRout
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import InstanceName
 
-#: Path of the page, below the scheduler's URL prefix.
-PATH = "/daskserve"
 #: The page in the menu of Dask's dashboard, whose addresses are relative.
-_MENU = PATH.removeprefix("/")
+_MENU = "daskserve"
+#: Path of the page, below the scheduler's URL prefix.
+PATH = f"/{_MENU}"
 #: Streams of pages at a time; one more is refused with 503.
 MAX_STREAMS = 100
 #: How long a browser may take to read what it was sent; then its stream ends, and it may connect again.
@@ -40,19 +41,10 @@ SILENCE_S = 3.0
 #: Least time between two messages of a stream.
 PAUSE_S = 0.1
 #: Nothing of other sites, nothing inline, and no text that becomes markup.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'self'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 #: The files of the page, with their content types.
 _FILES: Mapping[str, str] = {
@@ -142,12 +134,13 @@ class PageHandler(_Handler):
 
 
 class InstancesHandler(_Handler):
-    """Answers with the names of the instances, and that of the common one."""
+    """Answers with the names of the instances, that of the common one, and the version of daskserve."""
 
     async def get(self) -> None:
         if not self.is_refused():
             found = await list_instances(self._sources.instances)
-            self.answer(200, {"instances": sorted(found), "common": common_instance(found)})
+            names = {"instances": sorted(found), "common": common_instance(found)}
+            self.answer(200, {**names, "version": __version__})
 
 
 class StreamHandler(_Handler):

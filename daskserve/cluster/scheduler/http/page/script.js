@@ -217,6 +217,7 @@ async function connect() {
     const found = await ask("instances");
     site.instances = found.instances;
     site.common = found.common;
+    site.version = found.version;
   } catch (error) {
     site.instances = error.status === 404 ? [] : site.instances;
     if (error.status === 404) connection("ended", "No instance of daskserve runs on this cluster any more.");
@@ -699,7 +700,7 @@ function eventList(list, most, hasMore = false) {
 
 function systemPage() {
   const it = part("instance") || {};
-  const facts = [["Instance", it.instance], ["Version", it.version], ["Workers", number(it.workers)], ["Addresses", urls()], ["Store", it.owns_store === false ? "held by another cluster" : "held by this instance"], ["Controller", `epoch ${it.epoch}`]];
+  const facts = [["Instance", it.instance], ["Version", site.version], ["Workers", number(it.workers)], ["Addresses", urls()], ["Store", it.owns_store === false ? "held by another cluster" : "held by this instance"], ["Controller", `epoch ${it.epoch}`]];
   if (it.target_capacity != null) facts.push(["Target capacity", `${number(it.target_capacity)} %`]);
   const notes = [...(it.unresponsive_workers || []).map((each) => `Worker ${each} does not answer.`), ...Object.entries(it.refused_workers || {}).map(([name, why]) => `Worker ${name} is refused: ${why}`), ...Object.entries(it.problems || {}).map(([name, why]) => `${name}: ${why}`)];
   return [h("div", { class: "head", key: "head" }, h("h1", { tabindex: -1 }, "System"), h("div", { class: "acts" }, h("a", { class: "button", href: `${ROOT}status` }, "Dask's dashboard"), h("a", { class: "button", href: `${BASE}${encodeURIComponent(site.instance)}/api/serve/applications/` }, "REST API"))),
@@ -851,6 +852,7 @@ function logsPage() {
       h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search the logs", value: filter("grep"), onchange: (event) => change("grep", event.target.value) }),
       filter("replica") ? [h("button", { type: "button", key: "profile", onclick: () => profile({ id: filter("replica") }) }, "Profile"), h("button", { type: "button", key: "stacks", onclick: () => stacks({ id: filter("replica") }) }, "Stacks")] : null,
       h("button", { type: "button", key: "hold", "aria-pressed": String(!data.isHeld), onclick: () => { data.isHeld = !data.isHeld; draw(); } }, data.isHeld ? "Follow" : "Hold")),
+      Object.entries(data.missing || {}).map(([worker, why]) => h("p", { class: "note warn", key: `m${worker}` }, `Worker ${worker}: ${why}`)),
       data.trouble ? h("p", { class: "empty" }, data.trouble) : !lines.length ? h("p", { class: "empty" }, data.asked ? "No log lines yet." : "Asking the workers.") :
         h("ul", { class: "logs", id: "logs", tabindex: 0, "aria-label": "Log lines" }, lines.map((each) => h("li", { key: each.$n }, h("time", { class: "soft", title: when(each.time) }, clock(each.time)), h("span", { class: { ERROR: "bad", CRITICAL: "bad", WARNING: "warn" }[each.level] || "soft" }, each.level), h("span", { class: "soft cut", title: each.replica || "" }, [each.deployment, each.replica && shortId(each.replica)].filter(Boolean).join(" ") || each.logger || ""), h("span", null, each.message, each.exception ? `\n${each.exception}` : "")))))];
 }
@@ -862,16 +864,17 @@ function readLogs(query) {
   data.isAsking = true;
   const params = new URLSearchParams(query);
   params.set("limit", "500");
-  if (data.cursor != null) params.set("after", typeof data.cursor === "string" ? data.cursor : JSON.stringify(data.cursor));
+  if (data.cursor != null) params.set("after", data.cursor);
   const isCurrent = () => data === view.data && data.query === query;
   api(`serve/logs?${params}`).then((answer) => {
     if (!isCurrent()) return;
-    const added = answer.records || answer.logs || [];
+    const added = answer.records || [];
     data.count = (data.count || 0);
     for (const each of added) each.$n = data.count++;
     data.lines = data.lines.concat(added).slice(-2000);
-    data.cursor = answer.next ?? answer.cursor ?? data.cursor;
+    data.cursor = answer.next ?? data.cursor;
     data.asked = true;
+    data.missing = answer.missing || {};
     const box = $("logs");
     const isAtEnd = !box || box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     if (added.length) draw();
@@ -915,7 +918,7 @@ const post = (path, body) => api(path, { method: "POST", headers: { "Content-Typ
 function scale(each) {
   confirmed({ title: `Scale ${each.name}`, text: `It has ${plural(each.wanted, "replica")}. The number lasts until the deployment is deployed again.`, button: "Scale", done: (answer) => answer.message,
     fields: [h("div", { class: "field" }, h("label", { for: "replicas" }, "Number of replicas"), h("input", { id: "replicas", name: "number", type: "number", min: 0, max: 100000, step: 1, required: true, value: each.wanted }))],
-    act: (form) => post(`${deploymentPath(each)}/scale`, { target_num_replicas: Number(form.get("number")) }) });
+    act: (form) => post(`${deploymentPath(each)}/num_replicas`, { target_num_replicas: Number(form.get("number")) }) });
 }
 function rollBack(app, revisions) {
   const able = revisions.filter((each) => each.can_return && each.state !== "RUNNING");
@@ -945,26 +948,43 @@ async function inspect(each, title, path, body) {
   }
 }
 const profile = (each) => inspect(each, `Profile of ${shortId(each.id)}`, "profile?seconds=5", flame);
-const stacks = (each) => inspect(each, `Stacks of ${shortId(each.id)}`, "stacks", (answer) => h("pre", { tabindex: 0, "aria-label": "Stacks" }, textOf(answer)));
-const textOf = (answer) => (typeof answer === "string" ? answer : answer.text || (Array.isArray(answer.stacks || answer.threads) ? (answer.stacks || answer.threads).map((each) => (typeof each === "string" ? each : `${each.thread || each.name || ""}\n${[].concat(each.stack || each.frames || []).join("\n")}`)).join("\n\n") : JSON.stringify(answer, null, 2)));
+const stacks = (each) => inspect(each, `Stacks of ${shortId(each.id)}`, "stacks", (answer) => h("pre", { tabindex: 0, "aria-label": "Stacks" }, stacksText(answer)));
+const frameOf = (each) => `  ${each.function}  ${each.file}:${each.line}${each.text ? `\n      ${each.text}` : ""}`;
+function stacksText(answer) {
+  const parts = [...(answer.threads || []).map((each) => ["Thread", each]), ...(answer.tasks || []).map((each) => ["Task", each])];
+  const isBusy = ([, each]) => each.frames.some((frame) => frame.is_users);
+  return [...parts.filter(isBusy), ...parts.filter((each) => !isBusy(each))].map(([kind, each]) => `${kind} ${each.name}\n${each.frames.map(frameOf).join("\n")}`).join("\n\n") || "No thread runs code.";
+}
 
-function flame(answer, show, at) {
-  const root = at || answer.profile || answer.tree || answer;
-  const kids = (node) => Object.values(node.children || {});
-  const size = (node) => node.count ?? node.value ?? 0;
-  const name = (node) => node.name || (node.description && (node.description.name || node.description)) || node.identifier || "all";
-  if (!size(root)) return h("p", { class: "soft" }, "The replica ran no code of its user during these seconds.");
+/** Return the tree of a profile's stacks: each has the numbers of its functions, the outermost first, and a count. */
+function treeOf(answer) {
+  const root = { name: "all", count: 0, kids: new Map() };
+  for (const [numbers, count] of answer.stacks || []) {
+    root.count += count;
+    let node = root;
+    for (const each of numbers) {
+      const [name, file, line] = answer.functions[each];
+      if (!node.kids.has(each)) node.kids.set(each, { name, place: `${file}:${line}`, count: 0, kids: new Map(), parent: node });
+      node = node.kids.get(each);
+      node.count += count;
+    }
+  }
+  return root;
+}
+const flame = (answer, show) => flameOf(treeOf(answer), show);
+function flameOf(root, show) {
+  if (!root.count) return h("p", { class: "soft" }, "The replica ran no code of its user during these seconds.");
   const boxes = [];
-  const draw = (node, x, depth) => {
-    const share = size(node) / size(root);
-    if (share < 0.004 || depth > 60) return;
-    const own = size(node) - kids(node).reduce((sum, each) => sum + size(each), 0);
-    const text = `${name(node)}, ${number(100 * share)} %`;
-    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: text, class: own > 0.05 * size(root) ? "own" : "", style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => show(flame(answer, show, node === root ? null : node)) }, text));
-    let start = x;
-    for (const each of kids(node).sort((a, b) => size(b) - size(a))) { draw(each, start, depth + 1); start += size(each) / size(root); }
+  const place = (node, x, depth) => {
+    const share = node.count / root.count;
+    if (share < 0.004 || depth > 80) return;
+    let own = node.count, start = x;
+    for (const each of node.kids.values()) own -= each.count;
+    const text = `${node.name}, ${number(Math.round(1000 * share) / 10)} %`;
+    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: `${text} ${node.place || ""}`, class: own > 0.05 * root.count ? "own" : "", style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => show(flameOf(node === root ? node.parent || root : node, show)) }, text));
+    for (const each of [...node.kids.values()].sort((one, two) => two.count - one.count)) { place(each, start, depth + 1); start += each.count / root.count; }
   };
-  draw(root, 0, 0);
+  place(root, 0, 0);
   const depth = boxes.reduce((most, each) => Math.max(most, parseFloat(each.props.style.top)), 0);
   return [h("p", { class: "soft small" }, "Wider is more time. Choose a frame to see it alone; choose the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
 }
