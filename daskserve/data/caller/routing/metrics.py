@@ -11,6 +11,8 @@ from daskserve.telemetry.table import MetricSample
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
+#: The cause of the end of calls that their callers gave up.
+CANCELLED = "cancelled"
 
 
 class ReplicaSetMetrics:
@@ -55,10 +57,15 @@ class CallMetrics:
     def fail(self, error: BaseException, *, is_late: bool = False) -> None:
         """Count a call that raised or was cancelled; ``is_late`` if its deadline had passed."""
         if isinstance(error, asyncio.CancelledError):
-            cause = TIMEOUT if is_late else "cancelled"
+            cause = TIMEOUT if is_late else CANCELLED
         else:
             cause = cause_of(known_of(error))
         self.errors[cause] = self.errors.get(cause, 0) + 1
+
+    @property
+    def failed(self) -> int:
+        """The number of calls that raised, without those that their callers cancelled."""
+        return sum(self.errors.values()) - self.errors.get(CANCELLED, 0)
 
     def samples(self, instance: str, endpoint: str) -> list[MetricSample]:
         """Return the metric samples; none if there were no calls."""
