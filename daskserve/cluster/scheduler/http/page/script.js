@@ -433,6 +433,9 @@ function spark(ring, field, props = {}, second = "") {
 const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring, field, { class: look }), h("span", null, text));
 const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, ` ${unit}`) : null), chart);
 
+/** Draw how many of a whole are in each state. */
+const shares = (list) => h("div", null, h("div", { class: "shares", "aria-hidden": "true" }, list.map(([look, count]) => h("span", { key: look, class: look, style: { "flex-grow": count } }))), h("p", { class: "soft small" }, list.filter(([, count]) => count).map(([, count, text]) => `${number(count)} ${text}`).join(" · ")));
+
 // ---- Tables: only rows that are seen are in the document
 
 const tables = new Map();
@@ -545,6 +548,7 @@ const total = (list, name) => list.reduce((sum, each) => sum + (each[name] || 0)
 function overviewPage() {
   const all = site.deployments, traffic = (part("live/") || {}).http || {}, ring = site.rings.get("");
   const bad = all.filter(isBad), busy = all.filter((each) => each.rollout && each.rollout.steps);
+  const changing = all.filter((each) => SHORT[each.status] === "busy").length, running = total(all, "running");
   const problems = Object.entries((part("instance") || {}).problems || {});
   const words = view.search.toLowerCase().split(/\s+/).filter(Boolean);
   const fits = (each, text) => words.every((one) => text.includes(one));
@@ -554,8 +558,8 @@ function overviewPage() {
   return [
     h("div", { class: "head", key: "head" }, h("div", null, h("h1", { tabindex: -1 }, "Overview"), h("p", { class: "soft small" }, urls()))),
     h("div", { class: "tiles five", key: "tiles" },
-      tile("Applications", number(site.applications.length), plural(all.length, "deployment")),
-      tile("Replicas running", number(total(all, "running")), `of ${number(total(all, "wanted"))}`),
+      tile("Applications", number(site.applications.length), plural(all.length, "deployment"), shares([["good", all.length - bad.length - changing, "healthy"], ["busy", changing, "in change"], ["bad", bad.length, "failing"]])),
+      tile("Replicas running", number(running), `of ${number(total(all, "wanted"))}`, shares([["good", running, "running"], ["busy", Math.max(0, total(all, "wanted") - running), "missing"]])),
       tile("Requests over HTTP", number(traffic.requests_per_s), "per second", spark(ring, "r")),
       tile("Errors over HTTP", number(traffic.errors_per_s), "per second", spark(ring, "e", { class: "errors" })),
       tile("Latency, p99", seconds(traffic.latency_p99_s), `median ${seconds(traffic.latency_p50_s)}`, spark(ring, "p99", {}, "p50"))),
@@ -819,7 +823,7 @@ function graph(list) {
         h("rect", { class: "box", x, y, width: BOX.width, height: BOX.height, rx: 8 }),
         h("circle", { class: `dot ${SHORT[each.status] || ""}`, cx: x + 16, cy: y + 20, r: 4.5 }),
         h("text", { class: "name", x: x + 28, y: y + 24 }, short(each.name)),
-        h("text", { class: "sub", x: x + 28, y: y + 41 }, `${each.running ?? 0}/${each.wanted ?? 0} replicas · p99 ${seconds(now.latency_p99_s)}`));
+        h("text", { class: "sub", x: x + 28, y: y + 41 }, `${each.running ?? 0}/${each.wanted ?? 0} · ${number(now.requests_per_s)}/s · p99 ${seconds(now.latency_p99_s)}`));
     })));
 }
 
