@@ -62,21 +62,26 @@ class Tab:
         """Go to a page."""
         await self.send("Page.navigate", url=url)
 
-    async def ask(self, expression: str) -> Any:
-        """Return the value of an expression in the page; a promise is awaited."""
-        result = await self.send(
+    async def _evaluate(self, expression: str) -> Any:
+        return await self.send(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
+
+    async def ask(self, expression: str) -> Any:
+        """Return the value of an expression in the page; a promise is awaited."""
+        result = await self._evaluate(expression)
         assert "exceptionDetails" not in result, (expression, result["exceptionDetails"])
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = PATIENCE_S) -> Any:
-        """Return the value of an expression once it is true."""
+        """Return the value of an expression once it is true; until then, it may also fail."""
         found = None
         try:
             async with asyncio.timeout(timeout_s):
-                while not (found := await self.ask(expression)):  # noqa: ASYNC110 - the page has no event
-                    await asyncio.sleep(0.03)
+                while not found:
+                    result = await self._evaluate(expression)
+                    found = "exceptionDetails" not in result and result["result"].get("value")
+                    await asyncio.sleep(0.0 if found else 0.03)
         except TimeoutError:
             text = await self.ask("document.body.innerText")
             raise AssertionError(f"{expression} is not true; the page has: {text}; {self.troubles}") from None

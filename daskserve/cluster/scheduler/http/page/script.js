@@ -167,13 +167,13 @@ function sample() {
     if (ring.length > SAMPLES) ring.shift();
     seen.add(name);
   };
-  const seen = new Set();
+  const seen = new Set(), isFew = total(site.deployments, "running") <= 300;
   for (const [name, value] of site.parts) {
     if (!name.startsWith("live/")) continue;
     if (name === "live/") { keep("", value.http || {}); continue; }
     keep(name.slice(5), value);
-    const shown = view.route[1] === "app" && site.byTag.get(name.slice(5));
-    if (shown && shown.app === view.route[2]) for (const id in value.by_replica) keep(id, value.by_replica[id]);
+    const shown = site.byTag.get(name.slice(5));
+    if (isFew || (shown && view.route[1] === "app" && shown.app === view.route[2])) for (const id in value.by_replica) keep(id, value.by_replica[id]);
   }
   for (const name of site.rings.keys()) if (!seen.has(name)) site.rings.delete(name);
 }
@@ -408,7 +408,8 @@ const card = (title, props, top, ...body) => h("section", { class: "card", key: 
 
 /** Draw the last two minutes of a value of a ring, and of another one as a dashed line. */
 function spark(ring, field, props = {}, second = "") {
-  const points = ring || [];
+  const points = props.step ? means(ring || [], field, props.step) : ring || [];
+  const whole = props.step ? SAMPLES / props.step : SAMPLES;
   let most = props.least || 0;
   for (const each of points) most = Math.max(most, each[field] || 0, second ? each[second] || 0 : 0);
   const line = (name) => {
@@ -416,21 +417,30 @@ function spark(ring, field, props = {}, second = "") {
     points.forEach((each, index) => {
       const value = each[name];
       if (value == null) { isOn = false; return; }
-      const x = SAMPLES - points.length + index, y = most ? 38 - 36 * (value / most) : 38;
+      const x = whole - points.length + index, y = most ? 38 - 36 * (value / most) : 38;
       path += `${isOn ? "L" : "M"}${x} ${y.toFixed(1)}`;
       isOn = true;
     });
     return path;
   };
   const top = line(field);
-  const start = SAMPLES - points.length;
+  const start = whole - points.length;
   const isWhole = points.length > 1 && points.every((each) => each[field] != null);
-  return h("svg", { class: `spark ${props.class || ""}`, viewBox: `0 0 ${SAMPLES - 1} 40`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    isWhole ? h("path", { class: "area", d: `${top}L${SAMPLES - 1} 40L${start} 40Z` }) : null,
+  return h("svg", { class: `spark ${props.class || ""}`, viewBox: `0 0 ${whole - 1} 40`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    isWhole ? h("path", { class: "area", d: `${top}L${whole - 1} 40L${start} 40Z` }) : null,
     h("path", { class: "line", d: top || "M0 38" }),
     second ? h("path", { class: "line second", d: line(second) || "M0 38" }) : null);
 }
-const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring, field, { class: look }), h("span", null, text));
+/** Return the means of each few values, for drawings that are small. */
+function means(ring, field, step) {
+  const found = [];
+  for (let end = ring.length; end > 0; end -= step) {
+    const few = ring.slice(Math.max(0, end - step), end).map((each) => each[field]).filter((each) => each != null);
+    found.push({ [field]: few.length ? few.reduce((sum, each) => sum + each, 0) / few.length : null });
+  }
+  return found.reverse();
+}
+const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring, field, { class: look, step: 4 }), h("span", null, text));
 const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, ` ${unit}`) : null), chart);
 
 /** Draw how many of a whole are in each state. */
@@ -565,7 +575,7 @@ function overviewPage() {
       tile("Latency, p99", seconds(traffic.latency_p99_s), `median ${seconds(traffic.latency_p50_s)}`, spark(ring, "p99", {}, "p50"))),
     bad.length || problems.length ? card("Problems", {}, h("span", { class: "soft small" }, plural(bad.length + problems.length, "problem")), h("ul", { class: "items" },
       problems.map(([name, text]) => h("li", { key: `p${name}` }, h("h3", null, name), h("p", { class: "note bad" }, text))),
-      bad.slice(0, 5).map((each) => h("li", { key: each.key }, h("div", { class: "title" }, h("h3", null, h("a", { href: toDeployment(each) }, each.name)), chip(each.status), h("span", { class: "soft small" }, each.app)), each.message ? h("p", { class: "note bad" }, firstLines(each.message)) : null)),
+      bad.slice(0, 5).map((each) => h("li", { key: each.key }, h("div", { class: "title" }, h("h3", null, h("a", { href: toDeployment(each) }, each.name)), chip(each.status), h("span", { class: "soft small" }, each.app)), each.message ? h("p", { class: "note bad" }, firstLines(each.message.split("\nTraceback")[0])) : null)),
       bad.length > 5 ? h("li", { key: "more" }, h("button", { type: "button", onclick: () => { view.show = "bad"; view.what = "deployments"; draw(); } }, `Show all ${number(bad.length)} in the table`)) : null)) : null,
     busy.length ? card("Rollouts", {}, null, h("ul", { class: "items" }, busy.slice(0, 10).map((each) => h("li", { key: each.key }, h("div", { class: "title" }, h("h3", null, h("a", { href: toDeployment(each) }, each.name)), h("span", { class: "soft small" }, each.app)), rolloutBody(each))))) : null,
     h("section", { class: "card", key: "table", "aria-label": "Deployments and applications" }, h("div", { class: "top" },
@@ -763,7 +773,7 @@ function callTable(list) {
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Calls" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "From"), h("th", { scope: "col" }, "To"), h("th", { scope: "col", class: "num" }, "Requests/s"), h("th", { scope: "col", class: "num" }, "Errors/s"))), h("tbody", null, edges.map((each) => h("tr", { key: `${each.from}\n${each.to}` }, h("td", null, name(each.from)), h("td", null, name(each.to)), h("td", { class: "num" }, number(each.requests_per_s)), h("td", { class: "num" }, number(each.errors_per_s)))))));
 }
 
-const BOX = { width: 184, height: 52, gapX: 104, gapY: 20 };
+const BOX = { width: 208, height: 52, gapX: 104, gapY: 20 };
 
 /** Return the place of each node: its layer is one more than that of its last caller. */
 function layout(tags, edges) {
