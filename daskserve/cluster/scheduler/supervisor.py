@@ -46,6 +46,7 @@ from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
 from daskserve.cluster.scheduler.http.discovery import Targets
 from daskserve.cluster.scheduler.http.page.handlers import Page
+from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -116,8 +117,11 @@ class Supervisor(SchedulerPlugin):
         access = ControllerAccess(self._instances, self._hosts)
         api = Api(scheduler, access, guard)
         page = Page(scheduler, self._instances, access, guard, self._tasks.spawn)
+        panels = Panels(
+            scheduler, self._instances.keys, lambda instance: access.call(instance, "live_metrics", {})
+        )
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, api, page)
+        self._installed = (self._capacity, targets.route, api, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
