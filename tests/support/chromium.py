@@ -89,9 +89,10 @@ class Tab:
 
     async def press(self, key: str) -> None:
         """Press a key."""
+        code = {"Enter": 13, "Escape": 27, "End": 35}.get(key, 0)
         for kind in ("keyDown", "keyUp"):
             await self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, text="\r" if key == "Enter" else ""
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
             )
 
     async def resize(self, width: int, height: int, *, is_dark: bool = False) -> None:

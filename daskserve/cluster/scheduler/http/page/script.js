@@ -602,7 +602,7 @@ function applicationPage() {
   return [
     h("div", { class: "head", key: "head" },
       h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route. ", ` Deployed ${age(app.last_deployed_time_s)} ago.`)),
-      h("div", { class: "acts" }, action("Roll back", () => rollBack(app, revisions)), action("Restart", () => confirmed({ title: `Restart ${app.name}?`, text: "All of its replicas are replaced by ones of the same code, a few at a time, without failing requests.", button: "Restart", done: `${app.name} restarts.`, act: () => api(`serve/applications/${encodeURIComponent(app.name)}/restart`, { method: "POST" }) })))),
+      h("div", { class: "acts" }, action("Roll back", () => rollBack(app)), action("Restart", () => confirmed({ title: `Restart ${app.name}?`, text: "All of its replicas are replaced by ones of the same code, a few at a time, without failing requests.", button: "Restart", done: `${app.name} restarts.`, act: () => api(`serve/applications/${encodeURIComponent(app.name)}/restart`, { method: "POST" }) })))),
     app.message ? h("p", { class: `note ${SHORT[app.status] || "warn"}`, key: "message" }, app.message) : null,
     card("Graph", {}, null, graph(app.deployments)),
     card("Deployments", {}, h("span", { class: "soft small" }, number(app.deployments.length)), grid(`Deployments of ${app.name}`, deploymentColumns(false), app.deployments)),
@@ -934,7 +934,14 @@ function scale(each) {
     fields: [h("div", { class: "field" }, h("label", { for: "replicas" }, "Number of replicas"), h("input", { id: "replicas", name: "number", type: "number", min: 0, max: 100000, step: 1, required: true, value: each.wanted }))],
     act: (form) => post(`${deploymentPath(each)}/num_replicas`, { target_num_replicas: Number(form.get("number")) }) });
 }
-function rollBack(app, revisions) {
+async function rollBack(app) {
+  let revisions;
+  try {
+    revisions = (await api(`serve/applications/${encodeURIComponent(app.name)}/history`)).revisions.reverse();
+  } catch (error) {
+    toast(error.message);
+    return;
+  }
   const able = revisions.filter((each) => each.can_return && each.state !== "RUNNING");
   if (!able.length) { confirmed({ title: `Roll back ${app.name}`, text: "There is no earlier revision to which it can go back.", button: "Close", act: async () => {}, done: "Nothing was changed." }); return; }
   confirmed({ title: `Roll back ${app.name}?`, text: "The revision that you choose is deployed again, as a new one.", button: "Roll back", isDanger: true, done: `${app.name} rolls back.`,
