@@ -829,11 +829,11 @@ function graph(list) {
     tags.includes("") ? h("g", { key: "g" }, h("rect", { class: "box", x: places.get("").x, y: places.get("").y, width: BOX.width, height: BOX.height, rx: 26 }), h("text", { class: "name", x: places.get("").x + 24, y: places.get("").y + 31 }, "HTTP and programs")) : null,
     list.map((each) => {
       const { x, y } = places.get(each.tag), now = live(each.tag);
-      return h("a", { svg: true, key: `n${each.tag}`, href: toDeployment(each), "aria-label": `${each.name}, ${word(each.status).toLowerCase()}, ${each.running} of ${each.wanted} replicas, ${number(now.requests_per_s)} requests per second` },
+      return h("a", { svg: true, key: `n${each.tag}`, href: toDeployment(each) },
         h("rect", { class: "box", x, y, width: BOX.width, height: BOX.height, rx: 8 }),
         h("circle", { class: `dot ${SHORT[each.status] || ""}`, cx: x + 16, cy: y + 20, r: 4.5 }),
         h("text", { class: "name", x: x + 28, y: y + 24 }, short(each.name)),
-        h("text", { class: "sub", x: x + 28, y: y + 41 }, `${each.running ?? 0}/${each.wanted ?? 0} · ${number(now.requests_per_s)}/s · p99 ${seconds(now.latency_p99_s)}`));
+        h("text", { class: "sub", x: x + 28, y: y + 41 }, SHORT[each.status] === "good" ? `${each.running ?? 0}/${each.wanted ?? 0} · ${number(now.requests_per_s)}/s · p99 ${seconds(now.latency_p99_s)}` : `${word(each.status)} · ${each.running ?? 0}/${each.wanted ?? 0}`));
     })));
 }
 
