@@ -686,7 +686,7 @@ function explanation(it) {
   if (it.target_capacity != null) lines.push(`The instance has a target capacity of ${number(it.target_capacity)} %.`);
   if (it.waiting) lines.push(`Waiting: ${it.waiting}`);
   return [h("p", null, h("strong", null, `${it.running} of ${it.wanted} wanted replicas run.`)), lines.map((each, index) => h("p", { key: index }, each)),
-    (it.samples || []).length ? h("div", { class: "scroll", key: "load", tabindex: 0, role: "region", "aria-label": "Load" }, h("table", { class: "sheet" }, h("caption", { class: "hidden" }, "Load, newest first"), h("thead", null, h("tr", null, h("th", { scope: "col" }, "Load"), ["Running", "Queued", "Per second"].map((each) => h("th", { key: each, scope: "col", class: "num" }, each)))), h("tbody", null, it.samples.slice(-6).reverse().map((each, index) => h("tr", { key: index }, h("td", null, `${span(each.ago_s)} ago`), [each.ongoing, each.queued, each.rate].map((one, at) => h("td", { key: at, class: "num" }, number(one)))))))) : null,
+    (it.samples || []).length ? h("div", { class: "scroll", key: "load", tabindex: 0, role: "group", "aria-label": "Load" }, h("table", { class: "sheet" }, h("caption", { class: "hidden" }, "Load, newest first"), h("thead", null, h("tr", null, h("th", { scope: "col" }, "Load"), ["Running", "Queued", "Per second"].map((each) => h("th", { key: each, scope: "col", class: "num" }, each)))), h("tbody", null, it.samples.slice(-6).reverse().map((each, index) => h("tr", { key: index }, h("td", null, `${span(each.ago_s)} ago`), [each.ongoing, each.queued, each.rate].map((one, at) => h("td", { key: at, class: "num" }, number(one)))))))) : null,
     (it.events || []).length ? h("ul", { key: "changes" }, it.events.slice(-8).reverse().map(([at, before, after, reason]) => h("li", { key: at, class: "small" }, h("span", { class: "soft" }, `${clock(at)}  `), `${before} → ${after}: ${reason}`))) : null];
 }
 
@@ -720,7 +720,7 @@ function systemPage() {
   return [h("div", { class: "head", key: "head" }, h("h1", { tabindex: -1 }, "System"), h("div", { class: "acts" }, h("a", { class: "button", href: `${ROOT}status` }, "Dask's dashboard"), h("a", { class: "button", href: `${BASE}${encodeURIComponent(site.instance)}/api/serve/applications/` }, "REST API"))),
     notes.length ? h("ul", { class: "items card", key: "notes" }, notes.map((each, index) => h("li", { key: index }, h("p", { class: "note bad" }, each)))) : null,
     card("Instance", {}, null, h("div", { class: "body" }, h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", { key: `t${name}` }, name), h("dd", { key: `d${name}` }, value)])))),
-    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", null, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
+    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", null, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
 }
 
 /** Return the answer to a request for the page that is shown: asked again if the key is another one. */
@@ -770,7 +770,7 @@ function edgesOf(list) {
 }
 function callTable(list) {
   const edges = edgesOf(list), name = (tag) => (tag === "" ? "HTTP and programs" : (site.byTag.get(tag) || { name: tag }).name);
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Calls" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "From"), h("th", { scope: "col" }, "To"), h("th", { scope: "col", class: "num" }, "Requests/s"), h("th", { scope: "col", class: "num" }, "Errors/s"))), h("tbody", null, edges.map((each) => h("tr", { key: `${each.from}\n${each.to}` }, h("td", null, name(each.from)), h("td", null, name(each.to)), h("td", { class: "num" }, number(each.requests_per_s)), h("td", { class: "num" }, number(each.errors_per_s)))))));
+  return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Calls" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "From"), h("th", { scope: "col" }, "To"), h("th", { scope: "col", class: "num" }, "Requests/s"), h("th", { scope: "col", class: "num" }, "Errors/s"))), h("tbody", null, edges.map((each) => h("tr", { key: `${each.from}\n${each.to}` }, h("td", null, name(each.from)), h("td", null, name(each.to)), h("td", { class: "num" }, number(each.requests_per_s)), h("td", { class: "num" }, number(each.errors_per_s)))))));
 }
 
 const BOX = { width: 208, height: 52, gapX: 104, gapY: 20 };
@@ -822,7 +822,7 @@ function graph(list) {
     const isBack = to.x <= from.x, bend = isBack ? BOX.gapX : (x2 - x1) / 2;
     return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, x: (x1 + x2) / 2, y: (y1 + y2) / 2, look: look(each) };
   });
-  return h("div", { class: "graph", tabindex: 0, role: "region", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
+  return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
     lines.map((each) => h("path", { key: `e${each.from}\n${each.to}`, class: `edge ${each.look}`, d: each.d })),
     lines.map((each) => h("path", { key: `t${each.from}\n${each.to}`, class: `tip ${each.look}`, d: each.tip })),
     lines.map((each) => h("text", { key: `r${each.from}\n${each.to}`, class: "rate", x: each.x, y: each.y + 4 }, each.requests_per_s == null ? "" : `${number(each.requests_per_s)}/s`)),
