@@ -188,8 +188,7 @@ async def start_with(
             cluster_connection, instance, options, middlewares, message, opens_with_route=opens_with_route
         )
         await form.run(cluster_connection, starting)
-        page = page_of(cluster_connection.dashboard_link)
-        if found is None and page is not None:
+        if found is None and (page := page_of(cluster_connection.dashboard_link)):
             report(f"Watch it at {page}")
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:

@@ -209,11 +209,9 @@ def _without_snapshot(asked: Asked, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
 
-def _scale(asked: Asked, by: str = "") -> tuple[str, Message]:
-    name = asked.path.get("deployment", "")
-    message: Message = {"application": asked.path["application"], "name": name}
-    # Without a person's name, it is the external scaler's.
-    return "scale", {**message, "number": number_in(asked.body), **({"by": by} if by else {})}
+def _scale(asked: Asked, **by: str) -> tuple[str, Message]:
+    name, number = asked.path.get("deployment", ""), number_in(asked.body)
+    return "scale", {"application": asked.path["application"], "name": name, "number": number, **by}
 
 
 def _scaled(asked: Asked, number: Any) -> Any:
@@ -298,8 +296,9 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
 
 ALL = "/api/serve/applications/"
 ONE = "/api/serve/applications/{application}"
-ROLLOUT = f"{ONE}/deployments/{{deployment}}/rollout"
-MODELS = f"{ONE}/deployments/{{deployment}}/models"
+NAMED = f"{ONE}/deployments/{{deployment}}"
+ROLLOUT = f"{NAMED}/rollout"
+MODELS = f"{NAMED}/models"
 _MERGE: Mapping[str, tuple[str, str]] = {
     "merge": ("boolean", "Leave all that the configuration does not name as it is.")
 }
@@ -396,21 +395,15 @@ OPERATIONS: Sequence[Operation] = (
         _accepted,
     ),
     Operation(
-        "GET",
-        f"{ONE}/deployments/{{deployment}}/explain",
-        "Why a deployment has as many replicas as it has.",
-        lambda asked: (
-            "explain",
-            {"name": deployment_tag(asked.path["application"], asked.path["deployment"])},
-        ),
+        "GET", f"{NAMED}/explain", "Why a deployment has as many replicas as it has.", _models("explain")
     ),
     Operation(
         "POST",
-        f"{ONE}/deployments/{{deployment}}/num_replicas",
+        f"{NAMED}/num_replicas",
         "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
         lambda asked: _scale(asked, by=asked.by),
         _scaled,
-        body="number",
+        "number",
     ),
     *_rollout_operations(
         ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
