@@ -97,6 +97,7 @@ class Supervisor(SchedulerPlugin):
     def __init__(self) -> None:
         self._instances: dict[InstanceName, Instance] = {}
         self._tasks = TaskSet(logger)
+        self._is_closed = False
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -143,7 +144,6 @@ class Supervisor(SchedulerPlugin):
         )
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
-        self._is_closed = False
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
         self._reconnects = ReconnectingInstances(
             scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
