@@ -436,6 +436,6 @@ async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalClus
             await tab.open(f"{dashboard(external.client)}/daskserve")
             await tab.until("document.querySelector('.rows .chip.good')")
             await tab.until("live('shop/front').requests_per_s === 0", 30)
-            await asyncio.to_thread(client.delete, "shop")
+            await asyncio.to_thread(client.delete_application, "shop")
             await tab.until("site.deployments.length === 0", 5)
             assert tab.troubles == []

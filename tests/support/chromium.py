@@ -48,6 +48,10 @@ class Tab:
                 if entry["level"] == "error" and entry["source"] != "network":
                     self.troubles.append(f"{entry['text']} {entry.get('url', '')}")
 
+    async def ended(self) -> None:
+        """Return once the connection is closed."""
+        await self._reading
+
     async def send(self, method: str, **params: Any) -> Any:
         """Return the result of a method of the protocol."""
         self._number += 1
@@ -135,8 +139,11 @@ async def chromium() -> AsyncIterator[Tab]:
             tab = Tab(socket)
             for domain in ("Page", "Runtime", "Log"):
                 await tab.send(f"{domain}.enable")
-            yield tab
-            socket.close()
+            try:
+                yield tab
+            finally:
+                socket.close()
+                await tab.ended()
         finally:
             browser.kill()
             await browser.wait()
