@@ -83,6 +83,7 @@ setup(
         "daskserve.cluster.scheduler",
         "daskserve.cluster.scheduler.http",
         "daskserve.cluster.scheduler.http.api",
+        "daskserve.cluster.scheduler.http.page",
         "daskserve.cluster.scheduler.http.panels",
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
@@ -136,6 +137,7 @@ setup(
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={
         "daskserve": ["py.typed"],
+        "daskserve.cluster.scheduler.http.page": ["*.css", "*.html", "*.js", "*.svg"],
         "daskserve.dashboards": ["*.json", "*.yaml"],
         "daskserve.pages": ["*.md", "*/*.md"],
         "daskserve.proxies": ["py.typed"],

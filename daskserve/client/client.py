@@ -27,6 +27,7 @@ from daskserve.client.verbs.inspecting import InspectingVerbs
 from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.page_link import page_of
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
@@ -64,6 +65,11 @@ class InstanceClient:
         """The address of the Dask dashboard; None if the scheduler has none."""
         self._connection.check_open()
         return self._connection.cluster_connection.dashboard_link
+
+    @property
+    def page_link(self) -> str | None:
+        """The address of the page that shows the instances; None if the scheduler has no HTTP server."""
+        return page_of(self.dashboard_link)
 
     @property
     def scheduler_address(self) -> str:

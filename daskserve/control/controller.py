@@ -21,6 +21,7 @@ from daskserve.control.calls.history import HistoryVerbs
 from daskserve.control.calls.inspecting import InspectingVerbs
 from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.models import ModelVerbs
+from daskserve.control.calls.overview import OverviewVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.calls.watching import WatchedStatus
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
@@ -60,6 +61,7 @@ class Controller:
             LiveVerbs,
             ModelVerbs,
             DrainingVerbs,
+            OverviewVerbs,
             InspectingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))

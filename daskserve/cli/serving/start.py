@@ -62,13 +62,15 @@ def start(
 def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> None:
     """Print where an instance runs."""
     name, address = found.client.instance_name, found.client.scheduler_address
-    urls = found.client.http_urls()
+    urls, page = found.client.http_urls(), found.client.page_link
     if as_json:
         facts = {"instance": name, "scheduler_address": address, "http_urls": urls}
-        print_json({**facts, "is_new": found.is_new})
+        print_json({**facts, "page": page, "is_new": found.is_new})
         return
     where = f" at {', '.join(urls)}" if urls else ""
     click.echo(f"Instance {name!r} {'runs' if found.is_new else 'runs already'}{where}.")
+    if page is not None:
+        click.echo(f"Watch it at {page}")
     if owns_cluster:
         click.echo(
             f"It has a Dask cluster of its own: use it with --address {address}, or set "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import string
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.instance.ending import end_instance
+from daskserve.client.views.page_link import page_of
+from daskserve.client.views.progress import announce
 from daskserve.client.views.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.cluster.dask.connection import DaskConnection
@@ -149,6 +151,7 @@ async def start_with(
     dashboard: bool = True,
     is_default: bool = False,
     opens_with_route: bool = False,
+    report: Callable[[str], Any] = announce,
 ) -> ClientT:
     """Start an instance with checked arguments; see `start`.
 
@@ -158,6 +161,8 @@ async def start_with(
         Whether `connect` finds the instance, and `run` uses it in other programs.
     opens_with_route : bool
         Whether the proxies start only once there is a route, so that this does not wait for them.
+    report
+        Is called with the address of the page of a cluster that this starts.
     """
     for risk in options.risks():
         warn_caller(risk)
@@ -183,6 +188,8 @@ async def start_with(
             cluster_connection, instance, options, middlewares, message, opens_with_route=opens_with_route
         )
         await form.run(cluster_connection, starting)
+        if found is None and (page := page_of(cluster_connection.dashboard_link)):
+            report(f"Watch it at {page}")
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.

@@ -46,7 +46,10 @@ async def _start_detached(
     options = checked_http(http_options)
     check_name(name, "name")
     if address is None:
-        started = await start_with(form, options, detached=True, store=store, name=name)
+        # The caller reports the address of the page with the others.
+        started = await start_with(
+            form, options, detached=True, store=store, name=name, report=lambda line: None
+        )
         return DetachedInstance(started, True)
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)

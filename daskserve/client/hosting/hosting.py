@@ -100,14 +100,22 @@ async def _host(
             check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
         built = None if cluster_connection is None else source.build("")
+        lines: list[str] = []
         client = await start_with(
-            form, options, detached=not stay.is_blocking, is_default=True, opens_with_route=True
+            form,
+            options,
+            detached=not stay.is_blocking,
+            is_default=True,
+            opens_with_route=True,
+            report=lines.append,
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths
         hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker=in_worker)
         if cluster_connection is None:
             report(f"Started a Dask cluster at {client.scheduler_address}.")
+        for line in lines:
+            report(line)
         await hosting.run_first(built)
     finally:
         if cluster_connection is not None and cluster_connection.is_open:

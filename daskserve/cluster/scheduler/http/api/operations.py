@@ -209,9 +209,9 @@ def _without_snapshot(asked: Asked, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
 
-def _scale(asked: Asked) -> tuple[str, Message]:
-    name = asked.path.get("deployment", "")
-    return "scale", {"application": asked.path["application"], "name": name, "number": number_in(asked.body)}
+def _scale(asked: Asked, **by: str) -> tuple[str, Message]:
+    name, number = asked.path.get("deployment", ""), number_in(asked.body)
+    return "scale", {"application": asked.path["application"], "name": name, "number": number, **by}
 
 
 def _scaled(asked: Asked, number: Any) -> Any:
@@ -296,8 +296,9 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
 
 ALL = "/api/serve/applications/"
 ONE = "/api/serve/applications/{application}"
-ROLLOUT = f"{ONE}/deployments/{{deployment}}/rollout"
-MODELS = f"{ONE}/deployments/{{deployment}}/models"
+NAMED = f"{ONE}/deployments/{{deployment}}"
+ROLLOUT = f"{NAMED}/rollout"
+MODELS = f"{NAMED}/models"
 _MERGE: Mapping[str, tuple[str, str]] = {
     "merge": ("boolean", "Leave all that the configuration does not name as it is.")
 }
@@ -392,6 +393,17 @@ OPERATIONS: Sequence[Operation] = (
         "Replace the replicas of a deployment by ones of the same code.",
         _change("restart", "application", "deployment"),
         _accepted,
+    ),
+    Operation(
+        "GET", f"{NAMED}/explain", "Why a deployment has as many replicas as it has.", _models("explain")
+    ),
+    Operation(
+        "POST",
+        f"{NAMED}/num_replicas",
+        "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
+        lambda asked: _scale(asked, by=asked.by),
+        _scaled,
+        "number",
     ),
     *_rollout_operations(
         ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
