@@ -45,6 +45,11 @@ LATENCY_BUCKETS_S: Sequence[float] = (
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
+#: Upper bounds of the buckets of shares.
+SHARE_BUCKETS: Sequence[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+#: Upper bounds of the buckets of starts, changes and ends of replicas, in seconds.
+LIFE_BUCKETS_S: Sequence[float] = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 240)
+
 #: The cause of all errors that are not daskserve's own.
 USER_CODE = "user_code"
 TIMEOUT = "timeout"

@@ -144,12 +144,14 @@ class _BatchRunner:
         """Return a queue for the running loop and the current replica."""
         replica = current_replica.get()
         metrics = None if replica is None else replica.metrics
+        counts = None if metrics is None else metrics.batches_of(self.function.__name__)
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits,
             max_running=self.max_running,
             size_of=None if self.size_fn is None else self._size_of,
-            on_batch=None if metrics is None else metrics.batches_of(self.function.__name__).observe,
+            on_batch=None if counts is None else counts.observe,
+            on_end=None if counts is None else counts.ended,
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)
