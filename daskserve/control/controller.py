@@ -273,7 +273,12 @@ class ReadingVerbs:
         ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
         somebody watches the live metrics.
         """
-        self._core.observed.rollouts.report(router, versions or {})
+        going_on = {
+            tag: each
+            for tag, each in (versions or {}).items()
+            if (backend := self._core.state.backends.get(tag)) is not None and backend.canary is not None
+        }
+        self._core.observed.rollouts.report(router, going_on)
         if live is not None:
             self._core.observed.live.router(router, live, self._core.clock.now())
         self._core.observed.loads.report(router, loads, self._core.clock.now())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from daskserve.common.formatting import shown
 from daskserve.errors import (
@@ -124,3 +125,24 @@ def cause_of(error: BaseException) -> str:
         if isinstance(error, kind):
             return cause
     return USER_CODE
+
+
+class VersionCounter:
+    """The requests of one version that have ended, those that failed, and their latencies."""
+
+    __slots__ = ("failed", "latency", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.failed = 0
+        self.latency = LatencyHistogram()
+
+    def count(self, has_failed: bool, duration_s: float | None) -> None:
+        """Count a request that has ended; ``duration_s`` is None for a WebSocket."""
+        self.requests += 1
+        self.failed += has_failed
+        if duration_s is not None:
+            self.latency.observe(duration_s)
+
+    def plain(self) -> list[Any]:
+        """Return the totals as plain values."""
+        return [self.requests, self.failed, list(self.latency.counts)]
