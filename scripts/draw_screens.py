@@ -123,6 +123,9 @@ def draw_dask() -> None:
         tasks = dask.map(lambda number: time.sleep(0.2) or number, range(1_000))
         (SCREENS / "dask-dashboard.png").write_bytes(asyncio.run(photograph(cluster.dashboard_link)))
         dask.cancel(tasks)
+        panels = cluster.dashboard_link.replace("/status", "/daskserve-panels")
+        with Traffic(serve.connect().http_urls()[0], lambda: 0.2):
+            (SCREENS / "dask-panels.png").write_bytes(asyncio.run(photograph(panels)))
         serve.shutdown()
 
 
