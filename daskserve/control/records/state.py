@@ -18,6 +18,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
 from daskserve.control.records.models import ModelsRecord
@@ -103,6 +104,7 @@ class State:
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
         self.models: dict[BackendTag, ModelsRecord] = {}
+        self.deaths: dict[BackendTag, DeathsRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
         self.declared = Declared()
@@ -135,6 +137,7 @@ class State:
             self.proxies,
             self.goals,
             self.models,
+            self.deaths,
         )
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         listed = (self.apps, self.declared, self.revisions, self.events)
@@ -236,6 +239,8 @@ class State:
             self.capacity = record
         elif isinstance(record, ModelsRecord):
             self.models[record.backend] = record
+        elif isinstance(record, DeathsRecord):
+            self.deaths[record.backend] = record
         elif isinstance(record, RevisionRecord):
             self.revisions.keep(record)
         elif isinstance(record, EventsRecord):
@@ -269,6 +274,8 @@ class State:
             self.capacity = CapacityRecord()
         elif kind == "models":
             self.models.pop(name, None)
+        elif kind == DeathsRecord.KIND:
+            self.deaths.pop(name, None)
         elif kind == "revision":
             self.revisions.forget(name)
         elif kind == "event":
