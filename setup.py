@@ -81,6 +81,7 @@ setup(
         "daskserve.cluster.scheduler",
         "daskserve.cluster.scheduler.http",
         "daskserve.cluster.scheduler.http.api",
+        "daskserve.cluster.scheduler.http.panels",
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
         "daskserve.common",
@@ -128,6 +129,7 @@ setup(
         "daskserve.proxies.server",
         "daskserve.simulation",
         "daskserve.telemetry",
+        "daskserve.telemetry.profiling",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={

@@ -18,6 +18,7 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.inspecting import InspectingVerbs
 from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
@@ -58,6 +59,7 @@ class Controller:
             LiveVerbs,
             ModelVerbs,
             DrainingVerbs,
+            InspectingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
@@ -124,8 +126,7 @@ class ReadingVerbs:
         """Return the reason why replicas of a goal's backends wait."""
         app = self._core.state.apps.get(goal.application)
         tags = (goal.backend,) if app is None else app.tags
-        found = (self._core.observed.notes_of(tag).waiting for tag in tags)
-        return next((why for why in found if why is not None), None)
+        return self._core.observed.why_waiting(tags)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:

@@ -263,6 +263,8 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
     assert all(each.name.startswith("x/front#") for each in dead)
     assert dead[-1].reason == f"worker {one.worker} left the cluster"
     assert dead == found.backends["x/front"].dead_replicas
+    details = (await stage.call("details"))["details"]["applications"]["x"]["deployments"]["front"]
+    assert [each["reason"] for each in details["recent_dead_replicas"]] == [each.reason for each in dead]
 
     async def fail(replica: Any) -> None:
         if replica.message.code == b"2":

@@ -193,7 +193,7 @@ class DeclaringVerbs(DecidingVerbs):
         deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
             ended = core.goal_ended
-            found = views.progress(core.state, version, names, core.building.waiting)
+            found = views.progress(core.state, core.observed, version, names, core.building.waiting)
             left_s = deadline - core.clock.now()
             if found["is_done"] or left_s <= 0:
                 return found

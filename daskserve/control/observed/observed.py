@@ -338,6 +338,11 @@ class Observed:
         """Return the notes about a backend."""
         return self.notes.get(tag) or Notes()
 
+    def why_waiting(self, tags: Iterable[BackendTag]) -> str | None:
+        """Return the reason why replicas of the first backend that has one wait."""
+        found = (self.notes_of(tag).waiting for tag in tags)
+        return next((why for why in found if why is not None), None)
+
     @property
     def unloadable(self) -> dict[BackendTag, str]:
         """The reasons why replicas cannot load their code, by backend."""

@@ -63,4 +63,14 @@ def _of_options(
             continue
         effect = effect_of(field)
         show = hidden.get(name, masked)
-        yield Difference(name, effects.get(effect, effect), (show(one), show(other)))
+        yield Difference(name, effects.get(effect, effect), _parts(show(one), show(other), one, other))
+
+
+def _parts(shown: Any, shown_other: Any, one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two values as they are shown: of two mappings, such as nested options, what differs."""
+    pair = (shown, shown_other)
+    if not all(isinstance(each, Mapping) for each in (*pair, one, other)):
+        return pair
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    first, second = ({name: each[name] for name in names if name in each} for each in pair)
+    return first, second
