@@ -30,12 +30,10 @@ def recorded(tag: BackendTag, dead: Iterable[DeadReplica]) -> DeathsRecord:
 
 
 def _row(death: DeadReplica) -> list[object]:
-    lines, left = [], MAX_LINES
-    for line in reversed(death.last_lines):
-        left -= len(line)
-        if left < 0:
-            break
-        lines.insert(0, line)
+    kept, left = len(death.last_lines), MAX_LINES
+    while kept and (left := left - len(death.last_lines[kept - 1])) >= 0:
+        kept -= 1
+    lines = list(death.last_lines[kept:])
     reason, user_traceback = death.reason[:MAX_REASON], death.user_traceback[-MAX_TRACEBACK:]
     return [death.name, reason, death.at, user_traceback, lines, death.version]
 

@@ -177,7 +177,7 @@ class _Revising:
         new = self.revision(self.after, app, goal, number)
         is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
         if not new.changes and not is_under_way and current(revisions) is not None:
-            return  # only what replicas have told of themselves differs
+            return  # only the facts that replicas have reported differ
         self.put(new)
         self.trim(name)
 
