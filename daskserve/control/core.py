@@ -96,7 +96,7 @@ class ControllerCore:
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
-        self.observed.notes = {tag: remembered(each) for tag, each in self.state.deaths.items()}
+        self.observed.notes = {tag: remembered(each) for tag, each in self.state.events.deaths.items()}
         reconciler = self._reconciler = self._make_parts()
         self.building = building_for(
             self.cluster,

@@ -16,7 +16,10 @@ MAX_REASON, MAX_TRACEBACK, MAX_LINES = 500, 2000, 2000
 
 def keep_deaths(inputs: StepInputs, backend: BackendRecord, step: Step) -> None:
     """Write the dead replicas of a backend with what else a step writes, if there are more."""
-    is_removed, known = step.change.get(backend.key, backend) is None, inputs.state.deaths.get(backend.tag)
+    is_removed, known = (
+        step.change.get(backend.key, backend) is None,
+        inputs.state.events.deaths.get(backend.tag),
+    )
     if is_removed and known is not None:
         step.change[known.key] = None
     elif not is_removed and step.notes.dead != inputs.observed.notes_of(backend.tag).dead:

@@ -104,7 +104,6 @@ class State:
         self.proxies: dict[str, ProxyRecord] = {}
         self.goals: dict[str, GoalRecord] = {}
         self.models: dict[BackendTag, ModelsRecord] = {}
-        self.deaths: dict[BackendTag, DeathsRecord] = {}
         self.capacity = CapacityRecord()
         self.apps = Applications()
         self.declared = Declared()
@@ -137,7 +136,7 @@ class State:
             self.proxies,
             self.goals,
             self.models,
-            self.deaths,
+            self.events.deaths,
         )
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         listed = (self.apps, self.declared, self.revisions, self.events)
@@ -240,7 +239,7 @@ class State:
         elif isinstance(record, ModelsRecord):
             self.models[record.backend] = record
         elif isinstance(record, DeathsRecord):
-            self.deaths[record.backend] = record
+            self.events.deaths[record.backend] = record
         elif isinstance(record, RevisionRecord):
             self.revisions.keep(record)
         elif isinstance(record, EventsRecord):
@@ -275,7 +274,7 @@ class State:
         elif kind == "models":
             self.models.pop(name, None)
         elif kind == DeathsRecord.KIND:
-            self.deaths.pop(name, None)
+            self.events.deaths.pop(name, None)
         elif kind == "revision":
             self.revisions.forget(name)
         elif kind == "event":
