@@ -12,6 +12,7 @@ from daskserve.cli.output import ExitCode, errors_as_messages, json_option, prin
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, use_log_level
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
+from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import UnavailableError
 
 
@@ -24,11 +25,20 @@ from daskserve.errors import UnavailableError
     help="URL of the store for the instance's records: memory://, sqlite:///path or any fsspec URL. Paths "
     "are on the scheduler's host. An instance that finds records there restores what they describe.",
 )
+@click.option(
+    "--name",
+    default=DEFAULT_INSTANCE,
+    show_default=True,
+    help="Name of the instance. Other commands find one of another name by --instance; it needs a --port of "
+    "its own.",
+)
 @log_level_option
 @http_options
 @json_option
-def start(address: str | None, store: str, log_level: str | None, as_json: bool, **others: Any) -> None:
-    """Start an instance that runs until `daskserve shutdown`, unless one runs already.
+def start(
+    address: str | None, store: str, name: str, log_level: str | None, as_json: bool, **others: Any
+) -> None:
+    """Start an instance that runs until `daskserve shutdown`, unless one of its name runs already.
 
     Without --address, and without scheduler-address in Dask's configuration, a local Dask cluster is started,
     too, which ends with the instance. The output has its address, for the other commands.
@@ -39,7 +49,7 @@ def start(address: str | None, store: str, log_level: str | None, as_json: bool,
     known_address = address or dask.config.get("scheduler-address", None)
     given = given_http_options(others)
     with errors_as_messages():
-        found = start_detached(given, address=known_address, store=store)
+        found = start_detached(given, address=known_address, store=store, name=name)
         try:
             if found.differences:
                 text = f"An instance is already running; its HTTP options do not change: {found.differences}."
@@ -94,6 +104,13 @@ def controller_health(address: str | None, name: str | None, timeout_s: float, a
             f"The controller runs on {found['worker']} (process {found['pid']}, epoch {found['epoch']}). Its "
             f"event loop is {1000 * delay:.1f} ms late."
         )
+        if found.get("num_control_loops"):
+            click.echo(
+                f"{found['num_control_loops']} rounds of its loop took "
+                f"{1000 * found['mean_control_loop_duration_s']:.1f} ms each, "
+                f"{1000 * found['p99_control_loop_duration_s']:.1f} ms at the 99th percentile; "
+                f"{found['num_asyncio_tasks']} tasks, {found['process_memory_mb']:.0f} MB."
+            )
     else:
         click.echo(found["error"], err=True)
     if not found["is_alive"]:

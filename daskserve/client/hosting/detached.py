@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskserve.client.client import Client
+from daskserve.client.definitions.specs import check_name
 from daskserve.client.functions.connecting import dial_connection
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
@@ -34,21 +35,28 @@ class DetachedInstance:
 
 
 async def _start_detached(
-    form: Form[Any], http_options: Mapping[str, Any], *, address: str | None, store: str
+    form: Form[Any],
+    http_options: Mapping[str, Any],
+    *,
+    address: str | None,
+    store: str,
+    name: str = DEFAULT_INSTANCE,
 ) -> DetachedInstance:
-    """Start the detached instance of a cluster, or find it; without an address, start a cluster, too."""
+    """Start a detached instance of a cluster, or find it; without an address, start a cluster, too."""
     options = checked_http(http_options)
+    check_name(name, "name")
     if address is None:
-        return DetachedInstance(await start_with(form, options, detached=True, store=store), True)
+        started = await start_with(form, options, detached=True, store=store, name=name)
+        return DetachedInstance(started, True)
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(
-            form, options, detached=True, store=store, dask_client=cluster_connection.client
+            form, options, detached=True, store=store, name=name, dask_client=cluster_connection.client
         )
         return DetachedInstance(started, True)
     except AlreadyRunningError:
-        found = InstanceConnection(cluster_connection, DEFAULT_INSTANCE, is_guest=True)
+        found = InstanceConnection(cluster_connection, name, is_guest=True)
         different = await differences(form.verbs(found), http_options)
         return DetachedInstance(form.client(found), False, different)
     except BaseException:
