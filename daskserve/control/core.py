@@ -29,6 +29,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_keeper import ModelKeeper
 from daskserve.control.declared.building import building_for
 from daskserve.control.observed.observed import Observed
@@ -95,6 +96,7 @@ class ControllerCore:
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
+        self.observed.notes = {tag: remembered(each) for tag, each in self.state.events.deaths.items()}
         reconciler = self._reconciler = self._make_parts()
         self.building = building_for(
             self.cluster,
