@@ -1,7 +1,8 @@
 """The start messages of actors, which the control layer and the client write and the actors' layers read.
 
 Messages are plain values in msgpack, with user code as opaque ``bytes``. They are the ``payload`` of a
-`daskserve.cluster.protocols.base.ActorSpec`. Fields have no defaults: the option models define the defaults.
+`daskserve.cluster.protocols.base.ActorSpec`. Fields have no defaults, because the option models define
+them; only what an instance may do without is empty by default.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class ReplicaStart(StartMessage):
         controller knows of none yet.
     is_exact : bool
         Whether code by import path must be that which was deployed: the files of a worker must not differ.
+    tracing : dict
+        The values of `daskserve.options.tracing.TracingConfig`; empty without traces.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -132,6 +135,7 @@ class ReplicaStart(StartMessage):
     is_deployment: bool
     models: Mapping[str, Any] | None
     is_exact: bool
+    tracing: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -161,6 +165,8 @@ class ProxyStart(StartMessage):
         Whether the port must be free of every other listener; False if others of the instance share it.
     public_host : str
         The host name in the proxy's URLs if ``options.host`` means every address.
+    tracing : dict
+        As in `ReplicaStart`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"options": dump_http}
@@ -170,6 +176,7 @@ class ProxyStart(StartMessage):
     reuse_port: bool
     claims_port: bool
     public_host: str
+    tracing: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +210,8 @@ class ControllerStart(StartMessage):
         Whether the proxies start only once there is a route.
     history_bytes : int
         How much code is kept that only old revisions of applications need.
+    tracing : dict
+        As in `ReplicaStart`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"http": dump_http}
@@ -213,3 +222,4 @@ class ControllerStart(StartMessage):
     start_id: str
     opens_with_route: bool
     history_bytes: int
+    tracing: Mapping[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from daskserve.client.functions.instances import checked_http, start_with
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import AlreadyRunningError
+from daskserve.options.tracing import checked_tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,25 @@ class DetachedInstance:
 
 
 async def _start_detached(
-    form: Form[Any], http_options: Mapping[str, Any], *, address: str | None, store: str
+    form: Form[Any],
+    http_options: Mapping[str, Any],
+    *,
+    address: str | None,
+    store: str,
+    tracing_config: Mapping[str, Any] | None = None,
 ) -> DetachedInstance:
     """Start the detached instance of a cluster, or find it; without an address, start a cluster, too."""
     options = checked_http(http_options)
+    tracing = checked_tracing(tracing_config)
     if address is None:
-        return DetachedInstance(await start_with(form, options, detached=True, store=store), True)
+        return DetachedInstance(
+            await start_with(form, options, detached=True, store=store, tracing=tracing), True
+        )
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(
-            form, options, detached=True, store=store, dask_client=cluster_connection.client
+            form, options, detached=True, store=store, dask_client=cluster_connection.client, tracing=tracing
         )
         return DetachedInstance(started, True)
     except AlreadyRunningError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import Cluster, Routes
 from daskserve.common.clock import Clock, stopwatch
@@ -38,11 +40,16 @@ from daskserve.errors import (
 )
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.carrier import TRACE
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.routing import Way
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
 #: How long a replica is suspended after its connection broke: time for the scheduler to report its end.
 DISCONNECTED_BACKOFF_S = 0.05
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplicaSet:
@@ -60,6 +67,7 @@ class ReplicaSet:
         waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
+        shared: Mapping[str, Any] = _NOTHING,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -68,6 +76,7 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
+        self._shared = shared
         self._waiting_calls = waiting_calls or WaitingCalls()
         self._cluster = cluster
         self._clock = clock
@@ -201,14 +210,14 @@ class ReplicaSet:
                 replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
             )
 
-    async def send(
+    def send(
         self,
         envelope: Envelope,
         receive: Receive,
         send: Send,
         *,
         refused: ReplicaBusyError | ActorLostError | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Send a request to a replica; wait until one has room.
 
         A request that a replica has already ``refused`` goes to the front of the queue.
@@ -224,6 +233,42 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
+        if TRACE in envelope.head:
+            return self._send_traced(envelope, receive, send, refused)
+        return self._send(envelope, receive, send, refused)
+
+    async def _send_traced(
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        refused: ReplicaBusyError | ActorLostError | None,
+    ) -> None:
+        from daskserve.telemetry.tracing.routing import way_of  # OpenTelemetry takes long to import
+
+        way = way_of(self._shared, envelope.head, self.tag)
+        if way is None:
+            await self._send(envelope, receive, send, refused)
+            return
+        failure: BaseException | None = None
+        envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+        try:
+            await self._send(envelope, receive, send, refused, way)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            way.end(failure)
+            del failure  # else an error's traceback holds this frame, and this frame the error
+
+    async def _send(
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        refused: ReplicaBusyError | ActorLostError | None,
+        way: Way | None = None,
+    ) -> None:
         replay = trial = queued_since = None
         pool, metrics, is_socket = self.pool, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
@@ -244,7 +289,19 @@ class ReplicaSet:
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
                 replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            replica = replica or await self._wait(is_rejected, trial)
+            if replica is None:
+                turn = self._wait(is_rejected, trial)
+                if way is not None:
+                    turn = way.wait(
+                        turn,
+                        waiting=self.waiting,
+                        ongoing=self.in_flight,
+                        replicas=self.pool.size,
+                        is_known=self.max_queued is not None,
+                    )
+                replica = await turn
+            if way is not None:
+                way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
             replica.sockets += is_socket
             try:
@@ -257,6 +314,8 @@ class ReplicaSet:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
                 self._note_refusal(replica, error, was_queued=has_queued_request)
+                if way is not None:
+                    way.refused(error, replica.tag)
                 if replay is None and envelope.kind is EnvelopeKind.HTTP:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)

@@ -64,7 +64,8 @@ class CallRequest(LocalRequest):
 
 
 async def _submit(request: CallRequest, method: Method) -> None:
-    item = BatchItem(request.envelope.head, payload=request.envelope.payload)
+    head, payload = request.envelope.head, request.envelope.payload
+    item = BatchItem(head, payload=payload, span=request.span_of_item())
     request.accept(await request.code.batches.submit(method, item, request.hold))
 
 

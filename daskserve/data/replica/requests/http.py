@@ -92,7 +92,7 @@ class LocalHTTPRequest(LocalRequest):
             assert send is not None
             return self._prepare(method, receive, send)
         set_context(self)
-        if runs_in_task and method.is_async and not method.is_asgi:
+        if runs_in_task and method.is_async and not (method.is_asgi or self.is_traced):
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
             parts = (method, scope, receive, b"")
             self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
@@ -150,7 +150,7 @@ class LocalHTTPRequest(LocalRequest):
         if method.accepts_batches and not method.is_asgi:
             set_context(self)
             _open_pipe(self, first)
-            item = BatchItem(self._scope, self._scope, body or b"")
+            item = BatchItem(self._scope, self._scope, body or b"", span=self.span_of_item())
             try:
                 self.accept(await self.code.batches.submit(method, item, self.hold))
             except PackedError as error:

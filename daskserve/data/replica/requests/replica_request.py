@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Envelope, Load, Message, OnAnswer, Receive, Send
@@ -55,6 +55,9 @@ from daskserve.errors import ServeError
 from daskserve.loops.deadlines import is_over
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 
 class InvalidRequestTransition(ServeError):
@@ -408,6 +411,9 @@ class LocalRequest(ReplicaRequest):
 
     __slots__ = ("_method", "code", "context", "runs_in_task")
 
+    #: Whether it has a trace context: see `daskserve.data.replica.requests.traced`.
+    is_traced = False
+
     # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
     # each request.
     code: ServingCode
@@ -429,6 +435,10 @@ class LocalRequest(ReplicaRequest):
                 log = self.code.failures.logs_for(self.context.get(current_request))
                 self.context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
+
+    def span_of_item(self) -> RecordedSpan | None:
+        """Begin the span of its part in a batch; None if it is not sampled."""
+        return None
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         """Start user code, or the next step of it."""

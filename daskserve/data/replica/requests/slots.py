@@ -18,8 +18,10 @@ import asyncio
 import bisect
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
@@ -238,3 +240,17 @@ class Slots:
 
     def _refusal(self) -> ReplicaBusyError:
         return self._metrics.refusal(self.replica_tag, self.ongoing)
+
+
+def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any]:
+    """Return what a replica does when a sampled request arrives; names what runs if it has to wait."""
+    found: dict[str, Any] = {"start": time.time_ns()}
+    if slots.ongoing >= slots.concurrency or slots.waiting:
+        found["state"] = {
+            "daskserve.step": "queue",
+            "daskserve.queue.place": "replica",
+            "daskserve.queue.waiting_before": slots.waiting,
+            "daskserve.queue.ongoing": slots.ongoing,
+            "daskserve.queue.running": running(),
+        }
+    return found
