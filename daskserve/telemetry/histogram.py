@@ -5,11 +5,11 @@ This module does not know Prometheus; `daskserve.telemetry.collector` turns coun
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from daskserve.common.clock import wall_ns
 from daskserve.common.formatting import shown
 from daskserve.errors import (
     ActorLostError,
@@ -108,7 +108,7 @@ class HistogramCounts:
         """Note the trace of a value that was counted."""
         if self.examples is None:
             self.examples = {}
-        self.examples[bisect_left(self.bounds, value)] = Example(value, f"{trace_id:032x}", time.time())
+        self.examples[bisect_left(self.bounds, value)] = Example(value, f"{trace_id:032x}", wall_ns() / 1e9)
 
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""

@@ -5,10 +5,10 @@ See https://opentelemetry.io/docs/specs/semconv/http/http-spans/.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from daskserve.common.clock import stopwatch
 from daskserve.common.types import Receive
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.metrics import NO_ROUTE, IngressMetrics
@@ -57,7 +57,7 @@ async def _serve_sampled(
 ) -> None:
     from opentelemetry.trace import SpanKind  # takes long to import
 
-    began = time.perf_counter()
+    began = stopwatch()
     span = tracing.span(
         scope.get("method", "GET"),
         parent_in(carrier),
@@ -74,7 +74,7 @@ async def _serve_sampled(
         raise
     finally:
         _end(span, request, scope)
-        metrics.note_trace(request.route, time.perf_counter() - began, span.trace_id)
+        metrics.note_trace(request.route, stopwatch() - began, span.trace_id)
 
 
 def _attributes(request: IngressRequest, scope: Scope) -> dict[str, Any]:

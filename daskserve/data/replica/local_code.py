@@ -70,7 +70,8 @@ from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
-from daskserve.telemetry.tracing.process import enable, tracing_of
+from daskserve.telemetry.tracing.enabling import enable
+from daskserve.telemetry.tracing.process import tracing_of
 from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
@@ -149,13 +150,7 @@ class LocalCode:
             start_thread=self._context.start_thread,
         )
         executor.is_watched = False
-        enable(
-            self._context.cluster,
-            self._context.spec.instance,
-            start.tracing,
-            call_imported,
-            **{"daskserve.worker": self._context.worker},
-        )
+        enable(self._context, start.tracing, call_imported)
         keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None

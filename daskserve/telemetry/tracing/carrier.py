@@ -13,8 +13,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 #: The key of a request's head, for a call and for HTTP.
 TRACE: Final = "daskserve.trace"
-#: ``[traceparent, tracestate, baggage]``; empty: the receiver begins a new trace.
+#: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", when it began]``, in nanoseconds.
 Carrier: TypeAlias = Sequence[str]
+#: Stands for a ``traceparent`` where a program without spans of its own calls: the replica begins the trace.
+NEW: Final = "new"
 
 TRACEPARENT = b"traceparent"
 TRACESTATE = b"tracestate"
@@ -67,6 +69,11 @@ def traceparent(parent: Parent) -> str:
     if not parent.trace_id:
         return ""
     return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"
+
+
+def is_sampled(carrier: Carrier) -> bool:
+    """Return whether a carrier asks for spans."""
+    return bool(carrier) and (carrier[0] == NEW or parse_parent(carrier[0]).is_sampled)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:

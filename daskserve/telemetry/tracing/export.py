@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from daskserve.common import settings
 from daskserve.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CallImported: TypeAlias = Callable[[str, str], Any]
 
 #: The name of an exporter in ``OTEL_TRACES_EXPORTER`` -> its entry point, by protocol for OTLP.
-_OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_OTLP: Mapping[str, str] = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 #: The size of the queue of the SDK's processor, unless a variable says otherwise.
 QUEUE_SIZE = 2048
 
@@ -145,7 +145,7 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
 
     # The variables of OpenTelemetry win over our own names.
     own = {name: value for name, value in described.items() if value not in (None, "")}
-    if os.environ.get("OTEL_SERVICE_NAME"):
+    if settings.process_variables().get("OTEL_SERVICE_NAME"):
         own.pop("service.name", None)
     resource = Resource(own).merge(Resource.create({} if "service.name" not in own else own))
     made: Any = call_imported(path, "exporter_import_path") if path else _standard_exporters()
@@ -169,13 +169,14 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
 
 def _standard_exporters() -> list[SpanExporter]:
     """Return the exporters that OpenTelemetry's variables name; by default OTLP by HTTP."""
-    names = [each.strip() for each in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
-    return [_exporter(name) for name in names if name not in ("", "none")]
+    variables = settings.process_variables()
+    names = [each.strip() for each in variables.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
+    return [_exporter(name, variables) for name in names if name not in ("", "none")]
 
 
-def _exporter(name: str) -> SpanExporter:
+def _exporter(name: str, variables: Mapping[str, str]) -> SpanExporter:
     if name == "otlp":
-        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+        protocol = variables.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or variables.get(
             "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
         )
         name = _OTLP.get(protocol, protocol)
@@ -194,6 +195,6 @@ def _exporter(name: str) -> SpanExporter:
 
 def _number(name: str, default: int) -> int:
     try:
-        return int(os.environ.get(name, default))
+        return int(settings.process_variables().get(name, default))
     except ValueError:
         return default

@@ -7,20 +7,17 @@ away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import Carrier, Parent, parent_in
+from daskserve.telemetry.tracing.carrier import NEW, Carrier, Parent, is_sampled, parent_in
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -66,9 +63,9 @@ class Tracing:
         self.resource = resource
         self._call_imported = call_imported
         self.ratio: float = config["sampling_ratio"]
-        self._rng = random.Random()
+        self._rng = system_rng()
         self._pending: deque[RecordedSpan] = deque()
-        self._wakes = threading.Event()
+        self._wakes, self._closing = threading.Event(), threading.Event()
         self._is_awake = False
         self.is_closed = False
         self._thread: threading.Thread | None = None
@@ -88,6 +85,7 @@ class Tracing:
     def close(self) -> None:
         """Export what is left, in the background; later spans are dropped. Idempotent."""
         self.is_closed = True
+        self._closing.set()
         self._wakes.set()
         PROCESS.remove(self)
 
@@ -125,10 +123,10 @@ class Tracing:
         self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
-        parent = parent_in(carrier)
-        if carrier and not parent.is_sampled:
+        if not is_sampled(carrier):
             return None
-        return self.span(name, parent, attributes, kind, carrier[1] if len(carrier) > 1 else "")
+        start_ns = int(carrier[3]) if carrier[0] == NEW else 0
+        return self.span(name, parent_in(carrier), attributes, kind, carrier[1], start_ns)
 
     def keep(self, span: RecordedSpan) -> None:
         """Have a span that has ended exported."""
@@ -158,7 +156,7 @@ class Tracing:
         while True:
             self._wakes.wait()
             if not self.is_closed:
-                time.sleep(GATHER_S)
+                self._closing.wait(GATHER_S)
             self._wakes.clear()
             self._is_awake = False
             self._drain()
@@ -203,13 +201,6 @@ def _is_plain(error: Exception) -> bool:
     return isinstance(error, ImportError)
 
 
-class HasShared(Protocol):
-    """A process's view of an instance; see `daskserve.cluster.protocols.base.Process`."""
-
-    @property
-    def shared(self) -> dict[str, Any]: ...
-
-
 def tracing_of(shared: Mapping[str, Any]) -> Tracing | None:
     """Return the tracing of an instance in this process, given what its parts share; None without it."""
     return shared.get(KEY)
@@ -228,27 +219,3 @@ def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
         tracing.close()
         if timeout_s:
             tracing.join(timeout_s)
-
-
-def enable(
-    process: HasShared,
-    instance: str,
-    config: Mapping[str, Any],
-    call_imported: Callable[[str, str], Any],
-    **resource: Any,
-) -> Tracing | None:
-    """Begin to trace an instance in this process, unless its configuration says otherwise; idempotent."""
-    if not config.get("enabled"):
-        return None
-    shared = process.shared
-    found: Tracing | None = shared.get(KEY)
-    if found is None:
-        attributes = {"service.name": instance, "process.pid": os.getpid(), **resource}
-        found = shared[KEY] = Tracing(instance, config, attributes, call_imported)
-        found.start()
-        # The requests need these, too, and none should wait for an import.
-        importlib.import_module("daskserve.telemetry.tracing.routing")
-        from daskserve.telemetry.tracing.user import watch_user_spans
-
-        watch_user_spans(found)
-    return found

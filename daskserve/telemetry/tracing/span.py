@@ -5,20 +5,18 @@ A span of OpenTelemetry's SDK takes ten times as long to make, which a request w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from daskserve.common.clock import wall_ns
 from daskserve.telemetry.tracing.carrier import SAMPLED, Parent
 
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
-
-_FLAGS = TraceFlags(SAMPLED)
 
 
 class SpanMaker(Protocol):
@@ -65,7 +63,7 @@ class RecordedSpan(Span):
         self.attributes = attributes
         self.kind = kind
         self.tracestate = tracestate
-        self.start_ns = start_ns or time.time_ns()
+        self.start_ns = start_ns or wall_ns()
         self.end_ns = 0
         #: ``(name, attributes, time)`` of each event.
         self.events: list[tuple[str, Mapping[str, Any], int]] = []
@@ -96,7 +94,11 @@ class RecordedSpan(Span):
         if found is None:
             state = TraceState.from_header([self.tracestate]) if self.tracestate else None
             found = self._context = SpanContext(
-                self.parent.trace_id, self.span_id, is_remote=False, trace_flags=_FLAGS, trace_state=state
+                self.parent.trace_id,
+                self.span_id,
+                is_remote=False,
+                trace_flags=TraceFlags(SAMPLED),
+                trace_state=state,
             )
         return found
 
@@ -116,7 +118,7 @@ class RecordedSpan(Span):
         self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None
     ) -> None:
         if not self.end_ns and len(self.events) < MAX_EVENTS:
-            self.events.append((name, dict(attributes or {}), timestamp or time.time_ns()))
+            self.events.append((name, dict(attributes or {}), timestamp or wall_ns()))
 
     def add_link(self, context: SpanContext, attributes: Mapping[str, Any] | None = None) -> None:
         if not self.end_ns and len(self.links) < MAX_EVENTS and context.is_valid:
@@ -146,7 +148,7 @@ class RecordedSpan(Span):
 
     def end(self, end_time: int | None = None) -> None:
         if not self.end_ns:
-            self.end_ns = max(end_time or time.time_ns(), self.start_ns)
+            self.end_ns = max(end_time or wall_ns(), self.start_ns)
             self.tracing.keep(self)
 
     def __exit__(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection
+from daskserve.common.clock import wall_ns
 from daskserve.context import RequestContext
 from daskserve.data.caller.routing.router import SAMPLING
-from daskserve.telemetry.tracing.carrier import TRACE
+from daskserve.telemetry.tracing.carrier import NEW, TRACE
 
 #: The part of a call that user code can read as its request's context: ids of `CallOptions`, the route. Until
 #: the call is sent, its trace is here, too.
@@ -32,7 +33,7 @@ def facts_of_call(
             return {**(facts or {}), TRACE: carrier}
     # A request without a trace is not sampled, and nor is what it calls.
     if current is None and (ratio := shared.get(SAMPLING)) and connection.rng.random() < ratio:
-        return {**(facts or {}), TRACE: ()}
+        return {**(facts or {}), TRACE: [NEW, "", "", str(wall_ns())]}
     return facts
 
 

@@ -24,6 +24,13 @@ class ReplicaSetMetrics:
         #: Waiting times of the requests that had to wait for a replica.
         self.waits = LatencyHistogram()
 
+    def begin(self, refused: ReplicaBusyError | ActorLostError | None) -> None:
+        """Count a request that begins, or that goes on because a replica has ``refused`` it."""
+        if refused is None:
+            self.sent += 1
+        else:
+            self.note_retry(refused)
+
     def note_retry(self, error: Exception) -> None:
         """Count a retry after a replica was full or lost."""
         self.retries[BUSY if isinstance(error, ReplicaBusyError) else LOST] += 1

@@ -67,7 +67,6 @@ class ReplicaSet:
         waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
-        shared: Mapping[str, Any] = _NOTHING,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -76,7 +75,6 @@ class ReplicaSet:
         self.bodies: BodyUse = "gather"
         self.max_body_bytes: int | None = None
         self._reports = reports
-        self._shared = shared
         self._waiting_calls = waiting_calls or WaitingCalls()
         self._cluster = cluster
         self._clock = clock
@@ -200,8 +198,15 @@ class ReplicaSet:
             self._serve_waiting()
 
     def _note_refusal(
-        self, replica: PooledReplica, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
+        self,
+        replica: PooledReplica,
+        error: ReplicaBusyError | ActorLostError,
+        *,
+        was_queued: bool,
+        way: Way | None = None,
     ) -> None:
+        if way is not None:
+            way.refused(error, replica.tag)
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
             self.pool.note_busy(replica, error.ongoing, now, was_queued=was_queued)
@@ -234,32 +239,8 @@ class ReplicaSet:
             Retries of the same request have ended several processes.
         """
         if TRACE in envelope.head:
-            return self._send_traced(envelope, receive, send, refused)
+            return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)
-
-    async def _send_traced(
-        self,
-        envelope: Envelope,
-        receive: Receive,
-        send: Send,
-        refused: ReplicaBusyError | ActorLostError | None,
-    ) -> None:
-        from daskserve.telemetry.tracing.routing import way_of  # OpenTelemetry takes long to import
-
-        way = way_of(self._shared, envelope.head, self.tag)
-        if way is None:
-            await self._send(envelope, receive, send, refused)
-            return
-        failure: BaseException | None = None
-        envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
-        try:
-            await self._send(envelope, receive, send, refused, way)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            way.end(failure)
-            del failure  # else an error's traceback holds this frame, and this frame the error
 
     async def _send(
         self,
@@ -280,26 +261,14 @@ class ReplicaSet:
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
         is_rejected = refused is not None
-        metrics.sent += not is_rejected
-        if refused is not None:
-            metrics.note_retry(refused)
+        metrics.begin(refused)
         while True:
             if trial is not None:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
                 replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            if replica is None:
-                turn = self._wait(is_rejected, trial)
-                if way is not None:
-                    turn = way.wait(
-                        turn,
-                        waiting=self.waiting,
-                        ongoing=self.in_flight,
-                        replicas=self.pool.size,
-                        is_known=self.max_queued is not None,
-                    )
-                replica = await turn
+            replica = replica or await _turn_of(self, self._wait(is_rejected, trial), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
@@ -313,9 +282,7 @@ class ReplicaSet:
                 else:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
-                self._note_refusal(replica, error, was_queued=has_queued_request)
-                if way is not None:
-                    way.refused(error, replica.tag)
+                self._note_refusal(replica, error, was_queued=has_queued_request, way=way)
                 if replay is None and envelope.kind is EnvelopeKind.HTTP:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
@@ -436,6 +403,46 @@ class ReplicaSet:
         self.pool.update({}, 1, str)
         self._alarm.cancel()
         self.fail_waiting()
+
+
+async def _send_traced(
+    replicas: ReplicaSet,
+    cluster: Cluster,
+    envelope: Envelope,
+    receive: Receive,
+    send: Send,
+    refused: ReplicaBusyError | ActorLostError | None,
+) -> None:
+    from daskserve.telemetry.tracing.routing import way_of  # OpenTelemetry takes long to import
+
+    way = way_of(getattr(cluster, "shared", _NOTHING), envelope.head, backend_of(replicas.tag))
+    if way is None:
+        await replicas._send(envelope, receive, send, refused)
+        return
+    failure: BaseException | None = None
+    envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+    try:
+        await replicas._send(envelope, receive, send, refused, way)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        way.end(failure)
+        del failure  # else an error's traceback holds this frame, and this frame the error
+
+
+def _turn_of(
+    replicas: ReplicaSet, turn: Coroutine[Any, Any, PooledReplica], way: Way | None
+) -> Coroutine[Any, Any, PooledReplica]:
+    if way is None:
+        return turn
+    return way.wait(
+        turn,
+        waiting=replicas.waiting,
+        ongoing=replicas.in_flight,
+        replicas=replicas.pool.size,
+        is_known=replicas.max_queued is not None,
+    )
 
 
 def check_queue(replicas: ReplicaSet) -> None:

@@ -358,7 +358,6 @@ class Routers:
             waiting_calls=self._waiting_calls,
             contact=self._contact,
             reports=self._reports,
-            shared=self._shared,
         )
         return found
 

@@ -49,7 +49,8 @@ from daskserve.payload.importing import call_imported
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
-from daskserve.telemetry.tracing.process import Tracing, enable, tracing_of
+from daskserve.telemetry.tracing.enabling import enable
+from daskserve.telemetry.tracing.process import Tracing, tracing_of
 from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
@@ -183,13 +184,7 @@ class ChildCode:
             cannot be installed.
         """
         start = self._start
-        enable(
-            self._context.cluster,
-            self._context.spec.instance,
-            start.tracing,
-            call_imported,
-            **{"daskserve.worker": self._context.worker},
-        )
+        enable(self._context, start.tracing, call_imported)
         interpreter = await interpreter_of(start.environment, settings.process_variables())
         # The installation has a time limit of its own.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()

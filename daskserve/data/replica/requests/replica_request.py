@@ -413,6 +413,8 @@ class LocalRequest(ReplicaRequest):
 
     #: Whether it has a trace context: see `daskserve.data.replica.requests.traced`.
     is_traced = False
+    #: Its span, if it is sampled.
+    span: RecordedSpan | None = None
 
     # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
     # each request.
@@ -435,10 +437,6 @@ class LocalRequest(ReplicaRequest):
                 log = self.code.failures.logs_for(self.context.get(current_request))
                 self.context.copy().run(log, value, request_id_of(self.envelope.head))
             value.error = None  # it refers to the user's object
-
-    def span_of_item(self) -> RecordedSpan | None:
-        """Begin the span of its part in a batch; None if it is not sampled."""
-        return None
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         """Start user code, or the next step of it."""

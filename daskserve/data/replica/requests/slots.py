@@ -18,12 +18,11 @@ import asyncio
 import bisect
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from daskserve.common.clock import Clock
+from daskserve.common.clock import Clock, wall_ns
 from daskserve.common.formatting import shown
 from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, Send, short_tag
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -244,7 +243,7 @@ class Slots:
 
 def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any]:
     """Return what a replica does when a sampled request arrives; names what runs if it has to wait."""
-    found: dict[str, Any] = {"start": time.time_ns()}
+    found: dict[str, Any] = {"start": wall_ns()}
     if slots.ongoing >= slots.concurrency or slots.waiting:
         found["state"] = {
             "daskserve.step": "queue",

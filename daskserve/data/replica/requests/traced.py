@@ -6,12 +6,12 @@ these kinds only for a head with the key `TRACE`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from opentelemetry.trace import SpanKind
 
+from daskserve.common.clock import stopwatch, wall_ns
 from daskserve.common.types import Envelope, EnvelopeKind, split_deployment_tag
 from daskserve.context import ReplicaContext, current_replica, current_request
 from daskserve.data.replica.requests.calls import (
@@ -27,8 +27,7 @@ from daskserve.data.replica.requests.slots import found_at
 from daskserve.data.replica.requests.states import FAILED, LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.payload.packed_errors import PackedError
-from daskserve.telemetry.tracing.batches import span_of_item
-from daskserve.telemetry.tracing.carrier import TRACE, Carrier
+from daskserve.telemetry.tracing.carrier import NEW, TRACE, Carrier, traceparent
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type, note_failure
@@ -47,8 +46,8 @@ class TracedRequest(LocalRequest):
     is_traced = True
 
     carrier: Carrier
-    #: The span of the request at its replica; None if its trace is not sampled.
-    span: RecordedSpan | None
+    #: The span of its way here, if no other process has made it.
+    way: RecordedSpan | None = None
     #: What the replica did when the request arrived.
     found: dict[str, Any]
 
@@ -58,9 +57,6 @@ class TracedRequest(LocalRequest):
         if span is not None:
             record_wait(span, self.found)
             span.set_attribute("daskserve.replica.ongoing", self.slots.ongoing)
-
-    def span_of_item(self) -> RecordedSpan | None:
-        return None if self.span is None else span_of_item(self._method.name, self.span)
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         if self.span is None:
@@ -79,8 +75,8 @@ class TracedRequest(LocalRequest):
         began = self._began
         super().answered()
         if self.span is not None:
-            self.metrics.latency.note_trace(time.perf_counter() - began, self.span.trace_id)
-            self.span.end()
+            self.metrics.latency.note_trace(stopwatch() - began, self.span.trace_id)
+            _end_spans(self)
 
     def _close(self, event: RequestEvent) -> None:
         was_waiting = self.state == WAITING
@@ -91,7 +87,13 @@ class TracedRequest(LocalRequest):
             kind = _ERRORS.get(event) or ("refused" if was_waiting else self.found.get("error.type", event))
             if event != FAILED or was_waiting or self.span.status[0].name == "UNSET":
                 note_failure(self.span, kind)
-            self.span.end()
+            _end_spans(self)
+
+
+def _end_spans(request: TracedRequest) -> None:
+    for span in (request.span, request.way):
+        if span is not None:
+            span.end()
 
 
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
@@ -177,8 +179,14 @@ def traced_request(
     request.span = None
     if tracing is not None:
         replica = serving.executor.context.get(current_replica)
+        attributes = _attributes(replica, envelope)
+        above = carrier
+        if carrier and carrier[0] == NEW:  # its caller has no spans, so the time until here is not covered
+            way = {**attributes, "daskserve.step": "route_to_replica"}
+            request.way = tracing.under(carrier, f"route_to_replica {_called(replica, envelope)}", way)
+            above = request.carrier = [traceparent(request.way.identity), "", ""] if request.way else carrier
         request.span = tracing.under(
-            carrier, f"replica {_called(replica, envelope)}", _attributes(replica, envelope), SpanKind.SERVER
+            above, f"replica {_called(replica, envelope)}", attributes, SpanKind.SERVER
         )
         if request.span is not None:
             request.found = found_at(serving.slots, lambda: _running(serving))
@@ -224,5 +232,5 @@ def record_wait(span: RecordedSpan, found: dict[str, Any]) -> None:
     """Record that a request has waited for a slot at its replica, unless that was short."""
     start = found.pop("start", 0)
     state = found.pop("state", None)
-    if start and state is not None and time.time_ns() - start > SHORT_NS:
+    if start and state is not None and wall_ns() - start > SHORT_NS:
         span.child("queue", state, start_ns=start).end()
