@@ -179,6 +179,12 @@ class ProxyActor:
         """Return how many requests are under way; a proxy does not check its own health."""
         return {} if self._ingress is None else {"ongoing": self._ingress.statistics().ongoing}
 
+    def metrics(self) -> dict[str, Any]:
+        """Return what the controller reads every second while somebody watches the live metrics."""
+        if self._ingress is None:
+            return {"ended": 0}
+        return {"ongoing": self._ingress.statistics().ongoing, **self._ingress.metrics.totals()}
+
     def handle(self, envelope: Envelope) -> ActorRequest:
         raise BadRequestError("A proxy takes its requests over HTTP.")
 

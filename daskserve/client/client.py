@@ -389,6 +389,7 @@ class Client(InstanceClient):
     rollback = method(ClientVerbs.rollback)
     events = method(ClientVerbs.events)
     _events = method(ClientVerbs._events)
+    live_metrics = method(ClientVerbs.live_metrics)
     rollout_status = method(ClientVerbs.rollout_status)
     pause_rollout = method(ClientVerbs.pause_rollout)
     promote_rollout = method(ClientVerbs.promote_rollout)

@@ -20,6 +20,7 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
@@ -57,6 +58,7 @@ class Controller:
             DeclaringVerbs,
             ReadingVerbs,
             HistoryVerbs,
+            LiveVerbs,
             ModelVerbs,
             DrainingVerbs,
         )
@@ -280,12 +282,16 @@ class ReadingVerbs:
         router: str,
         loads: Mapping[str, Sequence[int]],
         versions: Mapping[str, Mapping[str, Any]] | None = None,
+        live: Mapping[str, Any] | None = None,
     ) -> None:
         """Record a router's queued requests and requests in flight, by backend.
 
-        ``versions`` is what it has counted of the two versions of rollouts.
+        ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
+        somebody watches the live metrics.
         """
         self._core.observed.rollouts.report(router, versions or {})
+        if live is not None:
+            self._core.observed.live.router(router, live, self._core.clock.now())
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
 

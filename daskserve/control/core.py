@@ -56,6 +56,7 @@ from daskserve.loops.tasks import TaskSet
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
+from daskserve.telemetry.live import LIVE_METRICS
 from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")
@@ -119,7 +120,7 @@ class ControllerCore:
             self.state,
             self.observed,
             poke=reconciler.poke,
-            announce=self._announce_silent,
+            announce=self._announce_levels,
             confirm_reign=self.confirm_reign,
             epoch=self.epoch,
         )
@@ -424,8 +425,13 @@ class ControllerCore:
                 values[key] = published_backend(self.state, name, self.observed.notes_of(name).unloadable)
         return self.news.notify(values)
 
-    def _announce_silent(self) -> None:
-        self.news.notify({SILENT_WORKERS: sorted(self.observed.unresponsive) or None})
+    def _announce_levels(self) -> None:
+        self.news.notify(
+            {
+                SILENT_WORKERS: sorted(self.observed.unresponsive) or None,
+                LIVE_METRICS: self.observed.live.is_watched(self.clock.now()) or None,
+            }
+        )
 
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""

@@ -114,10 +114,12 @@ class ReplicaMetrics:
 
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the running and ended requests, their latencies and ``more``, as plain values."""
-        ongoing = load().ongoing
+        present = load()
         return {
-            "ongoing": ongoing,
-            "ended": self.handled - ongoing,
+            "ongoing": present.ongoing,
+            "queued": present.queued,
+            "ended": self.handled - present.ongoing,
+            "failed": self.failed,
             "latency_counts": list(self.latency.counts),
             **more(),
         }

@@ -7,6 +7,7 @@ are not registered.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from daskserve.proxies.ingress.routes import Route
 from daskserve.telemetry.histogram import LatencyHistogram
@@ -79,6 +80,21 @@ class IngressMetrics:
             metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days
             metrics.latency.observe(seconds)
+
+    def totals(self) -> dict[str, Any]:
+        """Return the requests that have ended, those with a 5xx, their durations, and both by endpoint."""
+        endpoints: dict[str, list[int]] = {}
+        ended = failed = 0
+        for (_, endpoint), metrics in self._routes.items():
+            count = sum(metrics.responses.values())
+            bad = sum(each for (_, status), each in metrics.responses.items() if status >= 500)
+            ended, failed = ended + count, failed + bad
+            if endpoint:
+                known = endpoints.setdefault(endpoint, [0, 0])
+                known[0] += count
+                known[1] += bad
+        counts = list(self.latency.counts)
+        return {"ended": ended, "failed": failed, "latency_counts": counts, "endpoints": endpoints}
 
     def keep(self, routes: Mapping[str, str]) -> None:
         """Drop the metrics of routes that no longer exist, if there are many."""

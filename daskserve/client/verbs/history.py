@@ -1,8 +1,9 @@
-"""The client's methods for the history of an instance: revisions, rollback and events."""
+"""The client's methods for what has happened: revisions, rollback, events, and the last second's metrics."""
 
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from daskserve.client.instance.connection import Verbs, this_program
 from daskserve.client.views.history import Event, Events, History
@@ -25,6 +26,25 @@ class HistoryVerbs(Verbs):
             A `KeyError`: there is no such application.
         """
         return History.of(await self._call("history", app=name))
+
+    async def live_metrics(self, wait_s: float = 4.0) -> dict[str, Any]:
+        """Return the rates, latencies and queues of the last second.
+
+        Rates need two counts that are a second apart, and nobody counts for nobody: unless somebody watches
+        already, the first call takes two or three seconds. After that call it each second.
+
+        Parameters
+        ----------
+        wait_s : float
+            How long to wait, at most 30 s, until each replica and proxy is measured.
+
+        Returns
+        -------
+        dict
+            ``deployments`` by tag, ``replicas`` by id, ``calls`` from deployment to deployment and ``http``;
+            None stands for what is not known (yet).
+        """
+        return dict(await self._call("live_metrics", wait_s=wait_s))
 
     async def rollback(
         self,

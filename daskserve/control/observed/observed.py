@@ -22,6 +22,7 @@ from daskserve.common.types import (
     WorkerInfo,
 )
 from daskserve.control.observed.lifecycle import ReplicaEvent
+from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.records.models import ModelReport
@@ -216,6 +217,8 @@ class Observed:
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
+    #: The rates of the last second, while somebody watches.
+    live: LiveMetrics = field(default_factory=LiveMetrics)
     #: What routers have counted of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
@@ -375,6 +378,7 @@ class Observed:
         """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
+        self.live.forget_proxy(tag)
 
     def forget_backend(self, tag: BackendTag) -> None:
         """Drop the observations of a backend whose record is gone."""
@@ -396,3 +400,4 @@ class Observed:
         if self.moving == tag:
             self.moving = None
         self.loads.forget_replica(tag)
+        self.live.forget_replica(tag)

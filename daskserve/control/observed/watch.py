@@ -62,7 +62,7 @@ class WorkerWatch:
         self._state = state
         self._observed = observed
         self._poke = poke
-        #: Publishes the unresponsive workers.
+        #: Publishes the unresponsive workers, and whether anybody watches live metrics.
         self._announce = announce
         #: Raises an error if a newer controller has taken over.
         self._confirm_reign = confirm_reign
@@ -85,6 +85,8 @@ class WorkerWatch:
             for worker in sorted(workers & self._observed.workers.keys()):
                 self._tasks.spawn(self._look(worker), "watch")
             self._forget_workers()
+            if self._observed.live.end(began):
+                self._announce()
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
 
     async def stop(self) -> None:
@@ -98,9 +100,15 @@ class WorkerWatch:
         # An actor that started after the query may be missing in the answer.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
         scaled, instance = self._state.autoscaled(), self._cluster.instance
+        is_watched = self._observed.live.is_watched(self._clock.now())
         names = [
-            each.address(instance).name for each in self._state.replicas_on(worker) if each.backend in scaled
+            each.address(instance).name
+            for each in self._state.replicas_on(worker)
+            if is_watched or each.backend in scaled
         ]
+        if is_watched:
+            proxies = self._state.proxies.values()
+            names += [each.address(instance).name for each in proxies if each.worker == worker]
         by_scheduler = self._misses.get(worker, 0) % 2 == 1
         asking = self._cluster.inspect(worker, metrics_of=names, by_scheduler=by_scheduler)
         try:
@@ -162,6 +170,8 @@ class WorkerWatch:
             if actor is not None and "metrics" in actor:
                 now = self._clock.now()
                 self._observed.loads.answered(replica.backend, replica.tag, actor["metrics"], now)
+                if self._observed.live.is_watched(now):
+                    self._observed.live.replica(replica.tag, actor["metrics"], now)
             self._note_facts(replica, {} if actor is None else actor)
             if actor is None or actor["is_healthy"] or replica.tag in self._observed.unhealthy:
                 continue
@@ -211,7 +221,10 @@ class WorkerWatch:
         for proxy in self._state.proxies.values():
             if proxy.worker != worker:
                 continue
-            is_there = (proxy.address(self._cluster.instance).name, proxy.incarnation) in there
+            actor = there.get((proxy.address(self._cluster.instance).name, proxy.incarnation))
+            is_there, now = actor is not None, self._clock.now()
+            if actor is not None and "metrics" in actor and self._observed.live.is_watched(now):
+                self._observed.live.proxy(proxy.tag, actor["metrics"], now)
             facts = self._observed.proxies_ready.get(proxy.name)
             is_known = facts is not None and facts["incarnation"] == proxy.incarnation
             if is_known and not is_there:

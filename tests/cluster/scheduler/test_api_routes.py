@@ -19,10 +19,15 @@ from tornado.testing import bind_unused_port
 from tornado.web import RequestHandler
 
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.http.api import access, handler
+from daskserve.cluster.scheduler.http.api import access, handler, live
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
-from daskserve.cluster.scheduler.http.api.operations import MAX_CONFIG_BYTES, OPERATIONS, SMALL_BYTES
+from daskserve.cluster.scheduler.http.api.operations import (
+    LIVE_WAIT_S,
+    MAX_CONFIG_BYTES,
+    OPERATIONS,
+    SMALL_BYTES,
+)
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.common.types import ActorAddress
@@ -358,6 +363,7 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         scale=3,
         config_schema={},
         events={"events": [], "next": 0},
+        live_metrics={},
     )
     for each in OPERATIONS:
         path = each.path.replace("{application}", "shop").replace("{deployment}", "d").replace("{model}", "m")
@@ -479,3 +485,40 @@ async def test_rollouts_are_steered(site: Site) -> None:
 async def test_ray_serves_client_finds_the_version_it_asks_for_first(site: Site) -> None:
     found = json.loads((await site.ask("/api/ray/version")).body)
     assert tuple(map(int, found["ray_version"].split("."))) >= (1, 12)
+
+
+async def test_live_metrics_are_asked_for_once_for_all_who_watch(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    answers: list[Any] = [
+        {"time": 1.0},
+        UnavailableError("the controller is being replaced"),
+        {"time": 2.0},
+        NotFoundError("the instance has ended"),
+    ]
+
+    async def answer(_: int) -> Any:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(access, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(live, "PERIOD_S", 0.02)
+    path = "/daskserve/one/api/serve/metrics/live"
+    site.hosts.answer = answer
+    assert (await site.ask(path)).body == b'{"time": 1.0}'
+    assert site.hosts.calls[0][2] == {"wait_s": LIVE_WAIT_S}
+    del site.hosts.verbs[:]
+    stream = {"Accept": "text/event-stream"}
+    answers.insert(0, {"time": 1.0})
+    replies = await asyncio.gather(site.ask(path, **stream), site.ask(path, **stream))
+    for each in replies:
+        assert each.headers["Content-Type"] == "text/event-stream"
+        assert [line for line in each.body.decode().splitlines() if line.startswith("data")] == [
+            'data: {"time":1.0}',
+            'data: {"time":2.0}',
+        ]
+    assert (answers, site.api.streams, site.api.feeds._feeds) == ([], 0, {})
+    answers.append(NotFoundError("there is no such instance"))
+    assert (await site.ask(path, **stream)).code == 404

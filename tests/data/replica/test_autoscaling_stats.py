@@ -146,7 +146,7 @@ def test_code_without_the_method_is_not_called(definition: Any) -> None:
     async def scenario(replica: Replica) -> None:
         before = GATES.calls
         for _ in range(3):
-            assert set(replica.metrics()) == {"ongoing", "ended", "latency_counts"}
+            assert set(replica.metrics()) == {"ongoing", "queued", "ended", "failed", "latency_counts"}
             await asyncio.sleep(0.001)
         assert GATES.calls == before
         assert len(replica._code._executor.aside) == 0  # type: ignore[attr-defined]

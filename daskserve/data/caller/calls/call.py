@@ -17,6 +17,7 @@ from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DONE,
     ActorRequest,
+    BackendTag,
     Envelope,
     KeptPayload,
     Load,
@@ -108,10 +109,13 @@ class Call:
     ----------
     future : PendingCall
         Gets the outcome.
+    caller : str
+        The deployment whose code calls; "" for other code.
     """
 
     __slots__ = (
         "_began",
+        "_calls",
         "_cancel_request",
         "_connection",
         "_envelope",
@@ -129,7 +133,9 @@ class Call:
         router: Router,
         envelope: Envelope,
         future: PendingCall[Payload | KeptPayload],
+        caller: BackendTag = "",
     ) -> None:
+        self._calls = router.calls_of(caller)
         self._connection = connection
         self._router = router
         self._envelope = envelope
@@ -156,13 +162,13 @@ class Call:
         if self._cancel_request is None:
             replicas.put_back(replica)
             return False
-        self._router.calls.begun += 1
+        self._calls.begun += 1
         self._future.on_cancel(self._cancel_from_anywhere)
         return True
 
     def respond(self, send: Callable[[Send], Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, Any]:
         """Return a coroutine that sends the request, counts its end, and returns its answer."""
-        self._router.calls.begun += 1
+        self._calls.begun += 1
         return self._respond(send)
 
     async def _respond(self, send: Callable[[Send], Coroutine[Any, Any, None]]) -> Any:
@@ -180,7 +186,7 @@ class Call:
                 raise
             raise named from None
         finally:
-            self._router.calls.latency.observe(stopwatch() - self._began)
+            self._calls.latency.observe(stopwatch() - self._began)
         if self._envelope.head.get("stream"):
             return None
         if not answers:
@@ -190,7 +196,7 @@ class Call:
     def _note_failure(self, error: BaseException) -> BaseException:
         """Count a failure, and return the error with the name of the deployment that was called."""
         router = self._router
-        router.calls.fail(error, is_late=is_over(self._envelope.deadline, self._connection.loop.time()))
+        self._calls.fail(error, is_late=is_over(self._envelope.deadline, self._connection.loop.time()))
         return with_called(error, router.endpoint, is_legacy=router.is_legacy)
 
     # ---- without a task
@@ -215,7 +221,7 @@ class Call:
             if message is None:
                 self._fail(_no_answer_error(self._envelope))
             else:
-                self._router.calls.latency.observe(stopwatch() - self._began)
+                self._calls.latency.observe(stopwatch() - self._began)
                 self._future.set_result(message["payload"])
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)) and not getattr(outcome, "begun", False):
             if self._future.cancelled():
@@ -237,7 +243,7 @@ class Call:
 
     def _fail(self, error: Any) -> None:
         named = self._note_failure(error)
-        self._router.calls.latency.observe(stopwatch() - self._began)
+        self._calls.latency.observe(stopwatch() - self._began)
         if isinstance(error, asyncio.CancelledError):
             self._future.cancel()
         else:

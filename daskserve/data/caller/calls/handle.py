@@ -32,7 +32,7 @@ from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutc
 from daskserve.data.caller.calls.call import Call, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
-from daskserve.data.caller.calls.naming import late_text
+from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.calls.response import Response
@@ -113,6 +113,7 @@ class Handle:
         if ipython.shell() is not None:
             self._facts = {**(self._facts or {}), "is_shown": True}
         self._cluster = cluster
+        self._caller = caller_here()
 
     def __repr__(self) -> str:
         route, method = self._known_route(), self._options.method_name
@@ -387,7 +388,7 @@ class Handle:
                 if replicas is not None and (facts is None or TRACE not in facts):
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
-                    if Call(connection, router, envelope, future).start(replicas):
+                    if Call(connection, router, envelope, future, self._caller).start(replicas):
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)
@@ -426,7 +427,7 @@ class Handle:
         def send(keep: Send) -> Coroutine[Any, Any, None]:
             return router.send(envelope, nothing_to_receive, put or keep, shard_key=shard_key)
 
-        return await Call(cluster.connection, router, envelope, future).respond(send)
+        return await Call(cluster.connection, router, envelope, future, self._caller).respond(send)
 
     async def _settled(
         self,

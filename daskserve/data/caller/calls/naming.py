@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from daskserve.common.types import EndpointTag, described
+from daskserve.common.types import BackendTag, EndpointTag, described
 from daskserve.context import current_replica
 from daskserve.errors import CALL_FROM, ActorLostError, RequestTimeoutError, ServeError
 from daskserve.payload.packed_errors import PackedError, unpacked
@@ -17,6 +17,12 @@ NamedErrorT = TypeVar("NamedErrorT", bound=BaseException)
 
 _NAMED = (ActorLostError, RequestTimeoutError)
 _CALL_TO = "A call to "
+
+
+def caller_here() -> BackendTag:
+    """Return the deployment whose code this is; "" outside replicas."""
+    replica = current_replica.get()
+    return "" if replica is None else replica.backend_tag
 
 
 def with_called(error: NamedErrorT, endpoint: EndpointTag, *, is_legacy: bool) -> NamedErrorT:

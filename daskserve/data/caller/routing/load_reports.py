@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag
+from daskserve.common.types import BackendTag, EndpointTag
+from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.errors import NotRunningError, ServeError
 
@@ -59,12 +60,22 @@ class LoadReports:
     ----------
     queues : mapping
         The queue of each backend; backends may be added later.
+    calls : callable
+        Returns what was counted of calls, by endpoint and caller, to report while somebody watches.
     """
 
-    def __init__(self, cluster: Cluster, clock: Clock, queues: Mapping[BackendTag, BackendQueue]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        clock: Clock,
+        queues: Mapping[BackendTag, BackendQueue],
+        calls: Callable[[], Mapping[EndpointTag, Mapping[BackendTag, CallMetrics]]] = dict,
+    ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._queues = queues
+        self._calls = calls
+        self._is_watched = False
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -79,6 +90,12 @@ class LoadReports:
         if self._task is None and not self._is_closed:
             self._task = asyncio.create_task(self._run(), name="daskserve-load-reports")
             self._task.add_done_callback(self._note_end)
+
+    def note_watched(self, value: Any) -> None:
+        """Report live metrics as well from now on, or no longer."""
+        self._is_watched = bool(value)
+        if self._is_watched:
+            self.poke(is_urgent=False)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -99,7 +116,7 @@ class LoadReports:
         }
 
     async def _run(self) -> None:
-        while not self._cluster.is_ended and (queues := self._reported()):
+        while not self._cluster.is_ended and ((queues := self._reported()) or self._is_watched):
             pause_s = PERIOD_S
             if self._is_urgent.is_set():
                 await self._clock.sleep(GATHER_S)
@@ -113,7 +130,7 @@ class LoadReports:
                     load[1] += each.in_flight
                 if each.versions is not None and (counted := each.versions.plain()):
                     versions[tag] = counted
-            is_needed = loads or versions or self._has_reported_load
+            is_needed = loads or versions or self._has_reported_load or self._is_watched
             if is_needed and not await self._send_report(loads, versions):
                 pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
@@ -123,6 +140,20 @@ class LoadReports:
             except TimeoutError:
                 pass
 
+    def _live(self) -> dict[str, Any]:
+        """Return the totals of the calls by caller and endpoint, and the requests that wait, by backend."""
+        calls = [
+            [caller, endpoint, each.begun, each.failed]
+            for endpoint, callers in self._calls().items()
+            for caller, each in callers.items()
+            if each.begun
+        ]
+        queued: dict[BackendTag, int] = {}
+        for tag, each in self._queues.items():
+            if each.waiting:
+                queued[backend_of(tag)] = queued.get(backend_of(tag), 0) + each.waiting
+        return {"calls": calls, "queued": queued}
+
     async def _send_report(
         self, loads: Mapping[BackendTag, list[int]], versions: Mapping[BackendTag, dict[str, Any]]
     ) -> bool:
@@ -131,6 +162,8 @@ class LoadReports:
         try:
             controller = await self._cluster.controller()
             message = {"router": self._name, "loads": loads} | ({"versions": versions} if versions else {})
+            if self._is_watched:
+                message["live"] = self._live()
             call = self._cluster.call(controller, "report_load", **message)
             await self._clock.wait_for(call, REPORT_TIMEOUT_S)
         except NotRunningError:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from daskserve.errors import ReplicaBusyError
+from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.payload.packed_errors import known_of
 from daskserve.telemetry.histogram import TIMEOUT, LatencyHistogram, cause_of
 from daskserve.telemetry.table import MetricSample
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
+#: The cause of the end of calls that their callers gave up.
+CANCELLED = "cancelled"
 
 
 class ReplicaSetMetrics:
@@ -62,10 +64,15 @@ class CallMetrics:
     def fail(self, error: BaseException, *, is_late: bool = False) -> None:
         """Count a call that raised or was cancelled; ``is_late`` if its deadline had passed."""
         if isinstance(error, asyncio.CancelledError):
-            cause = TIMEOUT if is_late else "cancelled"
+            cause = TIMEOUT if is_late else CANCELLED
         else:
             cause = cause_of(known_of(error))
         self.errors[cause] = self.errors.get(cause, 0) + 1
+
+    @property
+    def failed(self) -> int:
+        """The number of calls that raised, without those that their callers cancelled."""
+        return sum(self.errors.values()) - self.errors.get(CANCELLED, 0)
 
     def samples(self, instance: str, endpoint: str) -> list[MetricSample]:
         """Return the metric samples; none if there were no calls."""

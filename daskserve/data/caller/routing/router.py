@@ -51,12 +51,15 @@ from daskserve.data.caller.routing.versions import OLD, Versions, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.loops.tasks import TaskSet
+from daskserve.telemetry.live import LIVE_METRICS
 from daskserve.telemetry.table import MetricSample
 
 #: The key of the share of calls that begin a trace, among what the parts of an instance share in a process.
 SAMPLING = "sampling_ratio"
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
+#: Maximum number of deployments whose calls to one endpoint are counted apart in one process.
+MAX_CALLERS = 1000
 
 logger = logging.getLogger("daskserve.router")
 
@@ -76,8 +79,8 @@ class Router:
         self.published: Any = None
         self._changed = asyncio.Event()
         self._is_deleted = False
-        #: The metrics of handle calls.
-        self.calls = CallMetrics()
+        #: The metrics of handle calls by the deployment that calls; "" for other code.
+        self.calls: dict[BackendTag, CallMetrics] = {"": CallMetrics()}
 
     @property
     def backends(self) -> frozenset[BackendTag]:
@@ -93,6 +96,15 @@ class Router:
     def is_deleted(self) -> bool:
         """Whether the endpoint is known not to exist."""
         return self._is_deleted
+
+    def calls_of(self, caller: BackendTag) -> CallMetrics:
+        """Return the metrics of the calls of a deployment's code."""
+        found = self.calls.get(caller)
+        if found is None:
+            if len(self.calls) >= MAX_CALLERS:
+                return self.calls[""]
+            found = self.calls[caller] = CallMetrics()
+        return found
 
     def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int]:
         """Return how the bodies of HTTP requests are read, and their maximum size.
@@ -281,7 +293,9 @@ class Routers:
         self.largest_body_bytes = 0
         self._shadows = TaskSet(logger)
         self._shadow_budget = ShadowBudget()
-        self._reports = LoadReports(cluster, clock, self._sets)
+        self._reports = LoadReports(
+            cluster, clock, self._sets, lambda: {tag: each.calls for tag, each in self._routers.items()}
+        )
         self._contact = ControllerContact(listener, clock, self._starving)
         #: The workers that do not answer the controller.
         self._silent: frozenset[WorkerAddress] = frozenset()
@@ -289,6 +303,7 @@ class Routers:
         routes.watch(self._note_route, self._uses_worker)
         self._watches[TRACING] = listener.watch(TRACING, self._note_sampling)
         self._watches[SILENT_WORKERS] = listener.watch(SILENT_WORKERS, self._note_silent)
+        self._watches[LIVE_METRICS] = listener.watch(LIVE_METRICS, self._reports.note_watched)
         #: The requests under which processes were lost, to all backends.
         self.suspects = Suspects()
         listener.on_worker_left(self._forget_worker)
@@ -405,7 +420,8 @@ class Routers:
         found = [sample for each in list(self._sets.values()) for sample in each.samples()]
         for router in list(self._routers.values()):
             if not router.is_deleted:
-                found += router.calls.samples(instance, router.endpoint)
+                for each in list(router.calls.values()):
+                    found += each.samples(instance, router.endpoint)
         return found
 
     def send_shadow(self, backend: BackendTag, envelope: Envelope, answer: Answer | None = None) -> Shadow:

@@ -313,7 +313,11 @@ class ChildCode:
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
         self._reported = ReportedMetrics(
-            found.pop("samples"), found.pop("user_samples"), found["latency_counts"]
+            found.pop("samples"),
+            found.pop("user_samples"),
+            found["latency_counts"],
+            found["failed_total"],
+            found["queued"],
         )
         return found
 
@@ -328,7 +332,8 @@ class ChildCode:
 
     def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second for autoscaling."""
-        return self._reported.brief(self.slots.ongoing, self.own_metrics.handled) | self._stats.metrics()
+        slots, handled = self.slots, self.own_metrics.handled
+        return self._reported.brief(slots.ongoing, slots.waiting, handled) | self._stats.metrics()
 
     def routing_stats(self) -> Mapping[str, Any]:
         """Return what the user's ``record_routing_stats`` returned, as last read."""

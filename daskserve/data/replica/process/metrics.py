@@ -66,23 +66,29 @@ async def keep_asking_for_metrics(
 class ReportedMetrics:
     """The metrics that a child reported, in plain values."""
 
-    __slots__ = ("_latency_counts", "_samples", "_user_samples")
+    __slots__ = ("_failed", "_latency_counts", "_queued", "_samples", "_user_samples")
 
     def __init__(
         self,
         samples: Sequence[Any] = (),
         user_samples: Sequence[Any] = (),
         latency_counts: Sequence[int] = (),
+        failed: int = 0,
+        queued: int = 0,
     ) -> None:
         self._samples = samples
         self._user_samples = user_samples
         self._latency_counts = latency_counts
+        self._failed = failed
+        self._queued = queued
 
-    def brief(self, ongoing: int, handled: int) -> dict[str, Any]:
-        """Return how many requests run, how many have ended, and their latencies in the child."""
+    def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:
+        """Return how many requests run and wait, how many have ended, and what the child has counted."""
         return {
             "ongoing": ongoing,
+            "queued": waiting + self._queued,
             "ended": handled - ongoing,
+            "failed": self._failed,
             "latency_counts": list(self._latency_counts),
         }
 

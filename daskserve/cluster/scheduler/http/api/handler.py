@@ -13,6 +13,7 @@ from tornado.iostream import StreamClosedError
 from tornado.web import stream_request_body
 
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.live import LiveFeeds
 from daskserve.cluster.scheduler.http.api.openapi import (
     DOCUMENT_PATH,
     PAGE_PATH,
@@ -37,6 +38,8 @@ FLUSH_S = 60.0
 SILENCE_S = 15.0
 #: Characters of a client's own name that are recorded.
 NAME_LENGTH = 60
+#: The verbs whose answers can be followed.
+_STREAMS = frozenset(("events", "live_metrics"))
 _ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
 
 
@@ -46,12 +49,15 @@ class Api:
     Attributes
     ----------
     streams : int
-        The number of open streams of events.
+        The number of open streams of events and metrics.
+    feeds : LiveFeeds
+        What is streamed of live metrics.
     """
 
     def __init__(self, scheduler: Scheduler, access: ControllerAccess, guard: SiteGuard) -> None:
         self.access = access
         self.streams = 0
+        self.feeds = LiveFeeds(access)
         arguments = {"api": self, "guard": guard}
         self._routes = [
             SchedulerRoute(
@@ -108,8 +114,8 @@ class ApiHandler(GuardedHandler):
             if not self._is_allowed(operation):
                 return
             verb, message = operation.verb(asked)
-            if verb == "events" and "text/event-stream" in self.request.headers.get("Accept", ""):
-                await self._stream(instance, message)
+            if verb in _STREAMS and "text/event-stream" in self.request.headers.get("Accept", ""):
+                await self._stream(instance, verb, message)
                 return
             may_take_s = PLAN_S if verb == "plan_text" else 0.0
             value = await self._api.access.call(instance, verb, message, may_take_s)
@@ -155,10 +161,17 @@ class ApiHandler(GuardedHandler):
         self.answer(403, {"message": f"{text}scheduler's Dask configuration."})
         return False
 
-    async def _stream(self, instance: str | None, message: dict[str, Any]) -> None:
-        """Send events until the client leaves."""
+    async def _stream(self, instance: str | None, verb: str, message: dict[str, Any]) -> None:
+        """Send events, or live metrics, until the client leaves."""
         if self._api.streams >= MAX_STREAMS:
             raise UnavailableError(f"There are {MAX_STREAMS} streams of events already; retry later.")
+        if verb == "live_metrics":
+            self._api.streams += 1
+            try:
+                await self._send_metrics(instance)
+            finally:
+                self._api.streams -= 1
+            return
         last = self.request.headers.get("Last-Event-ID", "")
         if NUMBER.fullmatch(last):
             message["after"] = int(last)
@@ -169,12 +182,30 @@ class ApiHandler(GuardedHandler):
         finally:
             self._api.streams -= 1
 
-    async def _send_events(
-        self, instance: str | None, message: dict[str, Any], found: Mapping[str, Any]
-    ) -> None:
+    async def _send_metrics(self, instance: str | None) -> None:
+        async with self._api.feeds.watch(instance) as feed:
+            number, text = await feed.after(0)  # raises an error before the answer has begun
+            self._begin_stream()
+            try:
+                while True:
+                    self.write(text)
+                    async with asyncio.timeout(FLUSH_S):
+                        await self.flush()
+                    number, text = await feed.after(number)
+            except (StreamClosedError, ServeError, TimeoutError):
+                pass  # as in `_send_events`
+            finally:
+                self.finish()
+
+    def _begin_stream(self) -> None:
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-store")
         self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
+
+    async def _send_events(
+        self, instance: str | None, message: dict[str, Any], found: Mapping[str, Any]
+    ) -> None:
+        self._begin_stream()
         try:
             while True:
                 for each in found["events"]:

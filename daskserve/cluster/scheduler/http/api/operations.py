@@ -27,6 +27,8 @@ NUMBER = re.compile("[0-9]{1,18}")
 MAX_SHOWN = 40
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
+#: How long one answer waits for the first rates, which need two counts a second apart.
+LIVE_WAIT_S = 4.0
 #: The endings by which a body of a content type is read.
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
@@ -414,6 +416,12 @@ OPERATIONS: Sequence[Operation] = (
             "application": ("string", "Only those of this application."),
             "limit": ("integer", "How many at most."),
         },
+    ),
+    Operation(
+        "GET",
+        "/api/serve/metrics/live",
+        "The rates, latencies and queues of the last second; with Accept: text/event-stream, every second.",
+        lambda asked: ("live_metrics", {"wait_s": LIVE_WAIT_S}),
     ),
 )
 

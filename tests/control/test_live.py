@@ -1,0 +1,129 @@
+"""Live metrics: rates are differences of totals, of what has reported lately, while somebody watches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from controller_harness import Stage, staged
+
+from daskserve.control.observed.live import MAX_CALLS, MAX_ROUTERS, WATCHED_S, LiveMetrics
+from daskserve.telemetry.live import LEAST_S, LIVE_METRICS, STALE_S, Counts, Meter
+
+FAST = 5  # the bucket up to 5 ms
+
+
+def told(ended: int, failed: int = 0, **more: Any) -> dict[str, Any]:
+    counts = [0] * 19
+    counts[FAST] = ended
+    return {"ongoing": 2, "queued": 1, "ended": ended, "failed": failed, "latency_counts": counts, **more}
+
+
+def test_a_rate_needs_two_reports_and_ends_with_them() -> None:
+    live = LiveMetrics()
+    live.replica("b#1", told(1000), 10.0)
+    first = live.of_replica("b#1", 10.0)
+    assert (first["requests_per_s"], first["latency_p50_s"], first["ongoing"]) == (None, None, 2)
+    live.replica("b#1", told(1010, 5), 12.0)
+    found = live.of_replica("b#1", 12.0)
+    assert (found["requests_per_s"], found["errors_per_s"], found["queued"]) == (5.0, 2.5, 1)
+    assert 0.0025 < found["latency_p50_s"] < found["latency_p99_s"] <= 0.005
+    assert set(live.of_replica("b#1", 12.1 + STALE_S).values()) == {None}
+    assert set(live.of_replica("another", 12.0).values()) == {None}
+
+
+def test_a_deployment_adds_up_its_replicas_and_what_waits_in_routers() -> None:
+    live = LiveMetrics()
+    for at, ended in ((10.0, 0), (11.0, 10)):
+        live.replica("b#1", told(ended), at)
+        live.replica("b#2", told(3 * ended), at)
+        live.router("r", {"calls": [], "queued": {"b": 7}}, at)
+    found = live.of_deployment("b", ["b#1", "b#2", "b#3"], 11.0)
+    assert (found["requests_per_s"], found["ongoing"], found["queued"], found["replicas"]) == (40.0, 4, 7, 3)
+    none = live.of_deployment("idle", [], 11.0)
+    assert (none["requests_per_s"], none["latency_p99_s"], none["replicas"]) == (0.0, None, 0)
+
+
+def test_calls_are_edges_from_callers_to_the_backends_of_an_endpoint() -> None:
+    live = LiveMetrics()
+    for at, begun in ((10.0, 100), (11.0, 120)):
+        live.router("r1", {"calls": [["a", "e", begun, begun // 10]], "queued": {}}, at)
+        live.proxy("p", told(begun, endpoints={"a": [begun, 0]}), at)
+    # A call that a router counts for the first time began at 0.
+    live.router("r2", {"calls": [], "queued": {}}, 10.0)
+    live.router("r2", {"calls": [["a", "e", 5, 0]], "queued": {}}, 11.0)
+    shares = {"e": {"b": 0.75, "c": 0.25}, "a": {"a": 1.0}}
+    found = live.calls(shares.__getitem__, 11.0)
+    assert found == [
+        {"from": "", "to": "a", "requests_per_s": 20.0, "errors_per_s": 0.0},
+        {"from": "a", "to": "b", "requests_per_s": 18.75, "errors_per_s": 1.5},
+        {"from": "a", "to": "c", "requests_per_s": 6.25, "errors_per_s": 0.5},
+    ]
+    assert live.of_http(["p"], 11.0)["requests_per_s"] == 20.0
+    assert "queued" not in live.of_http(["p"], 11.0)
+    assert live.calls(shares.__getitem__, 11.1 + STALE_S) == []
+
+
+def test_reports_in_quick_succession_make_no_rates_of_their_own() -> None:
+    meter: Meter[str] = Meter()
+    for at, requests in ((10.0, 0), (11.0, 10), (11.0 + LEAST_S / 2, 500)):
+        meter.take({"": Counts(requests)}, at)
+    assert meter.rates is not None
+    assert meter.rates[""].requests_per_s == 10
+    meter.take({"": Counts(3)}, 12.0)  # what counts has begun again
+    assert meter.rates[""].requests_per_s == 0
+    meter.take({"": Counts(9)}, 12.1 + STALE_S)
+    assert meter.rates is None
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveMetrics()
+    calls = [["", f"e{number}", 1, 0] for number in range(MAX_CALLS + 5)]
+    live.router("r", {"calls": calls, "queued": {}}, 10.0)
+    assert len(live._routers["r"].meter.totals) == MAX_CALLS
+    monkeypatch.setattr("daskserve.control.observed.live.MAX_ROUTERS", 3)
+    for number in range(10):
+        live.router(f"r{number}", {"calls": [], "queued": {}}, 10.0)
+    assert len(live._routers) == 3 < MAX_ROUTERS
+    live.router("later", {"calls": [], "queued": {}}, 10.1 + STALE_S)
+    assert list(live._routers) == ["later"]
+
+
+def test_watching_ends_some_time_after_the_last_look() -> None:
+    live = LiveMetrics()
+    assert not live.is_watched(0.0)
+    assert not live.end(0.0)
+    live.look(10.0)
+    live.replica("b#1", told(0), 10.0)
+    assert live.is_watched(10.0 + WATCHED_S)
+    assert not live.end(10.0 + WATCHED_S)
+    assert live.end(10.1 + WATCHED_S)
+    assert not live._replicas
+    assert not live.end(11.0 + WATCHED_S)
+
+
+@staged()
+async def test_replicas_are_asked_and_routers_told_while_somebody_looks(stage: Stage) -> None:
+    await stage.deploy()
+    (replica,) = stage.running_of("b")
+    asked = []
+
+    def metrics() -> dict[str, Any]:
+        asked.append(stage.clock.now())
+        return told(10 * len(asked))
+
+    replica.metrics = metrics  # type: ignore[attr-defined]
+    await stage.clock.sleep(3)
+    assert (asked, await stage.published(LIVE_METRICS)) == ([], None)
+    found = await stage.call("live_metrics", wait_s=4.0)
+    assert found["replicas"][replica.tag]["requests_per_s"] == 10.0
+    assert found["replicas"][replica.tag]["worker"] == replica.worker
+    assert found["deployments"]["b"]["requests_per_s"] == 10.0
+    assert await stage.published(LIVE_METRICS) is True
+    begun = len(asked)
+    await stage.call("live_metrics")
+    await stage.call("live_metrics")  # of the same moment
+    await stage.clock.sleep(WATCHED_S + 5)
+    assert begun < len(asked) <= begun + WATCHED_S + 2
+    assert await stage.published(LIVE_METRICS) is None
+    assert (await stage.call("live_metrics"))["deployments"]["b"]["requests_per_s"] is None
