@@ -1,8 +1,7 @@
 """The start messages of actors, which the control layer and the client write and the actors' layers read.
 
 Messages are plain values in msgpack, with user code as opaque ``bytes``. They are the ``payload`` of a
-`daskserve.cluster.protocols.base.ActorSpec`. Fields have no defaults, because the option models define
-them; only what an instance may do without is empty by default.
+`daskserve.cluster.protocols.base.ActorSpec`. Fields have no defaults: the option models define the defaults.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class ReplicaStart(StartMessage):
     is_deployment: bool
     models: Mapping[str, Any] | None
     is_exact: bool
-    tracing: Mapping[str, Any] = field(default_factory=dict)
+    tracing: Mapping[str, Any]
 
     @property
     def kind(self) -> str:
@@ -176,7 +175,7 @@ class ProxyStart(StartMessage):
     reuse_port: bool
     claims_port: bool
     public_host: str
-    tracing: Mapping[str, Any] = field(default_factory=dict)
+    tracing: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,4 +221,4 @@ class ControllerStart(StartMessage):
     start_id: str
     opens_with_route: bool
     history_bytes: int
-    tracing: Mapping[str, Any] = field(default_factory=dict)
+    tracing: Mapping[str, Any]

@@ -236,7 +236,6 @@ def test_a_wait_says_for_what(collected: Collected) -> None:
     waits = [each for each in collected.spans if each.name == "queue"]
     found = [each for each in waits if (each.attributes or {})["daskserve.queue.ongoing"] == 1]
     assert found
-    assert any(each.end_time - each.start_time > 40_000_000 for each in found)
 
 
 def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(collected: Collected) -> None:
