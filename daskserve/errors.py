@@ -15,6 +15,7 @@
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── VersionConflictError                 412   read it again, and make the change to that
+    ├── InspectionError                      409   look again later, or at another replica
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
     ├── NotInReplicaError      (RuntimeError) 500  make the call in code that a replica runs
@@ -153,6 +154,12 @@ class VersionConflictError(ServeError):
     """What the caller wants to change was changed since the caller has read it."""
 
     http_status = 412
+
+
+class InspectionError(ServeError):
+    """The code of a replica cannot be looked into now: it does not run, or cannot answer."""
+
+    http_status = 409
 
 
 class ClosedError(ServeError):

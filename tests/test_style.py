@@ -55,7 +55,11 @@ STATE_EXCEPTIONS: Mapping[str, str] = {
 }
 
 #: The modules that may use private names of other libraries.
-INTERNALS = ("daskserve/internals/", "daskserve/cluster/distributed_internals.py")
+INTERNALS = (
+    "daskserve/internals/",
+    "daskserve/cluster/distributed_internals.py",
+    "daskserve/cluster/scheduler/http/panels/dashboard_internals.py",
+)
 #: The modules of libraries whose other modules are not documented.
 DOCUMENTED_MODULES: Mapping[str, frozenset[str]] = {
     "distributed": frozenset({"distributed", "distributed.comm", "distributed.deploy"}),
@@ -69,6 +73,7 @@ PRIVATE_EXCEPTIONS: Mapping[str, str] = {
     "benchmarks/bench_faults.py:_exit": "os._exit is documented",
     "daskserve/control/scaling/importing.py:_current_frames": "sys._current_frames is documented",
     "daskserve/data/replica/execution/loop_watch.py:_current_frames": "sys._current_frames is documented",
+    "daskserve/telemetry/profiling/threads.py:_current_frames": "sys._current_frames is documented",
 }
 
 #: Names of the standard library, and the files that may use them: for time and chance, take a Clock or an rng

@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "explain": ("daskserve.cli.views.history:explain", "Explain a deployment's number of replicas."),
     "history": ("daskserve.cli.views.history:history", "Show the last versions of an application."),
     "metrics": ("daskserve.cli.metrics.metrics:metrics", "Set up Prometheus and Grafana for daskserve."),
+    "profile": (
+        "daskserve.cli.views.inspecting:profile",
+        "Show where the code of a replica spends its time.",
+    ),
     "restart": ("daskserve.cli.verbs.operate:restart", "Restart the replicas of an application."),
     "rewrite-store": ("daskserve.cli.store:rewrite_store", "Rewrite the records of an instance."),
     "rollback": (
@@ -41,6 +45,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "schema": ("daskserve.cli.verbs.config_file:schema", "Print the JSON Schema of configuration files."),
     "shutdown": ("daskserve.cli.verbs.operate:shutdown", "End the instance on a cluster."),
     "simulate": ("daskserve.cli.simulate:simulate", "Try autoscaling policies on a recorded load."),
+    "stacks": ("daskserve.cli.views.inspecting:stacks", "Show what the code of a replica does now."),
     "start": ("daskserve.cli.serving.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.views.status:status", "Show what runs on a cluster."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),

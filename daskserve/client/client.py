@@ -23,6 +23,7 @@ from daskserve.client.verbs.declared import DeclaringVerbs
 from daskserve.client.verbs.deployments import DeploymentVerbs
 from daskserve.client.verbs.endpoints import EndpointVerbs
 from daskserve.client.verbs.history import HistoryVerbs
+from daskserve.client.verbs.inspecting import InspectingVerbs
 from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
@@ -79,6 +80,7 @@ class ClientVerbs(
     HistoryVerbs,
     RolloutVerbs,
     ModelVerbs,
+    InspectingVerbs,
 ):
     """The verbs of both kinds of client."""
 
@@ -405,6 +407,8 @@ class Client(InstanceClient):
     load_model = method(ClientVerbs.load_model)
     unload_model = method(ClientVerbs.unload_model)
     set_default_model = method(ClientVerbs.set_default_model)
+    profile = method(ClientVerbs.profile)
+    stacks = method(ClientVerbs.stacks)
     next_status = method(ClientVerbs.next_status)
     instances = method(ClientVerbs.instances)
     explain = method(ClientVerbs.explain)

@@ -112,6 +112,10 @@ class ControllerSettings:
     #: Bytes of code that only old revisions of applications need, which an instance keeps for rollbacks.
     #: Beyond it, the oldest revisions lose their code.
     history_bytes: int = 256 * 1024 * 1024
+    #: How many applications one configuration file or request may declare, and how many deployments in all of
+    #: them it may name.
+    max_applications: int = 4_000
+    max_deployments: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)

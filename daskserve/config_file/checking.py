@@ -103,7 +103,11 @@ class Checks:
         if deployments is not None:
             others: dict[str, Place] = {}
 
+            is_scaled = found.get("external_scaler_enabled") is True
+
             def one(each: Any, where: Path) -> dict[str, Any]:
+                if is_scaled:
+                    self._scales_alone(each, where)
                 return self.deployment(each, where, others)
 
             found["deployments"] = self._each(deployments, (*path, "deployments"), one, "deployments")
@@ -152,6 +156,18 @@ class Checks:
             options = without_nulls(TracingConfig, options)
             self._options(TracingConfig, options, where)
             found["tracing_config"] = options
+
+    def _scales_alone(self, deployment: Any, path: Path) -> None:
+        """Note a deployment that scales itself in an application that others scale."""
+        values = deployment if isinstance(deployment, Mapping) else {}
+        is_auto = values.get("num_replicas") == "auto"
+        if is_auto or values.get("autoscaling_config") is not None:
+            name = "num_replicas" if is_auto else "autoscaling_config"
+            self._fault(
+                (*path, name),
+                f"external_scaler_enabled is set for the application, and deployment {values.get('name')!r} "
+                f"is autoscaled by its {name}; only one can decide how many replicas there are",
+            )
 
     def _http(self, found: dict[str, Any], path: Path) -> None:
         where = (*path, "http_options")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.config_file.checking import Checks, places_of_references
 from daskserve.config_file.json_text import parse_json
+from daskserve.config_file.limits import excess
 from daskserve.config_file.model import InstanceConfig
 from daskserve.config_file.places import Document, Faults, Place
 from daskserve.config_file.toml_text import parse_toml
@@ -53,6 +54,10 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     """
     faults = Faults(name)
     document = _parsed(text.removeprefix("\ufeff"), faults)
+    if too_many := excess(_applications(document)):
+        # First of all, because to check them all would take as long as it takes to refuse them.
+        faults.add(Place(1, 1), too_many)
+        faults.check()
     checks = Checks(document, faults)
     parts = [(index, checks.instance(value, (index,))) for index, value in enumerate(document.values)]
     if not parts and not faults.found:
@@ -80,6 +85,12 @@ def checked(
     if faults.found:
         raise ConfigFileError("\n".join(text for _, text in sorted(faults.found)))
     return found
+
+
+def _applications(document: Document) -> list[Any]:
+    parts = [each for each in document.values if isinstance(each, Mapping)]
+    lists = [each.get("applications", [each]) for each in parts]
+    return [app for each in lists if isinstance(each, list) for app in each]
 
 
 def _parsed(text: str, faults: Faults) -> Document:

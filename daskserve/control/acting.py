@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
 from daskserve.common.clock import Clock
+from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica

@@ -7,10 +7,8 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
@@ -20,9 +18,11 @@ from daskserve.control.calls.changing import ChangingVerbs
 from daskserve.control.calls.declaring import DeclaringVerbs
 from daskserve.control.calls.draining import DrainingVerbs
 from daskserve.control.calls.history import HistoryVerbs
+from daskserve.control.calls.inspecting import InspectingVerbs
 from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.models import ModelVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
+from daskserve.control.calls.watching import WatchedStatus
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.records.storing import checkpoint
@@ -41,8 +41,6 @@ from daskserve.telemetry.table import MetricSample
 
 #: Interval of the checks in `Controller.wait_for_http`, which runs once, at the start of an instance.
 HTTP_POLL_S = 0.005
-#: Least and greatest time between two looks at the status for `ReadingVerbs.next_status`.
-STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
 #: How long `ReadingVerbs.health` sleeps.
 HEALTH_SLEEP_S = 0.02
 
@@ -61,6 +59,7 @@ class Controller:
             LiveVerbs,
             ModelVerbs,
             DrainingVerbs,
+            InspectingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))
 
@@ -82,6 +81,7 @@ class ReadingVerbs:
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
+        self._watched = WatchedStatus(core.clock, self.status)
 
     # Verbs: waiting and looking
 
@@ -126,8 +126,7 @@ class ReadingVerbs:
         """Return the reason why replicas of a goal's backends wait."""
         app = self._core.state.apps.get(goal.application)
         tags = (goal.backend,) if app is None else app.tags
-        found = (self._core.observed.notes_of(tag).waiting for tag in tags)
-        return next((why for why in found if why is not None), None)
+        return self._core.observed.why_waiting(tags)
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
@@ -203,27 +202,10 @@ class ReadingVerbs:
 
     @verb
     async def next_status(self, seen: str, timeout_s: float) -> dict[str, Any]:
-        """Return the status once it is another one than that with the id ``seen``; without it after a time.
-
-        Changes of records wake this. What is only observed, such as a slow start, is read once a second.
-        """
-        clock = self._core.clock
-        deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
-        while True:
-            changed, status = self._core.writer.changed, await self.status()
-            found = blake2b(
-                json.dumps(status, sort_keys=True, default=str).encode(), digest_size=8
-            ).hexdigest()
-            if found != seen:
-                return {"seen": found, "status": status}
-            if clock.now() >= deadline:
-                return {"seen": seen, "status": None}
-            # Many changes in a row are one.
-            await clock.sleep(STATUS_PAUSE_S)
-            try:
-                await clock.wait_for(changed.wait(), min(STATUS_PERIOD_S, max(0.0, deadline - clock.now())))
-            except TimeoutError:
-                pass
+        """Return the status once its id is not ``seen``; without it after a time."""
+        core = self._core
+        deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
+        return await self._watched.next(core.writer, seen, deadline)
 
     @verb
     async def health(self) -> dict[str, Any]:

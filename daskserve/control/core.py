@@ -11,7 +11,6 @@ import logging
 import random
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.cluster.protocols.base import ActorContext, Cluster
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
+from daskserve.common.copying import replace
 from daskserve.common.types import (
     SILENT_WORKERS,
     STORE_TAKEN,

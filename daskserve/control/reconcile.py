@@ -36,6 +36,7 @@ from daskserve.errors import (
     ServeError,
     StaleEpochError,
 )
+from daskserve.loops.tasks import pause
 from daskserve.options.actor import ActorOptions
 
 logger = logging.getLogger("daskserve.controller")
@@ -183,6 +184,7 @@ class Reconciler:
         while tags:
             some, tags = tags[:BATCH], tags[BATCH:]
             tags = await self._attempt(some, self._step_backends(some)) + tags
+            await pause()  # where nothing changes, nothing is written, and nothing else would have a turn
         if self._listening is Listening.LATER and self._listen_rules.are_met(self._state, self._observed):
             self._listening = Listening.NOW
             self.poke()

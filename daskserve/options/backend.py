@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_validator, model_validator
@@ -392,8 +392,8 @@ class BackendConfig(Options):
         """Return the options with other than default values that are fixed for the life of a replica."""
         return {
             name: value.to_plain() if isinstance(value, Options) else value
-            for name, field in type(self).model_fields.items()
-            if REPLACES in field.metadata and (value := getattr(self, name)) != field.default
+            for name, default in _fixed_defaults()
+            if (value := getattr(self, name)) != default
         }
 
     #: The classic name of ``max_ongoing_requests``.
@@ -453,3 +453,10 @@ class BackendConfig(Options):
             name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
         }
         return BackendConfig(**values)
+
+
+@cache
+def _fixed_defaults() -> Sequence[tuple[str, Any]]:
+    """Return the options that are fixed for the life of a replica, with their defaults."""
+    fields = BackendConfig.model_fields.items()
+    return [(name, field.default) for name, field in fields if REPLACES in field.metadata]

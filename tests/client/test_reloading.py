@@ -203,6 +203,37 @@ def test_an_error_is_reported_once_and_the_next_save_is_deployed(folder: Path) -
     reloader.stop()
 
 
+def test_a_failing_watch_is_reported_and_a_file_that_changes_later_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def notified() -> Iterator[object]:
+        yield
+        raise RuntimeError("no watches are left")
+
+    ended = threading.Event()
+    watch = FileWatch(Patterns.of([str(folder)]), ended)
+    watch._notifications = notified()
+    save(folder / "shop.py", "# 1")
+    assert watch.wait() == [str(folder / "shop.py")]
+    threading.Timer(0.05, save, (folder / "shop.py", "# 2")).start()
+    assert watch.wait() == [str(folder / "shop.py")]
+
+    lines: list[str] = []
+    monkeypatch.setattr("daskserve.client.hosting.reloading.reloader.RETRY_S", 0.0)
+    reloader = Reloader(Patterns.of([str(folder)]), lambda: lambda: None, lines.append)
+    answers: list[Any] = [RecursionError("too deep"), ["shop.py"]]
+
+    def wait() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(reloader._watch, "wait", wait)
+    assert reloader._changed() == ["shop.py"]
+    assert lines == ["The files cannot be watched now: RecursionError('too deep')"]
+
+
 def test_a_change_that_a_newer_one_replaces_is_not_reported(folder: Path) -> None:
     lines: list[str] = []
     reloader = Reloader(Patterns.of([str(folder)]), lambda: lambda: None, lines.append)

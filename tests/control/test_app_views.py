@@ -263,6 +263,8 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
     assert all(each.name.startswith("x/front#") for each in dead)
     assert dead[-1].reason == f"worker {one.worker} left the cluster"
     assert dead == found.backends["x/front"].dead_replicas
+    details = (await stage.call("details"))["details"]["applications"]["x"]["deployments"]["front"]
+    assert [each["reason"] for each in details["recent_dead_replicas"]] == [each.reason for each in dead]
 
     async def fail(replica: Any) -> None:
         if replica.message.code == b"2":
@@ -295,3 +297,36 @@ async def test_a_watcher_waits_until_the_status_changes(stage: Stage) -> None:
     await stage.call("set_target_capacity", percent=50)
     assert (await later)["status"]["target_capacity"] == 50
     assert stage.clock.now() - began < 1
+
+
+@staged(workers=2)
+async def test_many_watchers_cost_as_much_as_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[float] = []
+
+    def counted(*given: Any) -> dict[str, Any]:
+        built.append(stage.clock.now())
+        return application_status(*given)
+
+    monkeypatch.setattr("daskserve.control.views.applications.application_status", counted)
+    await stage.run("x")
+
+    async def watch(number: int) -> list[Any]:
+        await stage.clock.sleep(number / 100)
+        seen, found = "", []
+        while (stage.clock.now() - began) < 5.0:
+            answer = await stage.call("next_status", seen=seen, timeout_s=2.0)
+            seen = answer["seen"]
+            found += [answer["status"]["target_capacity"]] if answer["status"] is not None else []
+        return found
+
+    async def change() -> None:
+        for percent in range(50, 100):
+            await stage.call("set_target_capacity", percent=percent)
+            await stage.clock.sleep(0.03)
+
+    began = stage.clock.now()
+    built.clear()
+    *found, _ = await asyncio.gather(*map(watch, range(50)), change())
+    assert {each[-1] for each in found} == {99}
+    # Each asks at its own time for what it has not seen at all; then they share one look a pause or a second.
+    assert len(built) < 50 + 1.5 / 0.1 + 5

@@ -367,7 +367,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
         "shop": "declarative",
     }
     shop = details["applications"]["shop"]
-    assert shop["deployed_app_config"]["env"]["env_vars"] == {"TOKEN": "***", "KEY": "${KEY}"}
+    assert shop["deployed_app_config"]["runtime_env"]["env_vars"] == {"TOKEN": "***", "KEY": "${KEY}"}
     assert shop["deployments"]["d"]["deployment_config"]["num_replicas"] == 1
     nodes = details["applications"]["own"]["deployment_topology"]["nodes"]
     assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]
@@ -380,6 +380,10 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     for message, error in (({"name": "none"}, NotFoundError), ({"api_type": "other"}, BadRequestError)):
         with pytest.raises(error):
             await stage.call("details", **message)
+    # Ray Serve's classes refuse a number of replicas beside the options that decide it.
+    await declare(stage, config("shop", autoscaling_config={"min_replicas": 1, "max_replicas": 2}))
+    deployments = (await stage.call("details"))["details"]["applications"]["shop"]["deployments"]
+    assert "num_replicas" not in deployments["d"]["deployment_config"]
 
 
 @staged()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from control_harness import backend
+from tables import each_case
 
+from daskserve.control.records.records import BackendRecord
 from daskserve.control.verbs.history.differences import differences
 from daskserve.options.environment import Environment
+from daskserve.payload.pickling import dump_bytes
 
 SCALED = {"autoscaling_config": {"max_replicas": 3, "policy_kwargs": {"token": "s3cret"}}}
 
@@ -24,6 +29,59 @@ def test_each_option_is_named_with_its_values_and_nested_ones_alone() -> None:
     assert found["max_ongoing_requests"][1] == "7"
     assert found["user_config"][0] == ""
     assert found["user_config"][1].startswith("#")
+
+
+def configured(value: Any) -> BackendRecord:
+    return replace(backend(), user_config=None if value is None else dump_bytes(value))
+
+
+class Threshold:
+    """A value that is not plain."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("code of the user's ran",)
+
+
+@each_case(
+    "one, other, expected",
+    [
+        (
+            {"model": {"threshold": 0.5, "name": "a"}, "labels": ["x", "y"]},
+            {"model": {"threshold": 0.75, "name": "a"}, "labels": ["x", "z", "w"]},
+            {"model.threshold": ("0.5", "0.75"), "labels[1]": ("y", "z"), "labels[2]": ("", "w")},
+        ),
+        (None, {"a": 1}, {"a": ("", "1")}),
+        ({"a": 1}, None, {"a": ("1", "")}),
+        (
+            {"db": {"password": "s3cret"}, "url": "http://me:s3cret@host/", "max_tokens": 5},
+            {"db": {"password": "s3cret2"}, "url": "http://me:s3cret2@host/", "max_tokens": 7},
+            {"db.password": ("***", "***"), "url": ("http://***@host/",) * 2, "max_tokens": ("5", "7")},
+        ),
+        ({"tokens": ["s3cret"]}, {"tokens": ["s3cret2"]}, {"tokens[0]": ("***", "***")}),
+        ("a", "b", {"": ("a", "b")}),
+        ({"a": "x"}, {"a": "y" * 500}, {"a": ("x", "y" * 117 + "...")}),
+        ({"a": {"b": 1}}, {"a": {}}, {"a.b": ("1", ""), "a": ("", "{}")}),
+    ],
+)
+def test_what_differs_in_a_user_config_is_named(one: Any, other: Any, expected: dict[str, Any]) -> None:
+    found = list(differences("model", configured(one), configured(other)))
+    values = {each.what.removeprefix("user_config").removeprefix("."): (each.old, each.new) for each in found}
+    assert values == expected
+
+
+def test_a_user_config_runs_no_code_and_its_differences_are_bounded() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    hostile = (Threshold(), {"a": Threshold()}, loop, list(range(20_000)), "x" * (2 << 20), {(1, 2): 3})
+    for value in hostile:
+        (one,) = differences("model", configured({"a": 1}), configured(value))
+        assert (one.what, one.new[:1]) == ("user_config", "#")
+    damaged = replace(backend(), user_config=dump_bytes({"a": 1})[:-3])
+    (one,) = differences("model", configured({"a": 1}), damaged)
+    assert one.what == "user_config"
+    many = list(differences("model", configured({}), configured({f"k{n}": n for n in range(100)})))
+    assert len(many) == 21
+    assert str(many[-1]) == "model: user_config.(80 more)"
 
 
 def test_no_secret_is_shown() -> None:

@@ -53,6 +53,13 @@ def test_what_is_deployed_already_is_unchanged() -> None:
     }
 
 
+def test_of_nested_options_only_those_that_differ_are_shown() -> None:
+    before, after = ({"autoscaling_config": {"min_replicas": 1, "max_replicas": most}} for most in (3, 9))
+    app = planned(deployed(spec(**before)), spec(**after))["applications"]["shop"]
+    (change,) = app["deployments"]["d"]["changes"]
+    assert (change["old"], change["new"]) == ({"max_replicas": 3}, {"max_replicas": 9})
+
+
 @each_case(
     "fields, action, changes",
     [

@@ -9,7 +9,8 @@ from typing import Any
 
 from daskserve.common.types import ReplicaState, WorkerInfo
 from daskserve.control.backend.inputs import Step, StepInputs
-from daskserve.control.backend.step import step
+from daskserve.control.backend.rest import is_at_rest
+from daskserve.control.backend.step import full_step, step
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import (
     BackendRecord,
@@ -183,7 +184,12 @@ class Bench:
             self._incarnation,
             wall=self.wall,
         )
-        return step(world, self.state.backends[tag])
+        backend = self.state.backends[tag]
+        if is_at_rest(world, backend, self.state.replicas_of(tag)):
+            whole = full_step(world, backend)
+            assert (whole.change, whole.actions, whole.wake_at, whole.messages) == ({}, [], None, [])
+            assert whole.notes == self.observed.notes_of(tag)
+        return step(world, backend)
 
     def step(self, tag: str = "b") -> Step:
         """Take one step: commit its change, as the reconciler does, and return it."""

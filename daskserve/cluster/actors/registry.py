@@ -29,6 +29,7 @@ from daskserve.cluster.protocols.base import (
     ReportsMetrics,
     ReportsStart,
     TaskRequest,
+    Verb,
     verb,
     verbs_of,
 )
@@ -367,10 +368,18 @@ class ActorRegistry:
 
     async def call(self, name: str, incarnation: int, verb: str, message: Mapping[str, Any]) -> Any:
         """Call a verb of an actor, or of the registry itself; see `Cluster.call`."""
-        verbs = self._verbs if name == HOST_ACTOR else self.ready_actor(name, incarnation).verbs
+        verbs = self._verbs if name == HOST_ACTOR else self._verbs_now(name, incarnation, verb)
         if verb not in verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
         return await verbs[verb](**message)
+
+    def _verbs_now(self, name: str, incarnation: int, verb: str) -> Mapping[str, Verb]:
+        """Return the verbs of an actor; raise as `ready_actor` does, unless this verb may be called early."""
+        entry = self.entries.get(name)
+        is_here = entry is not None and entry.spec.incarnation == incarnation
+        if entry is not None and is_here and getattr(entry.actor.verbs.get(verb), "is_early", False):
+            return entry.actor.verbs
+        return self.ready_actor(name, incarnation).verbs
 
     def ready_actor(self, name: str, incarnation: int) -> Hosted:
         """Return an actor.

@@ -81,6 +81,12 @@ class ContextWith(Generic[ViewT_co]):
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
 
+    @property
+    def owns_process(self) -> bool:
+        """Whether this process has no program of a user's, beside daskserve and Dask."""
+        is_child = self.start_thread is not start_daemon
+        return is_child or not self.worker.startswith(("local://", "inproc://"))
+
 
 #: The key of an unhealthy actor's last log lines in what `Cluster.inspect` returns, and the attribute of an
 #: error that has those of an actor which did not start.
@@ -101,6 +107,12 @@ def verb(method: VerbT) -> VerbT:
     """Mark a method as a verb, for `verbs_of` to find."""
     method.is_verb = True  # type: ignore[attr-defined]
     return method
+
+
+def early_verb(method: VerbT) -> VerbT:
+    """Mark a method as a verb that may be called before the actor has started, and while it stops."""
+    method.is_early = True  # type: ignore[attr-defined]
+    return verb(method)
 
 
 def verbs_of(*parts: object) -> Mapping[str, Verb]:

@@ -98,6 +98,15 @@ class InstanceParcels:
             self._rows[code] = self._rows.get(code, 0) + 1
         return {key: value for key, value in records.items() if not key.startswith(_ROW)}
 
+    async def recall(self, parcels: Mapping[str, str]) -> None:
+        """Read the contents of parcels that are not here from the store, if it has them under any code."""
+        for code, digest in parcels.items():
+            if digest not in self._memory:
+                try:
+                    await self._read(code, digest)
+                except CodeLoadError:
+                    pass  # `rows_of` says so
+
     def rows_of(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> dict[str, Any]:
         """Return the rows to write and to remove together with some records.
 
@@ -164,17 +173,17 @@ class InstanceParcels:
             if digest not in self._memory:
                 # The scheduler has been restarted since.
                 records = await self._store.load()
-                rows = [f"{_ROW}{code}/{number}" for number in range(self._rows.get(code, 0))]
-                if not rows or any(each not in records for each in rows):
-                    raise CodeLoadError(
-                        f"The store has lost the constructor arguments of {code}. Deploy it again."
-                    )
-                if not bytes(records[rows[0]]).startswith(bytes.fromhex(digest)):
-                    raise CodeLoadError(
-                        f"The store has other constructor arguments than those of {code}. Deploy it again."
-                    )
+                # A restart gives a code another name, and the same content is kept under that before.
+                for source in dict.fromkeys([code, *self._rows]):
+                    rows = [f"{_ROW}{source}/{number}" for number in range(self._rows.get(source, 0))]
+                    is_whole = bool(rows) and all(each in records for each in rows)
+                    if is_whole and bytes(records[rows[0]]).startswith(bytes.fromhex(digest)):
+                        break
+                else:
+                    what = "has other" if self._rows.get(code) else "has lost the"
+                    raise CodeLoadError(f"The store {what} constructor arguments of {code}. Deploy it again.")
                 self._memory[digest] = await asyncio.to_thread(_join, [records[each] for each in rows])
-                self._digests[code] = digest
+                self._digests[source] = digest
             return self._memory[digest]
 
     def _keep_for_a_while(self, digest: str) -> None:

@@ -45,6 +45,7 @@ async def _commit(
 ) -> dict[str, Any]:
     """Write a transaction; return the store's condition."""
     check_epoch(entry, epoch)
+    await entry.parcels.recall(parcels)
     rows = entry.parcels.rows_of(records, parcels)
     change = StoreChange({**records, **rows}, must_last=must_last, may_wait=may_wait)
     await entry.store.commit(epoch, change)

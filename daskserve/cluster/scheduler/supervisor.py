@@ -45,6 +45,7 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
 from daskserve.cluster.scheduler.http.discovery import Targets
+from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
 from daskserve.cluster.scheduler.parcels import parcel_verbs
@@ -112,9 +113,13 @@ class Supervisor(SchedulerPlugin):
         )
         guard = SiteGuard(scheduler)
         targets = Targets(scheduler, self._hosts.facts_of, guard)
-        api = Api(scheduler, ControllerAccess(self._instances, self._hosts), guard)
+        access = ControllerAccess(self._instances, self._hosts)
+        api = Api(scheduler, access, guard)
+        panels = Panels(
+            scheduler, self._instances.keys, lambda instance: access.call(instance, "live_metrics", {})
+        )
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, api)
+        self._installed = (self._capacity, targets.route, api, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,

@@ -46,6 +46,7 @@ from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
+from daskserve.cluster.worker.stack_dump import ask_for_stacks, process_state
 from daskserve.common import settings
 from daskserve.common.types import ActorAddress, ActorRequest, Envelope, Payload
 from daskserve.errors import InstanceError, VersionMismatchError
@@ -98,8 +99,10 @@ class ChildProcess:
         transport: Transport,
         lifeline: int,
         log: int,
+        dump: int,
     ) -> None:
         self.name = name
+        self._dump = dump
         self._log: int | None = log
         self._last_lines: tuple[str, ...] = ()
         self.ended = asyncio.Event()
@@ -135,17 +138,17 @@ class ChildProcess:
         InstanceError
             The interpreter cannot be run, or exited before it reported its versions.
         """
-        log = recent_log.open_file()
+        log, dump = recent_log.open_file(), recent_log.open_file()
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
         try:
             with theirs:
                 try:
-                    process = await _spawn(interpreter, name, theirs.fileno(), lifeline_end, log)
+                    process = await _spawn(interpreter, name, theirs.fileno(), lifeline_end, (log, dump))
                 finally:
                     os.close(lifeline_end)
             try:
-                facts = await _greet(ours, interpreter, factory, log)
+                facts = await _greet(ours, interpreter, factory, (log, dump))
                 if facts is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
@@ -164,8 +167,9 @@ class ChildProcess:
             ours.close()
             os.close(lifeline)
             os.close(log)
+            os.close(dump)
             raise
-        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline, log)
+        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline, log, dump)
 
     @property
     def pid(self) -> int:
@@ -185,6 +189,14 @@ class ChildProcess:
     def last_lines(self) -> tuple[str, ...]:
         """Return the last lines that the child's code has logged, also after its end."""
         return self._last_lines if self._log is None else recent_log.read_file(self._log)
+
+    async def stacks(self) -> str:
+        """Return the stacks of the process's threads without its help; empty if it handles no signals."""
+        return "" if self.ended.is_set() else await ask_for_stacks(self.pid, self._dump)
+
+    def state(self) -> str:
+        """Return what the system says that the process does."""
+        return process_state(self.pid)
 
     def request(self, number: int, envelope: Envelope) -> ActorRequest:
         """Return a request to the child; see `daskserve.cluster.channel.channel.Channel.request`.
@@ -232,6 +244,7 @@ class ChildProcess:
             self._log = None
             if log is not None:
                 os.close(log)
+            os.close(self._dump)
             self._segments.close()
             self.ended.set()
         if self.on_end is not None:
@@ -239,13 +252,13 @@ class ChildProcess:
 
 
 async def _spawn(
-    interpreter: Interpreter, name: str, pair: int, lifeline: int, log: int
+    interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int]
 ) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             *(interpreter.python, "-c", _BOOT, str(pair), str(lifeline), name),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(pair, lifeline, log),
+            pass_fds=(pair, lifeline, *files),
             start_new_session=True,
             env=interpreter.variables,
         )
@@ -254,7 +267,7 @@ async def _spawn(
 
 
 async def _greet(
-    pair: socket.socket, interpreter: Interpreter, factory: str, log: int
+    pair: socket.socket, interpreter: Interpreter, factory: str, files: tuple[int, int]
 ) -> dict[str, Any] | None:
     """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
@@ -268,7 +281,8 @@ async def _greet(
             "first": list(interpreter.first),
             "factory": factory,
             "settings": asdict(settings.process()),
-            "log": log,
+            "log": files[0],
+            "dump": files[1],
         }
         await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):

@@ -29,6 +29,7 @@ from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
 from daskserve.cluster.worker.log_thread import LogThread
+from daskserve.cluster.worker.stack_dump import answer_with_stacks
 from daskserve.common import settings
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
@@ -80,14 +81,18 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     settings.given_process.set(settings.ProcessSettings(**options["settings"]))
     module, _, name = options["factory"].partition(":")
-    return partial(_run, getattr(importlib.import_module(module), name), options.get("log"))
+    return partial(
+        _run, getattr(importlib.import_module(module), name), options.get("log"), options.get("dump")
+    )
 
 
-def _run(factory: Factory, log: int | None, pair: socket.socket, lifeline: int) -> None:
+def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
     with contextlib.suppress(Exception):  # raised if there is no stderr
         faulthandler.enable()  # writes the location of a crash in native code to the worker's log
+    if dump is not None:
+        answer_with_stacks(dump)
     switch_interval_s = settings.process().switch_interval_s
     if switch_interval_s is not None:
         # As in the worker, so that user code delays the channel less.

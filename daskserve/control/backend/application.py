@@ -7,8 +7,8 @@ order survives a crash. A change of an application ends in the step of the deplo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.backend.ranks import all_know_theirs
 from daskserve.control.observed.observed import Observed

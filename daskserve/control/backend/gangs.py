@@ -8,8 +8,9 @@ of one. Those with a placement group are placed like gangs, too: several bundles
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from daskserve.common.copying import replace
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerInfo
 from daskserve.control.backend import rollout
 from daskserve.control.backend.rollout import Steps

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import string
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from daskserve.common.copying import replace
 from daskserve.common.types import ReplicaState, WorkerAddress
 from daskserve.control.backend.actions import Action
 from daskserve.control.observed.observed import DeadReplica, Notes, Observed
@@ -85,3 +88,10 @@ class Step:
 def unplaced(replicas: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
     """Return the replicas that wait for workers."""
     return [each for each in replicas if each.state is ReplicaState.SHOULD_START]
+
+
+def replica_tag(backend: str, seed: int, number: int) -> str:
+    """Return a new replica's tag: ``backend#`` and six letters, as the classic system names them."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
+    letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
+    return f"{backend}#{letters}"

@@ -8,9 +8,9 @@ the old version has all its capacity until the rollout is complete, and its lost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TypeAlias
 
+from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import ReplicaState
 from daskserve.control.backend.inputs import Step, StepInputs

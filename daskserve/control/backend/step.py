@@ -8,20 +8,19 @@ actions with which it observes the cluster. `step` does not change its arguments
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
+from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress, rollout_steps
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.backend.inputs import Step, StepInputs, unplaced
+from daskserve.control.backend.inputs import Step, StepInputs, replica_tag, unplaced
 from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
+from daskserve.control.backend.rest import is_at_rest
 from daskserve.control.backend.start_results import lost_error, start_error, with_facts
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.observed.observed import DeadReplica, Notes
@@ -39,13 +38,6 @@ from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutErr
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
 NEW_WORKER_S = 20.0
-
-
-def replica_tag(backend: str, seed: int, number: int) -> str:
-    """Return a new replica's tag: ``backend#`` and six letters, as the classic system names them."""
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
-    letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
-    return f"{backend}#{letters}"
 
 
 def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
@@ -492,6 +484,13 @@ def _run(
 
 def step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the next change and actions for one backend."""
+    if is_at_rest(inputs, backend, inputs.state.replicas_of(backend.tag)):
+        return Step(notes=inputs.observed.notes_of(backend.tag), incarnation=inputs.incarnation)
+    return full_step(inputs, backend)
+
+
+def full_step(inputs: StepInputs, backend: BackendRecord) -> Step:
+    """Return the same as `step`, without the look whether there is anything to do."""
     if backend.canary is not None:
         return rollout_steps.step_both(inputs, backend, _run)
     return _run(inputs, backend, inputs.state.replicas_of(backend.tag))[0]

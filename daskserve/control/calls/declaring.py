@@ -8,7 +8,9 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.common import settings
+from daskserve.common.formatting import capitalized
 from daskserve.config_file.hiding import shown
+from daskserve.config_file.limits import excess
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
@@ -16,6 +18,7 @@ from daskserve.control.declared import views
 from daskserve.control.declared.plan import completed, planned
 from daskserve.control.verbs import restart as restart_verb
 from daskserve.control.verbs.goals import ChangeLimits
+from daskserve.errors import BadRequestError
 from daskserve.loops.tasks import pause
 
 
@@ -71,6 +74,7 @@ class DeclaringVerbs(DecidingVerbs):
         *,
         is_whole: bool = False,
     ) -> dict[str, Any]:
+        _check_size(config)
         async with self._deciding([request_id] if request_id else ()):
             applied = applying.apply(
                 self._core.state,
@@ -115,6 +119,7 @@ class DeclaringVerbs(DecidingVerbs):
     async def plan_config(self, config: Mapping[str, Any], merge: bool = False) -> dict[str, Any]:
         """Return what a configuration would change; its applications are built for that, in workers."""
         core = self._core
+        _check_size(config)
         applying.check_routes(
             core.state,
             config[applying.APPLICATIONS],
@@ -188,7 +193,7 @@ class DeclaringVerbs(DecidingVerbs):
         deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
             ended = core.goal_ended
-            found = views.progress(core.state, version, names, core.building.waiting)
+            found = views.progress(core.state, core.observed, version, names, core.building.waiting)
             left_s = deadline - core.clock.now()
             if found["is_done"] or left_s <= 0:
                 return found
@@ -196,6 +201,11 @@ class DeclaringVerbs(DecidingVerbs):
                 await core.clock.wait_for(ended.wait(), left_s)
             except TimeoutError:
                 pass
+
+
+def _check_size(config: Mapping[str, Any]) -> None:
+    if too_many := excess(config[applying.APPLICATIONS]):
+        raise BadRequestError(f"{capitalized(too_many)}.")
 
 
 def _read(text: str, name: str) -> Any:

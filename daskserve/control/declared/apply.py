@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import Change

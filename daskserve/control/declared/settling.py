@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import AppRecord, Change

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
@@ -54,7 +55,7 @@ def _application(record: ConfigRecord) -> dict[str, Any]:
 
 
 def progress(
-    state: State, version: int, names: Sequence[str] | None, waiting: Mapping[str, str]
+    state: State, observed: Observed, version: int, names: Sequence[str] | None, waiting: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return how far the applications of a declaration are deployed.
 
@@ -62,12 +63,14 @@ def progress(
     """
     configs = state.declared.configs
     chosen = [name for name, each in configs.items() if each.generation == version]
-    found = {name: _progress_of(state, name, waiting) for name in (chosen if names is None else names)}
+    found = {
+        name: _progress_of(state, observed, name, waiting) for name in (chosen if names is None else names)
+    }
     is_done = all(each["status"] not in ("BUILDING", "DEPLOYING") for each in found.values())
     return {"is_done": is_done, "is_current": version == state.declared.last.number, "applications": found}
 
 
-def _progress_of(state: State, name: str, waiting: Mapping[str, str]) -> dict[str, str]:
+def _progress_of(state: State, observed: Observed, name: str, waiting: Mapping[str, str]) -> dict[str, str]:
     record, app = state.declared.configs.get(name), state.apps.get(name)
     if record is None and (app is None or app.is_deleting):
         return {"status": "DELETED", "message": "It was deleted meanwhile."}
@@ -76,7 +79,7 @@ def _progress_of(state: State, name: str, waiting: Mapping[str, str]) -> dict[st
     if record is not None and record.error:
         return {"status": "DEPLOY_FAILED", "message": record.error}
     if app is not None and app.goal is not None:
-        return {"status": "DEPLOYING", "message": ""}
+        return {"status": "DEPLOYING", "message": observed.why_waiting(app.tags) or ""}
     goal = None if record is None else state.goals.get(record.goal)
     if app is None or app.last_error or (goal is not None and goal.state is GoalState.FAILED):
         return {"status": "DEPLOY_FAILED", "message": "" if app is None else app.last_error}

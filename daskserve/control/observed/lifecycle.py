@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.errors import ServeError

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
 from daskserve.cluster.protocols.base import LAST_LINES
+from daskserve.common.copying import replace
 from daskserve.common.types import (
     BackendTag,
     GoalId,
@@ -337,6 +338,11 @@ class Observed:
         """Return the notes about a backend."""
         return self.notes.get(tag) or Notes()
 
+    def why_waiting(self, tags: Iterable[BackendTag]) -> str | None:
+        """Return the reason why replicas of the first backend that has one wait."""
+        found = (self.notes_of(tag).waiting for tag in tags)
+        return next((why for why in found if why is not None), None)
+
     @property
     def unloadable(self) -> dict[BackendTag, str]:
         """The reasons why replicas cannot load their code, by backend."""
@@ -345,6 +351,9 @@ class Observed:
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Keep the notes of a backend's step."""
+        if notes == Notes():
+            self.notes.pop(tag, None)
+            return  # as of nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
         if kept == Notes():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.bin_packing import Amounts, fill, total
 from daskserve.control.placement.placement import Demand, capacity

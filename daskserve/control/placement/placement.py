@@ -17,6 +17,7 @@ is the bundles of all its replicas.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -209,12 +210,28 @@ def place(
     if len(demand.bundles) > 1:
         return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank)
     best: WorkerRank | None = None
-    for worker in known:
+    for crowd, worker in _likely_first(state, known):
+        if best is not None and not demand.is_packed and (0, 0, FREE, crowd, worker.address) >= best:
+            break  # none of the rest is better
         ranked = rank(worker.address)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
         if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
             best = ranked
     return None if best is None else (best[-1],)
+
+
+def _likely_first(state: ResourceUsage, workers: Iterable[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
+    """Yield workers by the number of bundles on them, and by address, with that number.
+
+    Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
+    unless these lack room or have replicas of the same backend.
+    """
+    known, crowds = {each.address: each for each in workers}, state.bundles_on()
+    crowded = [(crowds.get(address, 0), address) for address in known]
+    heapq.heapify(crowded)
+    while crowded:
+        crowd, address = heapq.heappop(crowded)
+        yield crowd, known[address]
 
 
 def room_for(

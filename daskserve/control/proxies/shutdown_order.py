@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, WorkerAddress
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, Change

@@ -14,9 +14,10 @@ same host keeps the port.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
+from daskserve.common.copying import replace
 from daskserve.common.types import Location, WorkerAddress, WorkerInfo
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies import shutdown_order as departure

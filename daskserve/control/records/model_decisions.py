@@ -8,9 +8,9 @@ version belongs between the two, in `settled`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from daskserve.common.copying import replace
 from daskserve.control.records.models import ModelReport, ModelsRecord, ModelState
 from daskserve.errors import NotFoundError
 from daskserve.payload.model_files import newest_last

@@ -6,8 +6,7 @@ The number is recorded like that of an autoscaler, so that it outlives the contr
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from daskserve.common.copying import replace
 from daskserve.control.records.records import BackendRecord
 
 

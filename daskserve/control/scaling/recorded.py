@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from daskserve.common.copying import replace
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.scaling import external
 from daskserve.options.autoscaling import AutoscalingConfig

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.common import settings
 from daskserve.common.clock import Clock
+from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed, Scaling

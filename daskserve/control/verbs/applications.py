@@ -6,9 +6,10 @@ An application is one change: the records of all its deployments are written at 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import ALL_HTTP_METHODS, BackendTag, GoalId, described, split_deployment_tag
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import AppRecord, BackendRecord, Change

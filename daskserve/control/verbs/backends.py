@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, EndpointTag, GoalId, described, short_tag
 from daskserve.control.records import config_ids
@@ -261,13 +262,12 @@ def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     Replicas with other such options must be replaced, including replicas from before the last change, which
     may still run: only their version is known. Without such options there is no mark.
     """
-    if record.place_options == _PLAIN_PLACE:
+    options = record.place_options
+    if options == _PLAIN_PLACE:
         return record.version
     # Earlier releases marked a version only where the one before it had other options.
     known = None if existing is None else (unrestarted(existing.version), existing.place_options)
-    if known == (record.version, record.place_options):
-        return record.version
-    return marked(record.version, record.place_options)
+    return record.version if known == (record.version, options) else marked(record.version, options)
 
 
 def update_backend_config(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import GoalId
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord
 from daskserve.control.records.records import Change

@@ -8,6 +8,7 @@ from typing import Any
 
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
+from daskserve.control.verbs.user_configs import changed_values
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, Options, effect_of
@@ -37,11 +38,18 @@ def differences(old: BackendRecord, new: BackendRecord) -> list[Difference]:
     if old.env != new.env:
         found.append(Difference(ENV, Effect.REPLACES))  # its values may be secrets
     if old.user_config != new.user_config:
-        found.append(Difference(USER_CONFIG, Effect.TOLD))  # it is the user's own, and stays pickled here
+        values = changed_values(old.user_config, new.user_config)
+        found += [Difference(_within(path), Effect.TOLD, (one, other)) for path, one, other in values]
+        found += [] if values else [Difference(USER_CONFIG, Effect.TOLD)]  # they are not plain values
     found += _of_options(BackendConfig, old.config, new.config, _NO_EFFECTS)
     if old.needs != new.needs:
         found.append(Difference(CALLS, Effect.REPLACES))
     return found
+
+
+def _within(path: str) -> str:
+    """Return the name of a value in the ``user_config``."""
+    return f"{USER_CONFIG}{'' if not path or path.startswith('[') else '.'}{path}"
 
 
 def _of_options(
@@ -55,4 +63,14 @@ def _of_options(
             continue
         effect = effect_of(field)
         show = hidden.get(name, masked)
-        yield Difference(name, effects.get(effect, effect), (show(one), show(other)))
+        yield Difference(name, effects.get(effect, effect), _parts(show(one), show(other), one, other))
+
+
+def _parts(shown: Any, shown_other: Any, one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two values as they are shown: of two mappings, such as nested options, what differs."""
+    pair = (shown, shown_other)
+    if not all(isinstance(each, Mapping) for each in (*pair, one, other)):
+        return pair
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    first, second = ({name: each[name] for name in names if name in each} for each in pair)
+    return first, second

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, EndpointTag, described, short_tag
 from daskserve.control.records.records import AppRecord, Change, EndpointRecord
 from daskserve.control.records.state import State

@@ -9,9 +9,10 @@ while, so that a caller that lost its connection can still read the outcome.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import BackendTag, GoalId, ReplicaState, described
 from daskserve.control.records.records import (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from daskserve.common.copying import replace
 from daskserve.common.types import GoalId
 from daskserve.control.records.records import AppRecord, BackendRecord, Change
 from daskserve.control.records.state import State

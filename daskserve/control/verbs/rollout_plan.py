@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.rollout_evidence import (

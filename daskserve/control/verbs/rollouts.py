@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from daskserve.common.copying import replace
 from daskserve.control.records.records import BackendRecord, CapacityRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, within_bounds

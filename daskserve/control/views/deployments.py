@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
 from daskserve.control.verbs import applications as app_verbs

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from daskserve.common.types import Location, ReplicaState, short_tag
 from daskserve.config_file.hiding import shown
-from daskserve.control.observed.observed import Observed
+from daskserve.control.observed.observed import DeadReplica, Observed
 from daskserve.control.records.records import AppRecord, BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.verbs.failed_deploys import application_not_found
@@ -177,7 +177,7 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
         "status": status["status"],
         "message": status["message"],
         "last_deployed_time_s": status["last_deployed_time_s"],
-        "deployed_app_config": None if declared is None else shown(declared.config),
+        "deployed_app_config": None if declared is None else _declared(declared.config),
         "source": DECLARATIVE if declared is not None or (app and app.is_declared) else IMPERATIVE,
         "deployments": {
             each: _deployment(state, observed, each, backend, status["deployments"].get(each, {}))
@@ -198,6 +198,9 @@ def _deployment(
     named = {each: plain.get(ours.get(each, each)) for each in _OPTIONS}
     named["max_ongoing_requests"] = backend.config.concurrency()
     config = {each: value for each, value in named.items() if value is not None}
+    if "autoscaling_config" in config:
+        # Ray Serve's classes refuse both; target_num_replicas has the number.
+        del config["num_replicas"]
     return {
         "name": name,
         "status": status.get("status", "UPDATING"),
@@ -211,6 +214,7 @@ def _deployment(
         "target_num_replicas": backend.num_replicas,
         "required_resources": demand,
         "replicas": [_replica(observed, each) for each in state.replicas_of(backend.tag)],
+        "recent_dead_replicas": [_dead(each) for each in observed.notes_of(backend.tag).dead],
         "autoscaling_detail": None if backend.autoscaling is None else _autoscaling(state, backend),
     }
 
@@ -226,6 +230,30 @@ def _replica(observed: Observed, replica: ReplicaRecord) -> dict[str, Any]:
         "pid": facts.get("pid"),
         "start_time_s": replica.moved_at,
     }
+
+
+def _dead(replica: DeadReplica) -> dict[str, Any]:
+    """Return a replica that was lost or failed: Ray Serve's fields of it, and why it was."""
+    return {
+        "replica_id": replica.name.rpartition("#")[2],
+        "actor_name": short_tag(replica.name),
+        "state": "STOPPING",
+        "start_time_s": replica.at,
+        "reason": replica.reason,
+        "traceback": replica.user_traceback,
+        "last_lines": list(replica.last_lines),
+    }
+
+
+def _declared(config: Any) -> dict[str, Any]:
+    """Return the declared options of an application or a deployment, under Ray Serve's names."""
+    found: dict[str, Any] = shown(config)
+    if "deployments" in found:
+        found["deployments"] = [_declared(each) for each in found["deployments"]]
+    for ours, theirs in (("env", "runtime_env"), ("actor_options", "ray_actor_options")):
+        if isinstance(found.get(ours), Mapping):
+            found[theirs] = found.pop(ours)
+    return found
 
 
 def _autoscaling(state: State, backend: BackendRecord) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from daskserve.common.types import Envelope, RankInfo
+from daskserve.data.replica.inspection import Inspection
 from daskserve.data.replica.models import Models
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
@@ -29,6 +30,10 @@ class UserCode(Protocol):
     @property
     def models(self) -> Models:
         """What it has loaded from its ``model_repository``."""
+
+    @property
+    def inspection(self) -> Inspection:
+        """Looks into it from outside."""
 
     @property
     def loss(self) -> str:

@@ -35,6 +35,7 @@ from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, 
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.health import probe_liveness
+from daskserve.data.replica.inspection import LocalInspection
 from daskserve.data.replica.models import ReplicaModels
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
@@ -106,6 +107,9 @@ class LocalCode:
         self._serving: ServingCode | None = None
         self._holder = RankHolder(as_rank_info(start.rank_info))
         self._has_liveness_probe = start.config.liveness is not None
+        self.inspection = LocalInspection(
+            start.replica_tag, lambda: self._executor, owns_process=context.owns_process
+        )
         self.stage = LOADING
         #: How many threads the application's event loop has for this replica, beside its own.
         self._app_threads = 0

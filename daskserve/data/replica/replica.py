@@ -24,6 +24,7 @@ from daskserve.common.types import Load, as_rank_info, short_tag
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
+from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
@@ -71,7 +72,8 @@ class Replica:
             timeout_s=start.config.health_check_timeout_s,
             threshold=start.config.health_check_threshold,
         )
-        self.verbs = verbs_of(self)
+        looking = InspectingVerbs(context, start, self._code)
+        self.verbs = verbs_of(self, looking)
 
     def __repr__(self) -> str:
         slots = self._slots

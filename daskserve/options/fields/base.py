@@ -11,6 +11,8 @@ import difflib
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import (
@@ -223,13 +225,21 @@ def describe_unknown(name: str, model: str, known: Collection[str], places: Iter
     return f"{model} has no option '{name}'.{hint} The nearest are: {nearest}; {model}.model_fields has all."
 
 
-def spellings_of(model: type[BaseModel]) -> dict[str, str]:
+@cache
+def spellings_of(model: type[BaseModel]) -> Mapping[str, str]:
     """Return the other names under which a model's options may be given, each with the preferred one."""
     found: dict[str, str] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.validation_alias, AliasChoices):
             found |= {str(each): name for each in field.validation_alias.choices if each != name}
-    return found | {theirs: ours for theirs, ours in TRANSLATED.items() if ours in model.model_fields}
+    found |= {theirs: ours for theirs, ours in TRANSLATED.items() if ours in model.model_fields}
+    return MappingProxyType(found)
+
+
+@cache
+def _all_spellings(model: type[BaseModel]) -> Mapping[str, str]:
+    """Return all names under which a model's options may be given, each with the preferred one."""
+    return MappingProxyType({**{each: each for each in model.model_fields}, **spellings_of(model)})
 
 
 def names_of(model: type[BaseModel]) -> list[str]:
@@ -241,7 +251,10 @@ def check_spellings(model: type[BaseModel], values: Mapping[str, Any]) -> None:
     """Raise `ValidationError` if an option is given under two of its names."""
     given: dict[str, str] = {}
     twice = []
-    for spelling, name in {**{each: each for each in model.model_fields}, **spellings_of(model)}.items():
+    known = _all_spellings(model)
+    if len(names := [known[each] for each in values if each in known]) == len(set(names)):
+        return  # as nearly always
+    for spelling, name in known.items():
         if spelling in values and (first := given.setdefault(name, spelling)) != spelling:
             text = f"{spelling} is another spelling of {first}; give only one of them"
             found = {

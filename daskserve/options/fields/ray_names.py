@@ -32,6 +32,11 @@ INSTEAD: Mapping[str, str] = {
     "request_router_config": "requests go to the replica with the least load; leave it out",
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
 }
+_DETAILS = "GET /api/serve/applications/ of the scheduler's HTTP server has it as JSON"
+_SCALING = "use client.explain(), or `daskserve explain`"
+_NO_GRPC = "there are no gRPC proxies; use HTTP, or handles from Python"
+_NO_TASKS = "your own code takes the tasks; the policy 'queue' scales by the length of their queue"
+
 #: Names of Ray Serve's modules that daskserve does not have, with replacements.
 OTHER_NAMES: Mapping[str, str] = {
     "multiplexed": "there is no multiplexing; keep several models in one object, or a deployment for each",
@@ -64,6 +69,39 @@ OTHER_NAMES: Mapping[str, str] = {
     "ProxyStatus": "a status is text, such as 'HEALTHY'; see serve.status().proxies",
     "ReplicaState": "a state is text, such as 'RUNNING'; see serve.status()",
     "ServeInstanceDetails": "use serve.status()",
+    "ServeActorDetails": _DETAILS,
+    "ApplicationDetails": "use serve.status().applications",
+    "DeploymentDetails": "use serve.status().applications[...].deployments",
+    "ReplicaDetails": _DETAILS,
+    "ReplicaRank": "use serve.get_replica_context().rank",
+    "ProxyDetails": "use serve.status().proxies",
+    "Target": _DETAILS,
+    "TargetGroup": _DETAILS,
+    "DeploymentTopology": _DETAILS,
+    "DeploymentNode": _DETAILS,
+    "DeploymentAutoscalingDetail": _SCALING,
+    "ScalingDecision": _SCALING,
+    "AutoscalingStatus": _SCALING,
+    "AutoscalingMetricsHealth": _SCALING,
+    "ControllerHealthMetrics": "use `daskserve controller-health`, or the metrics for Prometheus",
+    "DurationStats": "use the metrics for Prometheus",
+    "ScaleDeploymentRequest": "send a dict as JSON, or use client.scale_deployment()",
+    "APIType": "write 'declarative' or 'imperative'",
+    "EncodingType": "write 'JSON' or 'TEXT'",
+    "HTTPOptionsSchema": "use serve.HTTPOptions",
+    "gRPCOptionsSchema": _NO_GRPC,
+    "CeleryAdapterConfig": _NO_TASKS,
+    "TaskProcessorAdapter": _NO_TASKS,
+    "TaskProcessorConfig": _NO_TASKS,
+    "TaskResult": _NO_TASKS,
+    "task_consumer": _NO_TASKS,
+    "task_handler": _NO_TASKS,
+    "instantiate_adapter_from_config": _NO_TASKS,
+    "AggregationFunction": "write 'mean', 'max' or 'min' as 'aggregation_function' of autoscaling_config",
+    "DeploymentID": "the keys that a policy gets have a name and an app_name; leave the annotation out",
+    "request_router": "requests go to the replica with the least load; leave it out",
+    "gang": "use serve.GangContext",
+    "dag": "give the bound deployments to .bind() of the ingress",
     "RayActorOptionsSchema": "use serve.ActorOptions",
 }
 

@@ -28,6 +28,10 @@ MAX_BYTES = 64 << 10
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
 #: the path is hidden.
 _LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
+#: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; but a number
+#: of tokens is one of words.
+_SECRET = re.compile(r"passw|passphrase|secret|token|credential|authorization|(?:api|private)_?key", re.I)
+_COUNT = re.compile(r"tokens$", re.I)
 _PARAMETER = re.compile(r"(?<=[?&])((?:user(?:name)?|pass(?:word|wd)?)=)[^&#\s'\"]*", re.IGNORECASE)
 
 
@@ -116,6 +120,17 @@ def hidden(value: Any) -> Any:
 def each_hidden(values: Any) -> Any:
     """Return secrets by name, masked."""
     return {name: hidden(each) for name, each in values.items()} if isinstance(values, Mapping) else HIDDEN
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """Return a plain value with all hidden whose name, or a name around it, sounds like that of a secret.
+
+    Credentials in URLs are masked, too.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_secrets(f"{name}.{key}", each) for key, each in value.items()}
+    is_count = isinstance(value, int | float) and _COUNT.search(name) is not None
+    return HIDDEN if value and _SECRET.search(name) and not is_count else masked(value)
 
 
 def masked(value: Any) -> Any:

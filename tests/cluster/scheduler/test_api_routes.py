@@ -43,6 +43,11 @@ ReplicaRequest = Callable[[int], Awaitable[Any]]
 GOOD = json.dumps({"target_num_replicas": 3}).encode()
 #: Bodies by kind.
 BODIES = {"number": GOOD, "model": b'{"version": "1"}'}
+PROFILE = {
+    **{"replica": "shop/d#abc", "worker": "w", "pid": 1, "seconds": 1.0, "interval_s": 0.01, "overhead": 0.0},
+    **{"functions": [["f", "a.py", 1]], "stacks": [[[0], 1, 1]], "lines": [], "ticks": 1, "busy": 1},
+    **{"idle": 0, "dropped": 0},
+}
 
 
 class Hosts:
@@ -362,16 +367,32 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         **dict.fromkeys(("list_models", "load_model", "unload_model", "set_default_model")),
         scale=3,
         config_schema={},
+        profile=PROFILE,
+        stacks={},
         events={"events": [], "next": 0},
         live_metrics={},
     )
     for each in OPERATIONS:
         path = each.path.replace("{application}", "shop").replace("{deployment}", "d").replace("{model}", "m")
+        path = path.replace("{replica}", "shop%2Fd%23abc")
         body = None if each.method in ("GET", "DELETE") else BODIES.get(each.body, b"{}")
         assert (await site.ask(f"/daskserve/one{path}", each.method, body)).code == 200, each.path
         reply = await site.ask(f"/daskserve/one{path}", each.method, body, Origin="http://evil.example")
         assert reply.code == 403
     assert (await site.ask("/daskserve/one/api/serve/events", "PATCH", b"")).code == 405
+
+
+async def test_a_profile_is_json_or_a_document_without_foreign_scripts(site: Site) -> None:
+    Answers(site, profile=PROFILE)
+    path = "/daskserve/one/api/serve/replicas/shop%2Fd%23abc/profile"
+    assert json.loads((await site.ask(f"{path}?seconds=0.5")).body) == PROFILE
+    assert site.hosts.calls[-1][2] == {"replica": "shop/d#abc", "seconds": 0.5}
+    for kind, content_type in (("svg", "image/svg+xml"), ("html", "text/html"), ("text", "text/plain")):
+        reply = await site.ask(f"{path}?format={kind}")
+        assert reply.headers["Content-Type"] == f"{content_type}; charset=utf-8"
+        assert reply.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    for wrong in ("seconds=x", "seconds=-1", "seconds=1e9", "format=pdf"):
+        assert (await site.ask(f"{path}?{wrong}")).code == 400, wrong
 
 
 async def test_changes_can_be_switched_off_but_for_scaling(site: Site) -> None:

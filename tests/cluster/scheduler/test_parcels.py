@@ -41,6 +41,7 @@ class Scheduler:
 
     async def commit(self, records: dict[str, bytes | None], parcels: dict[str, str] | None = None) -> None:
         parcels = parcels or {}
+        await self.parcels.recall(parcels)
         rows = self.parcels.rows_of(records, parcels)
         await self.store.commit(1, StoreChange({**records, **rows}))
         self.parcels.committed(records, parcels)
@@ -94,6 +95,25 @@ async def test_a_parcel_survives_the_scheduler(url: str) -> None:
         assert here.parcels.without_rows(await here.store.load()) == CODE
         assert await fetched(here) == PARTS
         await here.commit({"code/b@1": None})
+        assert dict(await here.store.load()) == {"backend/b": b"record"}
+
+
+@pytest.mark.parametrize("url", ["sqlite", "file"], indirect=True)
+async def test_a_restart_keeps_a_parcel_under_another_name_also_after_the_scheduler(url: str) -> None:
+    copied = {"code/b@2": b"label"}
+    async with scheduler(url) as here:
+        await deploy(here)
+    async with scheduler(url) as here:
+        here.parcels.without_rows(await here.store.load())
+        with pytest.raises(BadRequestError, match="constructor arguments of c@1 are not at the scheduler"):
+            await here.commit({"code/c@1": b"label"}, {"c@1": "ab" * 32})
+        await here.commit(dict(copied), {"b@2": PARCEL.digest})
+        await here.commit({"code/b@1": None})
+        assert [bytes(each) for each in await ParcelCarrier(here.ask).fetch("b@2", PARCEL)] == list(PARTS)
+    async with scheduler(url) as here:
+        assert here.parcels.without_rows(await here.store.load()) == {**copied, "backend/b": b"record"}
+        assert [bytes(each) for each in await ParcelCarrier(here.ask).fetch("b@2", PARCEL)] == list(PARTS)
+        await here.commit({"code/b@2": None})
         assert dict(await here.store.load()) == {"backend/b": b"record"}
 
 

@@ -123,11 +123,20 @@ class FileWatch:
             changed = self._changed()
             if changed:
                 return changed
-            if self._notifications is None:
+            if not self._is_notified():
                 self._ended.wait(max(LOOK_S, LOOK_FACTOR * (self._clock() - began)))
-            else:
-                next(self._notifications, None)
         return []
+
+    def _is_notified(self) -> bool:
+        """Wait for a notification, or for a short time; return False if there are none (any more)."""
+        if self._notifications is None:
+            return False
+        try:
+            next(self._notifications)
+        except (StopIteration, OSError, RuntimeError):
+            # The system has no more watches left, or a folder is gone: looks do without.
+            self._notifications = None
+        return self._notifications is not None
 
     def _changed(self) -> list[str]:
         """Return what has changed, once nothing changes any more."""

@@ -16,6 +16,8 @@ from daskserve.payload.shown_errors import shortened
 NAMED = 3
 #: How long the end of the program waits for a build that is under way.
 END_S = 5.0
+#: Pause before the next look at the files after one that failed.
+RETRY_S = 2.0
 
 
 class Reloader:
@@ -55,7 +57,7 @@ class Reloader:
         self._thread.join(END_S)
 
     def _run(self) -> None:
-        while changed := self._watch.wait():
+        while changed := self._changed():
             self._report(f"{_named(changed)} changed; reloading.")
             self._newest += 1
             with self._errors_reported(self._newest):
@@ -64,6 +66,17 @@ class Reloader:
                 )
                 if not self._ended.is_set():
                     deploying.start()
+
+    def _changed(self) -> Sequence[str]:
+        """Return the files that have changed, once some have; none at the end of the program."""
+        while not self._ended.is_set():
+            try:
+                return self._watch.wait()
+            except Exception as error:
+                # Without this thread, files would change and nothing would say that they are not followed.
+                self._report(f"The files cannot be watched now: {error!r}")
+                self._ended.wait(RETRY_S)
+        return ()
 
     def _deploy(self, number: int, deploy: Callable[[], Any]) -> None:
         with self._errors_reported(number):

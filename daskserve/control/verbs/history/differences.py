@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,12 +11,10 @@ from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.versions import unmarked
 from daskserve.control.verbs import differences as verbs
 from daskserve.options.environment import Environment
-from daskserve.options.fields.secrets import HIDDEN, masked
+from daskserve.options.fields.secrets import without_secrets
 
 #: Longest text of a value.
 MAX_VALUE = 120
-#: Names of values that are not shown, such as those in ``policy_kwargs``.
-_SECRET = re.compile(r"passw|secret|token|credential|api_?key", re.IGNORECASE)
 
 
 def differences(name: str, before: BackendRecord | None, after: BackendRecord | None) -> Iterator[Difference]:
@@ -38,7 +35,7 @@ def _as_texts(
         yield Difference(name, each.option, unmarked(before.version), unmarked(after.version))
     elif each.option == verbs.ENV:
         yield Difference(name, each.option, _environment(before.env), _environment(after.env))
-    elif each.option == verbs.USER_CONFIG:
+    elif each.option == verbs.USER_CONFIG and each.values is None:
         yield Difference(name, each.option, _digest(before.user_config), _digest(after.user_config))
     elif each.values is None:
         yield Difference(name, each.option)
@@ -56,14 +53,8 @@ def _as_texts(
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, bytes):
         return _digest(value)
-    text = "" if value is None else str(masked(_without_secrets(name, value)))
+    text = "" if value is None else str(without_secrets(name, value))
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
-
-
-def _without_secrets(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_secrets(str(key), each) for key, each in value.items()}
-    return HIDDEN if value and _SECRET.search(name) else value
 
 
 def _digest(value: bytes | None) -> str:

@@ -7,9 +7,10 @@ record has one function here. What no record has, such as why a replica died, co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from daskserve.common.copying import replace
 from daskserve.common.differences import Difference
 from daskserve.common.formatting import capitalized, shown
 from daskserve.common.types import ReplicaState, short_tag

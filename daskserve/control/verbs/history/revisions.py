@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
 
+from daskserve.common.copying import replace
 from daskserve.common.differences import Difference
 from daskserve.common.types import BackendTag
 from daskserve.control.records.declared import ConfigRecord

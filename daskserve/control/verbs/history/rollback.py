@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgpack
 
+from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import BackendRecord, Change, CodeRecord, GoalRecord

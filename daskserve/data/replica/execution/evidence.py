@@ -8,8 +8,10 @@ samples that come late, and calls that wait for their turn on a busy machine, pr
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
+
+from daskserve.telemetry.profiling.frames import is_users, user_call
+from daskserve.telemetry.profiling.threads import processor_times
 
 #: The interval of the samples of a loop that runs user code, and the delay from which it counts as blocked.
 WATCH_INTERVAL_S = 0.03
@@ -18,11 +20,6 @@ BLOCKED_AFTER_S = 0.1
 SEEN_PART = 0.5
 #: Frames of a stack that are shown at most.
 SHOWN_FRAMES = 5
-
-#: Packages that call user code.
-_RESPONDERS = frozenset({"asyncio", "daskserve"})
-#: Packages that run on the loop for daskserve itself.
-_OWN = _RESPONDERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
 
 
 class Evidence:
@@ -55,29 +52,18 @@ class Evidence:
         return delay_s >= BLOCKED_AFTER_S and self._seen_s >= SEEN_PART * delay_s
 
 
-def user_call(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost frame of the user code on a stack; None if only libraries run there."""
-    found = None
-    while frame is not None:
-        caller = frame.f_back
-        if caller is not None and _package(caller) in _RESPONDERS and _is_users(frame):
-            found = frame
-        frame = caller
-    return found
-
-
 def describe(frame: FrameType | None, call: FrameType) -> str:
     """Return the frames of a stack that belong to a call of user code, innermost first."""
     innermost = frame
     places: list[str] = []
     while frame is not None and len(places) < SHOWN_FRAMES:
-        if _is_users(frame):
+        if is_users(frame):
             places.append(_place(frame))
         if frame is call:
             break
         frame = frame.f_back
     shown = " < ".join(places)
-    if innermost is None or _is_users(innermost):
+    if innermost is None or is_users(innermost):
         return shown
     return f"{shown} (in {_place(innermost)})"
 
@@ -86,31 +72,7 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _is_users(frame: FrameType) -> bool:
-    package = _package(frame)
-    return package not in _OWN and package not in sys.stdlib_module_names
-
-
 def starved_s(thread: int | None) -> float:
-    """Return the total time that a thread of this process waited for a processor, in seconds.
-
-    Parameters
-    ----------
-    thread : int or None
-        The thread's native id.
-
-    Returns
-    -------
-    float
-        0 where the system does not count this, or the thread does not run.
-    """
-    try:
-        # Of Linux: the time on a processor and the time in its queue, in nanoseconds.
-        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    """Return the total time that a thread of this process waited for a processor; 0 if that is unknown."""
+    times = processor_times(thread)
+    return 0.0 if times is None else times[1]

@@ -16,6 +16,7 @@ The executor chooses the runner for each piece of user code; see `daskserve.data
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar
@@ -32,6 +33,7 @@ from daskserve.loops.tasks import is_cancelling
 from daskserve.loops.thread_calls import CallInbox, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.profiling.sampling import LOOP, THREADS, CodeThread
 
 T = TypeVar("T")
 
@@ -70,6 +72,7 @@ class UserExecutor:
         start_thread: StartThread = start_daemon,
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        self._loop_thread = threading.current_thread()
         self.to_worker = ThreadCalls(self.loop, inbox)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
@@ -118,6 +121,22 @@ class UserExecutor:
     def user_loop(self) -> UserLoop:
         """The user's own loop, made on first use."""
         return self._user_loop or self.open_loop()
+
+    @property
+    def code_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of the user's async code; None if there is none yet."""
+        if self.is_on_worker_loop:
+            return self.loop
+        return None if self._user_loop is None else self._user_loop.loop
+
+    def code_threads(self) -> dict[int, CodeThread]:
+        """Return the threads that run user code, by ident; any thread may call this."""
+        found = [(THREADS, thread) for each in self._runners for thread in each.threads()]
+        if self.is_on_worker_loop:
+            found.append((LOOP, self._loop_thread))
+        elif (thread := getattr(self._user_loop, "thread", None)) is not None:  # it may just be starting
+            found.append((LOOP, thread))
+        return {each.ident or 0: CodeThread(label, each.native_id) for label, each in found}
 
     def open_loop(self, before: Callable[[], None] | None = None) -> UserLoop:
         """Make the user's own loop; its thread first calls ``before``, which must not raise."""

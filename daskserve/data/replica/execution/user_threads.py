@@ -10,7 +10,7 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import Any
@@ -119,6 +119,10 @@ class UserThreads:
 
     def __len__(self) -> int:
         return len(self._threads)
+
+    def threads(self) -> Sequence[RunningThread]:
+        """Return the threads so far."""
+        return tuple(self._threads)
 
     def make_room(self, running: int) -> None:
         """Allow one more function than ``running`` to run at the same time."""

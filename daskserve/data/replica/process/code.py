@@ -15,6 +15,7 @@ import contextvars
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.models import Models
+from daskserve.data.replica.process.inspection import ChildInspection
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
@@ -163,6 +165,11 @@ class ChildCode:
     def _count_batched(self) -> int:
         """Return how many requests waited for a batch at the last answer of the child."""
         return min(self._queued, self.slots.ongoing)
+
+    @property
+    def inspection(self) -> ChildInspection:
+        """Looks into the child."""
+        return ChildInspection(self._start.replica_tag, self._call, lambda: self._child, self._context.clock)
 
     def note_queued(self, queued: int) -> None:
         """Record how many requests wait for a batch in the child."""
@@ -376,12 +383,6 @@ class ChildCode:
             self._has_last_metrics = True
         await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
 
-    async def _ask_for_the_last_time(self) -> None:
-        try:
-            await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
-        except TimeoutError:
-            pass  # the counts of its last second are lost
-
     async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""
         self._is_planned = is_planned
@@ -390,7 +391,8 @@ class ChildCode:
             return
         try:
             if self._has_last_metrics:
-                await self._ask_for_the_last_time()
+                with suppress(TimeoutError):  # then the counts of its last second are lost
+                    await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
             await child.call("stop", grace_s=grace_s, is_planned=is_planned)
         except ActorLostError:
             pass  # it has ended already

@@ -22,7 +22,14 @@ from daskserve.cluster.scheduler.http.api.openapi import (
     document,
     page,
 )
-from daskserve.cluster.scheduler.http.api.operations import NUMBER, PLAN_S, Asked, Operation, by_path
+from daskserve.cluster.scheduler.http.api.operations import (
+    NUMBER,
+    Asked,
+    Document,
+    Operation,
+    by_path,
+    may_take_s,
+)
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings
@@ -117,8 +124,7 @@ class ApiHandler(GuardedHandler):
             if verb in _STREAMS and "text/event-stream" in self.request.headers.get("Accept", ""):
                 await self._stream(instance, verb, message)
                 return
-            may_take_s = PLAN_S if verb == "plan_text" else 0.0
-            value = await self._api.access.call(instance, verb, message, may_take_s)
+            value = await self._api.access.call(instance, verb, message, may_take_s(verb, message))
             body = operation.answer(asked, value)
         except ServeError as error:
             self.answer(http_status_of(error), {"message": str(error)})
@@ -231,6 +237,12 @@ class ApiHandler(GuardedHandler):
         """Do nothing: the next write of a stream finds that it is closed."""
 
     def answer(self, status: int, body: Any) -> None:
+        if isinstance(body, Document):
+            self.set_status(status)
+            self.set_header("Content-Type", f"{body.content_type}; charset=utf-8")
+            self.set_header("Content-Security-Policy", body.policy)
+            self.finish(body.text)
+            return
         if status == UnavailableError.http_status:
             self.set_header("Retry-After", str(RETRY_AFTER_S))
         self.set_etag_header()  # Tornado does so for GET only

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from daskserve.cluster.scheduler.http.api import inspecting
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
@@ -33,6 +34,21 @@ LIVE_WAIT_S = 4.0
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An answer that is not JSON.
+
+    Attributes
+    ----------
+    policy : str
+        Its Content-Security-Policy.
+    """
+
+    content_type: str
+    text: str
+    policy: str = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +233,18 @@ def _events(asked: Asked) -> tuple[str, Message]:
     return "events", message | ({} if limit is None else {"limit": limit})
 
 
+def may_take_s(verb: str, message: Message) -> float:
+    """Return how long a verb itself may take, beside a controller's answer."""
+    return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
+
+
 def _accepted(asked: Asked, value: Any) -> Any:
     return {"accepted": True, **({"goal": value["goal"]} if value and value.get("goal") else {})}
+
+
+def _shown_profile(asked: Asked, value: Any) -> Any:
+    found = inspecting.document(asked.query, value)
+    return value if found is None else Document(*found)
 
 
 def _delete(asked: Asked) -> tuple[str, Message]:
@@ -387,6 +413,20 @@ OPERATIONS: Sequence[Operation] = (
         _models("set_default_model"),
         _accepted,
         body="model",
+    ),
+    Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/profile",
+        "What the code of a replica, or of the busiest one of a deployment, does for some time.",
+        lambda asked: inspecting.profile(asked.path["replica"], asked.query),
+        lambda asked, value: _shown_profile(asked, value),
+        query=inspecting.QUERY,
+    ),
+    Operation(
+        "GET",
+        "/api/serve/replicas/{replica}/stacks",
+        "What the threads and tasks of a replica do now, also if they are stuck.",
+        lambda asked: ("stacks", {"replica": asked.path["replica"]}),
     ),
     Operation(
         "POST",

@@ -1,0 +1,51 @@
+"""The client's methods that look into running user code."""
+
+from __future__ import annotations
+
+from daskserve.client.instance.connection import Verbs
+from daskserve.client.views.profile import Profile, Stacks
+
+
+class InspectingVerbs(Verbs):
+    """See the module.
+
+    ``replica`` is a replica's tag, as `status` shows it, or that of a deployment, such as ``"shop/Model"``:
+    then its busiest replica is meant.
+    """
+
+    async def profile(self, replica: str, seconds: float = 5.0, *, memory: bool = False) -> Profile:
+        """Return what the user code of a replica does for some time: a flame graph, functions, lines.
+
+        The stacks of its threads are read every 10 ms, without a change of how user code runs. Time that
+        threads wait for their next job does not count.
+
+        Parameters
+        ----------
+        seconds : float
+            At most 60.
+        memory : bool
+            Find the lines that hold memory, by `tracemalloc`, instead. If that is not on, it is on for this
+            time, in which the process is several times slower, and what was allocated before is unknown.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such replica; the message has the nearest names.
+        InspectionError
+            A profile of this replica is being taken, or its process does not answer.
+        """
+        return Profile(await self._call("profile", replica=replica, seconds=seconds, memory=memory))
+
+    async def stacks(self, replica: str) -> Stacks:
+        """Return what the threads and tasks of a replica's user code do now, also if they are stuck.
+
+        That is also so while the replica starts or stops.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such replica; the message has the nearest names.
+        InspectionError
+            Its worker does not answer.
+        """
+        return Stacks(await self._call("stacks", replica=replica))

@@ -1,0 +1,47 @@
+"""Profiles and stacks of replicas over HTTP: parameters, and the forms of the answer. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from daskserve.errors import BadRequestError
+from daskserve.telemetry.profiling.flame import flame_page, flame_svg, page_policy
+from daskserve.telemetry.profiling.report import text
+
+#: The length of a profile by default.
+SECONDS = 5.0
+_NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?")
+QUERY: Mapping[str, tuple[str, str]] = {
+    "seconds": ("number", "How long to look, at most 60. Default: 5."),
+    "format": ("string", "json (the default), svg, html or text."),
+}
+_SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+#: By format: the content type, the function that writes it, and the policy.
+_FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str], str]] = {
+    "svg": ("image/svg+xml", flame_svg, _SVG_POLICY),
+    "html": ("text/html", flame_page, page_policy()),
+    "text": ("text/plain", text, _SVG_POLICY),
+}
+
+
+def profile(replica: str, query: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """Return the verb and the message for a request of a profile."""
+    kind, given = query.get("format", "json"), query.get("seconds", "")
+    if kind != "json" and kind not in _FORMS:
+        raise BadRequestError(f"The parameter format={kind[:40]!r} must be json, {', '.join(_FORMS)}.")
+    if given and not _NUMBER.fullmatch(given):
+        raise BadRequestError(f"The parameter seconds={given[:40]!r} must be a number.")
+    return "profile", {"replica": replica, "seconds": float(given) if given else SECONDS}
+
+
+def document(query: Mapping[str, str], value: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the content type, text and policy of an answer that is not JSON."""
+    form = _FORMS.get(query.get("format", "json"))
+    return None if form is None else (form[0], form[1](value), form[2])
+
+
+def takes_s(verb: str, message: Mapping[str, Any]) -> float:
+    """Return how long a verb looks."""
+    return float(message["seconds"]) if verb == "profile" else 0.0

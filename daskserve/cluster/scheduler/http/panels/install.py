@@ -1,0 +1,84 @@
+"""Adds the panels to the dashboard of a scheduler that runs, and removes them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+from distributed import Scheduler
+
+from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
+from daskserve.common.clock import LoopClock
+from daskserve.errors import LibraryVersionError
+
+logger = logging.getLogger("daskserve.scheduler")
+
+#: The module of the dashboard, which is imported if bokeh is installed and the dashboard is wanted.
+_DASHBOARD = "distributed.dashboard.scheduler"
+
+
+class Panels:
+    """The panels of all instances in Dask's dashboard, if there is one.
+
+    Parameters
+    ----------
+    instances, ask
+        As `PanelFeed` takes them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        instances: Callable[[], Collection[str]],
+        ask: Callable[[str], Awaitable[Mapping[str, Any]]],
+    ) -> None:
+        self._scheduler: Any = scheduler
+        self._feed = PanelFeed(instances, ask, LoopClock())
+        self._pages: Any = None
+        self._plots: list[dict[str, str]] = []
+
+    def install(self) -> None:
+        """Add the panels; idempotent, and does nothing without a dashboard."""
+        dashboard: Any = sys.modules.get(_DASHBOARD)
+        applications = getattr(getattr(self._scheduler, "http_application", None), "applications", None)
+        if self._pages is not None or dashboard is None or not applications:
+            return
+        try:
+            self._add(dashboard, applications)
+        except (ImportError, LibraryVersionError, AttributeError, TypeError, KeyError) as error:
+            # Of a newer bokeh, or dashboard: an instance is worth more than its panels.
+            logger.warning("Dask's dashboard has no panels of daskserve: %s", error)
+            self.uninstall()
+
+    def _add(self, dashboard: Any, applications: Collection[Any]) -> None:
+        # Only now, because schedulers without a dashboard need no bokeh.
+        from daskserve.cluster.scheduler.http.panels.documents import PAGE, documents
+        from daskserve.internals.bokeh import AddedPages, server_among
+
+        server = server_among(applications)
+        if server is None:
+            return
+        variables = dashboard.template_variables(self._scheduler)
+        pages = documents(self._feed, {"prefix": server.prefix or "/", **variables})
+        self._pages = AddedPages(server, pages)
+        # One list for all pages of the scheduler: its menu.
+        for path in pages:
+            name = "Daskserve" if path == PAGE else " ".join(path.strip("/").split("-")[1:]).title()
+            plot = {"url": path.strip("/"), "name": name}
+            self._plots.append(plot)
+            variables["plots"].append(plot)
+        variables["plots"].sort(key=lambda each: each["name"])
+
+    def uninstall(self) -> None:
+        """Remove the panels, and end the sessions of those who look; idempotent."""
+        self._feed.close()
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            pages.remove()
+        plots, self._plots = self._plots, []
+        dashboard: Any = sys.modules.get(_DASHBOARD)
+        if dashboard is not None and plots:
+            listed = dashboard.template_variables(self._scheduler)["plots"]
+            listed[:] = [each for each in listed if not any(each is plot for plot in plots)]

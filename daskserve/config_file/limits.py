@@ -1,0 +1,26 @@
+"""How much one configuration may declare: a mistake in a generated file must not occupy the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from daskserve.common import settings
+
+
+def excess(applications: Iterable[Any]) -> str:
+    """Return what a configuration has too much of, and what to do about it; empty if it may be read."""
+    known, most = list(applications), settings.controller()
+    lists = [each.get("deployments") for each in known if isinstance(each, Mapping)]
+    deployments = sum(len(each) for each in lists if isinstance(each, list))
+    for what, count, limit in (
+        ("applications", len(known), most.max_applications),
+        ("deployments", deployments, most.max_deployments),
+    ):
+        if count > limit:
+            return (
+                f"the configuration has {count} {what}, and at most {limit} are allowed; split it, and "
+                f"deploy the parts with --merge, or raise daskserve.controller.max-{what} in the "
+                "configuration of Dask"
+            )
+    return ""

@@ -1,0 +1,76 @@
+"""The status for those who wait for another one: built once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from daskserve.common.clock import Clock
+from daskserve.control.records.storing.writer import Writer
+
+#: Least and greatest time between two looks at the status.
+STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
+#: A look may be so much younger than that, because of rounding errors.
+_LEEWAY_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The status at one time, with its id, and how many changes had been written by then."""
+
+    at: float
+    changes: int
+    seen: str
+    status: dict[str, Any]
+
+
+class WatchedStatus:
+    """The last look at the status, which all watchers share.
+
+    Changes of records wake watchers. What is only observed, such as a slow start, is read once a period.
+    However many watch, there are no more looks than one in each pause.
+    """
+
+    def __init__(self, clock: Clock, build: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._clock = clock
+        self._build = build
+        self._building = asyncio.Lock()
+        self._last: _Look | None = None
+
+    async def next(self, writer: Writer, seen: str, deadline: float) -> dict[str, Any]:
+        """Return the status once its id is not ``seen``; without it after the deadline."""
+        clock = self._clock
+        while True:
+            changed, look = writer.changed, await self._look(writer, seen)
+            if look.seen != seen:
+                return {"seen": look.seen, "status": look.status}
+            if clock.now() >= deadline:
+                return {"seen": seen, "status": None}
+            # Many changes in a row are one.
+            await clock.sleep(max(0.0, min(look.at + STATUS_PAUSE_S, deadline) - clock.now()))
+            until = min(look.at + STATUS_PERIOD_S, deadline)
+            try:
+                await clock.wait_for(changed.wait(), max(0.0, until - clock.now()))
+            except TimeoutError:
+                pass
+
+    async def _look(self, writer: Writer, seen: str) -> _Look:
+        async with self._building:
+            last = self._last
+            if last is None or not self._is_good(last, writer, seen):
+                changes, at, status = writer.changes, self._clock.now(), await self._build()
+                text = json.dumps(status, sort_keys=True, default=str)
+                digest = blake2b(text.encode(), digest_size=8).hexdigest()
+                last = self._last = _Look(at, changes, digest, status)
+            return last
+
+    def _is_good(self, last: _Look, writer: Writer, seen: str) -> bool:
+        """Return whether a look still tells a watcher what it asks for; who has seen nothing asks for now."""
+        age_s = self._clock.now() - last.at + _LEEWAY_S
+        if seen and age_s < STATUS_PAUSE_S:
+            return True
+        return last.changes == writer.changes and age_s < STATUS_PERIOD_S

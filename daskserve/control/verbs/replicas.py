@@ -1,0 +1,65 @@
+"""Which replica is meant by a name. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.common.types import ReplicaState, short_tag
+from daskserve.control.records.records import ReplicaRecord
+from daskserve.control.records.state import State
+from daskserve.errors import NotFoundError
+
+#: Names that an error lists, and the characters of a wrong one.
+MAX_SHOWN, MAX_LENGTH = 5, 200
+
+
+def named_replicas(state: State, name: str) -> list[ReplicaRecord]:
+    """Return the replica of a tag, or those of a deployment; those that do not serve first.
+
+    Parameters
+    ----------
+    name : str
+        A replica's tag, also as it is shown; or that of a deployment, ``APP/DEPLOYMENT`` for one of any
+        application.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such replica with a process.
+    """
+    placed = [each for each in state.replicas.values() if each.worker is not None]
+    exact = [each for each in placed if name in (each.tag, short_tag(each.tag))]
+    found = exact[:1] or [each for each in placed if name in _names_of(each)]
+    if found:
+        # Someone wants to know what holds it up.
+        return sorted(found, key=lambda each: each.state is ReplicaState.RUNNING)
+    if any(name in (each.tag, short_tag(each.tag), *_names_of(each)) for each in state.replicas.values()):
+        raise NotFoundError(f"{name!r} has no worker yet; `daskserve status` says what it waits for.")
+    known = {short_tag(each.tag) for each in placed} | {short_tag(each.backend) for each in placed}
+    near = difflib.get_close_matches(name, sorted(known), MAX_SHOWN, cutoff=0.0)
+    what = f"the nearest are: {', '.join(near)}" if near else "none runs"
+    raise NotFoundError(f"There is no replica, or deployment with replicas, {name[:MAX_LENGTH]!r}; {what}.")
+
+
+def busiest(replicas: Sequence[ReplicaRecord], actors: Mapping[str, Mapping[str, Any]]) -> ReplicaRecord:
+    """Return the replica with the most requests; before all, one that did not answer, or does not serve.
+
+    Parameters
+    ----------
+    actors : mapping
+        What the workers told of their actors, by the tags of replicas.
+    """
+
+    def requests(replica: ReplicaRecord) -> float:
+        found = actors.get(replica.tag)
+        return float("inf") if found is None else float(found.get("ongoing", 0))
+
+    return max(replicas, key=requests)
+
+
+def _names_of(replica: ReplicaRecord) -> tuple[str, ...]:
+    tag = short_tag(replica.backend)
+    # Deployments of the default application have no prefix, but other commands write one.
+    return tag, f"default/{tag}" if "/" not in tag else tag

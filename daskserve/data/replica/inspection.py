@@ -1,0 +1,164 @@
+"""Looks into running user code from outside: profiles, and the stacks of a replica that is stuck.
+
+The work is done in threads of its own, so that it does not hold up the worker's loop, and does not wait for
+the replica's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from daskserve.common.types import ReplicaTag, short_tag
+from daskserve.data.replica.execution.executor import UserExecutor
+from daskserve.errors import BadRequestError, InspectionError
+from daskserve.loops.threads import start_daemon
+from daskserve.telemetry.profiling.memory import trace_memory
+from daskserve.telemetry.profiling.sampling import THREADS, CodeThread, sample_threads
+from daskserve.telemetry.profiling.stacks import stacks_of_tasks, stacks_of_threads
+from daskserve.telemetry.profiling.threads import stack_frames
+
+T = TypeVar("T")
+
+#: How long a profile may take.
+MAX_SECONDS = 60.0
+#: How long the rest of a profile of the memory may take: of a large process it is much work.
+MEMORY_S = 30.0
+#: Threads of Dask, of daskserve and of other replicas.
+_OTHERS = ("daskserve-", "Dask-", "IO loop", "Profile", "TCP-Executor")
+_NUMBER = re.compile(r"[-_ ]?\(?\d+\)?$")
+
+
+class Inspection(Protocol):
+    """Looks into the user code of one replica."""
+
+    async def profile(self, seconds: float, memory: bool = False) -> dict[str, Any]:
+        """Return what user code did for some time.
+
+        See `daskserve.telemetry.profiling.sampling.sample_threads`.
+        """
+
+    async def stacks(self) -> dict[str, Any]:
+        """Return what the threads and tasks of user code do now, also if they are stuck."""
+
+
+def checked_seconds(seconds: float) -> float:
+    """Return the length of a profile, if it is one."""
+    if not 0 < seconds <= MAX_SECONDS:
+        raise BadRequestError(f"seconds={seconds:g} must be more than 0 and at most {MAX_SECONDS:g}.")
+    return seconds
+
+
+async def in_own_thread(name: str, function: Callable[[threading.Event], T]) -> T:
+    """Return the result of a function that runs in a new thread; it gets what is set if this is cancelled."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+    stop = threading.Event()
+
+    def tell(value: T | None, error: Exception | None) -> None:
+        if result.cancelled():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function(stop)
+        except Exception as error:  # all errors go to the caller
+            failure = error
+        try:
+            loop.call_soon_threadsafe(tell, value, failure)
+        except RuntimeError:
+            pass  # the loop has ended
+
+    start_daemon(name, run)
+    try:
+        return await result
+    finally:
+        stop.set()
+
+
+class LocalInspection:
+    """Looks into user code in this process.
+
+    Parameters
+    ----------
+    find_executor : callable
+        Returns the executor of the replica; None before it starts and after its end.
+    owns_process : bool
+        Whether threads that no one knows are those of replicas: otherwise they may be of a user's program.
+    """
+
+    def __init__(
+        self, tag: ReplicaTag, find_executor: Callable[[], UserExecutor | None], *, owns_process: bool
+    ) -> None:
+        self._tag = tag
+        self._find_executor = find_executor
+        self._owns_process = owns_process
+        self._is_profiling = False
+
+    async def profile(self, seconds: float, memory: bool = False) -> dict[str, Any]:
+        checked_seconds(seconds)
+        self._executor()
+        if self._is_profiling:
+            raise InspectionError(
+                f"A profile of replica {short_tag(self._tag)!r} is being taken already; wait for its end."
+            )
+        self._is_profiling = True
+        try:
+            if memory:
+                traced = await in_own_thread("daskserve-profile", lambda stop: trace_memory(seconds, stop))
+                return {"seconds": seconds, "memory": traced}
+            return await in_own_thread(
+                "daskserve-profile", lambda stop: sample_threads(self._threads, seconds, stop)
+            )
+        finally:
+            self._is_profiling = False
+
+    async def stacks(self) -> dict[str, Any]:
+        executor = self._executor()
+
+        def look(_: threading.Event) -> dict[str, Any]:
+            names = {each.ident or 0: each.name for each in threading.enumerate()}
+            found = stacks_of_threads(self._threads(), stack_frames(), names)
+            loop = executor.code_loop
+            tasks, more = ([], 0) if loop is None else stacks_of_tasks(loop)
+            return {"threads": found, "tasks": tasks, "more_tasks": more}
+
+        return await in_own_thread("daskserve-stacks", look)
+
+    def _executor(self) -> UserExecutor:
+        executor = self._find_executor()
+        if executor is None or executor.is_closed:
+            raise InspectionError(f"Replica {short_tag(self._tag)!r} runs no code now.")
+        return executor
+
+    def _threads(self) -> Mapping[int, CodeThread]:
+        """Return the threads of the replica's code, and those that the code may have started.
+
+        Of threads that several replicas of a process may have started, nobody knows to which they belong.
+        """
+        executor = self._find_executor()
+        if executor is None:
+            return {}
+        found, loop = executor.code_threads(), executor.code_loop
+        main = threading.main_thread()
+        for each in threading.enumerate():
+            if each.ident is None or each.ident in found or each is main or each.name.startswith(_OTHERS):
+                continue
+            # AnyIO's threads run the plain functions of FastAPI's and Starlette's applications.
+            its_loop = getattr(each, "loop", None)
+            if its_loop is None and self._owns_process:
+                label = f"thread {_NUMBER.sub('', each.name)}"
+            elif its_loop is not None and its_loop is loop:
+                label = THREADS
+            else:
+                continue
+            found[each.ident] = CodeThread(label, each.native_id)
+        return found

@@ -1,0 +1,71 @@
+"""Which frames of a stack are user code."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+
+#: Packages that call user code.
+_RESPONDERS = frozenset({"asyncio", "daskserve"})
+#: Packages that run for daskserve itself.
+_OWN = _RESPONDERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
+#: Code that is remembered.
+MAX_KINDS = 20_000
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the name of the top package of a frame's code."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame is of user code, or of a library that only user code uses."""
+    package = package_of(frame)
+    return package not in _OWN and package not in sys.stdlib_module_names
+
+
+def user_call(frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame of the user code on a stack; None if only libraries run there."""
+    found = None
+    while frame is not None:
+        caller = frame.f_back
+        if caller is not None and package_of(caller) in _RESPONDERS and is_users(frame):
+            found = frame
+        frame = caller
+    return found
+
+
+class UserFrames:
+    """Finds where user code begins on many stacks; it remembers what it has found about code.
+
+    Code that asyncio or daskserve calls is user code. In a thread that user code has started, its own
+    function is. The main module of a process is not: nothing calls it.
+    """
+
+    def __init__(self) -> None:
+        #: By code: whether it is the user's, and whether it calls user code.
+        self._kinds: dict[CodeType, tuple[bool, bool]] = {}
+
+    def stack(self, frame: FrameType | None) -> list[FrameType]:
+        """Return a stack from the first frame of user code on, outermost first; empty without any."""
+        found: list[FrameType] = []
+        called = started = 0
+        is_users_frame = False
+        while frame is not None:
+            is_own, calls = self._kind_of(frame)
+            if is_users_frame:  # the frame before is the user's, and this one calls it
+                started = len(found)
+                if calls:
+                    called = started
+            found.append(frame)
+            is_users_frame = is_own
+            frame = frame.f_back
+        return found[: called or started][::-1]
+
+    def _kind_of(self, frame: FrameType) -> tuple[bool, bool]:
+        known = self._kinds.get(frame.f_code)
+        if known is None:
+            if len(self._kinds) >= MAX_KINDS:
+                self._kinds.clear()
+            known = self._kinds[frame.f_code] = is_users(frame), package_of(frame) in _RESPONDERS
+        return known

@@ -1,0 +1,85 @@
+"""``daskserve profile`` and ``stacks`` on an instance in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tables import each_case
+
+import daskserve as serve
+from daskserve.cli.main import main
+from daskserve.cli.views import inspecting
+from daskserve.client.client import Client
+from daskserve.testing import local_instance
+
+SHORT = ("--seconds", "0.03")
+
+
+class Model:
+    async def __call__(self, request: Any = None) -> str:
+        return "ok"
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Client]:
+    with local_instance() as client:
+        client.run(serve.deployment(Model).bind(), name="shop", route_prefix=None)
+        client.run(serve.deployment(Model).options(num_replicas=2).bind(), name="default", route_prefix=None)
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def connect(*_: Any) -> Iterator[Client]:
+        yield shop
+
+    monkeypatch.setattr(inspecting, "connected", connect)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@each_case("name", ["shop/Model", "Model", "default/Model"])
+def test_a_replica_is_found_by_its_deployment(name: str) -> None:
+    found = json.loads(call("profile", name, *SHORT, "--json").stdout)
+    tag = name.removeprefix("default/")
+    assert (found["deployment"], found["replica"].partition("#")[0]) == (tag, tag)
+    assert found["ticks"] >= 1
+    again = json.loads(call("stacks", found["replica"], "--json").stdout)
+    assert again["replica"] == found["replica"]
+    assert again["state"] == "RUNNING"
+
+
+def test_a_profile_is_written_in_the_format_of_its_file(tmp_path: Path) -> None:
+    for name, begin in (("p.html", "<!doctype html>"), ("p.svg", "<svg "), ("p.json", '{"replica"')):
+        result = call("profile", "shop/Model", *SHORT, "-o", str(tmp_path / name))
+        assert (result.exit_code, f"Written to {tmp_path / name}" in result.stdout) == (0, True)
+        assert (tmp_path / name).read_text().startswith(begin)
+    result = call("profile", "shop/Model", *SHORT, "-o", str(tmp_path / "no" / "p.svg"))
+    assert (result.exit_code, "cannot be written: No such file" in result.stderr) == (1, True)
+    assert "Lines that hold memory" in call("profile", "shop/Model", *SHORT, "--memory").stdout
+    assert "No user code runs." in call("profile", "shop/Model", "--stack").stdout
+    assert "UserLoop._main" in call("stacks", "shop/Model", "--full").stdout
+
+
+@each_case(
+    ("arguments", "code", "text"),
+    [
+        (("shop/Modl",), 1, "the nearest are: shop/Model, shop/Model#"),
+        (("shop/Model", "--seconds", "61"), 2, "0<x<=60"),
+        (("shop/Model", "--seconds", "0"), 2, "0<x<=60"),
+        (("shop/Model", "--memory", "--format", "svg"), 2, "no --format svg"),
+        (("shop/Model", "--stack", "--memory"), 2, "--stack has no"),
+    ],
+)
+def test_wrong_uses_are_explained(arguments: tuple[str, ...], code: int, text: str) -> None:
+    result = call("profile", *arguments)
+    assert (result.exit_code, text in result.stderr) == (code, True), result.stderr
