@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -193,6 +194,9 @@ class Slow:
     async def hold(self) -> None:
         await self.ends.wait()
 
+    async def release(self) -> None:
+        self.ends.set()
+
     async def free(self) -> None:
         raise KeyError("no")
 
@@ -220,8 +224,7 @@ class Caller:
         self.slow = slow
 
     async def __call__(self, request: Any) -> int:
-        holding = self.slow.hold.remote()
-        asyncio.get_running_loop().call_later(0.05, holding.cancel)
+        self.holding = self.slow.hold.remote()
         try:
             return await self.slow.free.remote()  # type: ignore[no-any-return]
         except KeyError:
@@ -231,11 +234,17 @@ class Caller:
 def test_a_wait_says_for_what(collected: Collected) -> None:
     with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
         client.run(Caller.bind(Slow.bind()))
-        assert get(client.http_urls()[0]) == 1
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(get, client.http_urls()[0])
+            waiting = 'daskserve_router_queued_requests{deployment="Slow",serve_instance="local"} 1.0'
+            until(lambda: waiting in client_metrics())
+            client.get_deployment_handle("Slow", "default").broadcast("release").results(timeout_s=10)
+            assert asking.result() == 1
         until(lambda: any(each.name == "GET /" for each in collected.spans))
-    waits = [each for each in collected.spans if each.name == "queue"]
-    found = [each for each in waits if (each.attributes or {})["daskserve.queue.ongoing"] == 1]
-    assert found
+    waits = [each.attributes or {} for each in collected.spans if each.name == "queue"]
+    assert any(
+        each["daskserve.queue.ongoing"] == 1 and each["daskserve.queue.place"] == "router" for each in waits
+    )
 
 
 def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(collected: Collected) -> None:
