@@ -6,11 +6,13 @@ them in a copy of its actor's context before user code runs.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+from daskserve.common.clock import system_rng
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
     BackendTag,
@@ -25,6 +27,7 @@ from daskserve.common.types import (
 from daskserve.errors import NotFoundError, NotInReplicaError
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
+from daskserve.telemetry.histogram import VersionCounter
 from daskserve.telemetry.replica import ReplicaMetrics
 
 
@@ -140,22 +143,64 @@ class RankHolder:
         self.rank_info = rank_info
 
 
+class ModelSplit:
+    """The versions of a model at one step of its rollout, and how their requests ended in this replica.
+
+    Parameters
+    ----------
+    key : str
+        Names the step.
+    version : str
+        The new version.
+    share : float
+        The share of requests for which it stands in for the default version.
+    """
+
+    def __init__(self, key: str, version: str, share: float) -> None:
+        self.key, self.version, self.share = key, version, share
+        self.new, self.old = VersionCounter(), VersionCounter()
+
+    def plain(self) -> dict[str, Any]:
+        """Return the totals for the controller, in the form of those of a router."""
+        return {"key": self.key, "new": self.new.plain(), "old": self.old.plain()}
+
+
+#: The versions of models that are drawn for one request or batch, by the name of the model.
+Drawn: TypeAlias = dict[str, tuple[ModelSplit, bool]]
+
+
 class LoadedModels:
     """The models that a replica has loaded from its ``model_repository``; see `get_model`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or system_rng()
         self.versions: dict[str, dict[str, Any]] = {}
         self.defaults: dict[str, str] = {}
+        #: The models that are rolled out.
+        self.splits: dict[str, ModelSplit] = {}
 
     def get(self, name: str, version: str | None) -> Any:
         """Return a model; raise `NotFoundError` if it is not loaded."""
         versions = self.versions.get(name, {})
         wanted = self.defaults.get(name) if version is None else str(version)
+        if version is None and (split := self.splits.get(name)) is not None:
+            drawn = drawn_here()
+            # One version for all of a request. Code that answers none gets the default version.
+            if drawn is not None and split.version in versions and wanted in versions:
+                chosen = drawn.setdefault(name, (split, self._rng.random() < split.share))
+                wanted = chosen[0].version if chosen[1] and chosen[0].version in versions else wanted
         if wanted is None or wanted not in versions:
             known = ", ".join(f"{each}/{one}" for each, ones in self.versions.items() for one in ones)
             what = f"Model {name!r}" if version is None else f"Version {version!r} of model {name!r}"
             raise NotFoundError(f"{what} is not loaded; loaded: {known or 'none'}.")
         return versions[wanted]
+
+
+def count_drawn(drawn: Drawn, has_failed: bool, duration_s: float | None) -> None:
+    """Count a request or a batch that has ended at the versions that were drawn for it, once."""
+    for split, is_new in drawn.values():
+        (split.new if is_new else split.old).count(has_failed, duration_s)
+    drawn.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +312,8 @@ class RequestContext:
     response_serialization: ClassVar[str] = ""
     #: Whether the caller, a notebook, shows an error to its user at once.
     is_shown: ClassVar[bool] = False
+    #: The versions of models that were drawn for it; None before the first.
+    drawn: ClassVar[Drawn | None] = None
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 
@@ -301,6 +348,18 @@ class RequestContext:
 
 current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_replica", default=None)
 current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_request", default=None)
+#: The versions of models that are drawn for the current batch, which belongs to no single request.
+current_batch: ContextVar[Drawn | None] = ContextVar("daskserve_batch", default=None)
+
+
+def drawn_here() -> Drawn | None:
+    """Return the versions of models that are drawn for the current request or batch; None without one."""
+    request = current_request.get()
+    if request is None:
+        return current_batch.get()
+    if request.drawn is None:
+        vars(request)["drawn"] = {}
+    return request.drawn
 
 
 def get_replica_context() -> ReplicaContext:
@@ -327,7 +386,7 @@ def get_model(name: str, version: str | None = None) -> Any:
     Parameters
     ----------
     version : str, optional
-        Default: the default version.
+        Default: the default version, or during a rollout the one that was drawn for the request.
 
     Raises
     ------

@@ -1,6 +1,7 @@
 """User metrics: `Counter`, `Gauge` and `Histogram`, exported to Prometheus together with daskserve's.
 
-Inside a replica each value automatically gets the labels ``serve_instance``, ``deployment`` and ``replica``.
+Inside a replica each value automatically gets the labels ``serve_instance``, ``application``, ``deployment``
+and ``replica``.
 Dask's ``/metrics`` exports the values, including those of replicas with ``isolation="process"``.
 
 Examples

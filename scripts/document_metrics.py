@@ -14,7 +14,7 @@ from daskserve.telemetry.table import SECTIONS, MetricSpec
 
 def row(spec: MetricSpec) -> str:
     """Return the table row of one metric."""
-    labels = ", ".join(f"`{label}`" for label in spec.labels if label != "serve_instance")
+    labels = ", ".join(f"`{label}`" for label in spec.exported_labels if label != "serve_instance")
     return f"| `{spec.exported_name}` | {spec.kind.value} | {labels} | {spec.meaning} |"
 
 

@@ -176,7 +176,10 @@ class ClientVerbs(
         return sorted(await self._run(self._connection.cluster_connection.ask("instances")))
 
     async def controller_health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return which controller answers, on which worker, and the delay of its event loop in seconds.
+        """Return which controller answers, on which worker, and how it does.
+
+        This is the delay of its event loop in seconds, the number and the durations of the rounds of its
+        loop, its tasks, and the memory of its process.
 
         Raises
         ------

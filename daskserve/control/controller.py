@@ -34,6 +34,7 @@ from daskserve.control.views import explanation as explaining
 from daskserve.control.views import views
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.deployments import stored_application, stored_deployments
+from daskserve.control.views.health import controller_health
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 from daskserve.options.start_messages import dump_http
 from daskserve.payload.packed_errors import load_error
@@ -209,7 +210,7 @@ class ReadingVerbs:
 
     @verb
     async def health(self) -> dict[str, Any]:
-        """Return which controller this is, and how late its event loop wakes it from a short sleep."""
+        """Return which controller this is, how late its loop wakes it from a short sleep, and its rounds."""
         clock = self._core.clock
         due = clock.now() + HEALTH_SLEEP_S
         await clock.sleep(HEALTH_SLEEP_S)
@@ -219,6 +220,7 @@ class ReadingVerbs:
             "pid": os.getpid(),
             "owns_store": self._core.cluster.store.hold.is_ours,
             "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
+            **controller_health(self._core.loop.metrics, self._core.state, clock.wall()),
         }
 
     @verb
@@ -271,7 +273,12 @@ class ReadingVerbs:
         ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
         somebody watches the live metrics.
         """
-        self._core.observed.rollouts.report(router, versions or {})
+        going_on = {
+            tag: each
+            for tag, each in (versions or {}).items()
+            if (backend := self._core.state.backends.get(tag)) is not None and backend.canary is not None
+        }
+        self._core.observed.rollouts.report(router, going_on)
         if live is not None:
             self._core.observed.live.router(router, live, self._core.clock.now())
         self._core.observed.loads.report(router, loads, self._core.clock.now())

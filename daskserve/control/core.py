@@ -30,8 +30,8 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.backend.model_keeper import ModelKeeper
 from daskserve.control.declared.building import building_for
-from daskserve.control.observed.model_keeper import ModelKeeper
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready

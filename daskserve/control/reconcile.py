@@ -126,7 +126,7 @@ class Reconciler:
             began = stopwatch()
             try:
                 await self.step()
-                self.metrics.rounds.observe(stopwatch() - began)
+                self.metrics.observe_round(stopwatch() - began)
                 pause_s = self._pause_s()
             except StaleEpochError:
                 logger.warning("A newer controller has taken over; this one ends")

@@ -19,6 +19,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.base import Masked, Options, Secret, parse_typed
 from daskserve.options.fields.secrets import each_hidden
+from daskserve.options.rollout import RolloutConfig, percent_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,18 @@ class ModelRepository(Options):
     keep_versions: int = Field(
         1, ge=1, description="Number of the newest versions of each model to load, with ``mode='poll'``."
     )
+    load_timeout_s: float = Field(
+        600,
+        gt=0,
+        description="How long a replica may take to fetch the files of a version, and then ``load_model`` to "
+        "return, in seconds. After that, the version has failed to load.",
+    )
+    rollout: RolloutConfig | None = Field(
+        None,
+        description="How a new version of a model gets its requests, beside the default version: step by "
+        "step, with the gates of rollouts. It uses neither ``sticky`` nor ``shadow`` and ``compare``. None: "
+        "all of them once it is loaded.",
+    )
 
     @field_validator("url")
     @classmethod
@@ -218,3 +231,19 @@ class ModelRepository(Options):
                 "path or a URL"
             )
         return url
+
+    @field_validator("rollout")
+    @classmethod
+    def _is_of_models(cls, rollout: RolloutConfig | None) -> RolloutConfig | None:
+        unused = [] if rollout is None else [each for each in ("sticky", "compare") if getattr(rollout, each)]
+        if rollout is not None and percent_of(rollout.shadow):
+            unused.append("shadow")
+        if unused:
+            raise ValueError(f"a model's rollout has no {' and no '.join(unused)}; leave it out")
+        for gate in () if rollout is None else rollout.gates:
+            if gate.metric == "prometheus" and "$version" not in gate.query:
+                raise ValueError(
+                    f"{gate.query!r} has one value for both versions of a model, which the same replicas "
+                    "answer with; give a metric of yours a label, and select it by $version"
+                )
+        return rollout

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from daskserve._version import __version__
+from daskserve.common.types import split_deployment_tag
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.histogram import Example, HistogramCounts
-from daskserve.telemetry.table import METRICS, MetricKind, MetricSample, MetricSpec, Source
+from daskserve.telemetry.table import APPLICATION, METRICS, MetricKind, MetricSample, MetricSpec, Source
 from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _families(found: dict[Key, float | HistogramCounts]) -> Iterator[Metric]:
         family = by_name.get(name)
         if family is None:
             family = by_name[name] = Metric(spec.name, spec.meaning, spec.kind.value)
-        _add(family, dict(zip(spec.labels, labels, strict=True)), value)
+        _add(family, _with_application(dict(zip(spec.labels, labels, strict=True))), value)
     yield from by_name.values()
 
 
@@ -237,9 +238,19 @@ def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
         known, family = by_name[metric.name]
         # If replicas declare one name with different kinds, only the first kind is exported.
         if known.kind is metric.kind:
-            _add(family, dict(sample.labels), sample.value)
+            found = dict(sample.labels)
+            # A tag of the user's may be called "endpoint"; "deployment" is reserved.
+            _add(family, _with_application(found) if "deployment" in found else found, sample.value)
     for _, family in by_name.values():
         yield family
+
+
+def _with_application(labels: dict[str, str]) -> dict[str, str]:
+    """Add the application that the tag of a deployment or an endpoint names; "" if there is none."""
+    tag = labels.get("deployment", labels.get("endpoint"))
+    if tag is not None:
+        labels[APPLICATION] = split_deployment_tag(tag)[0] if tag else ""
+    return labels
 
 
 def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts) -> None:

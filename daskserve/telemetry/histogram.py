@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from daskserve.common.clock import wall_ns
 from daskserve.common.formatting import shown
@@ -46,6 +46,11 @@ LATENCY_BUCKETS_S: Sequence[float] = (
 )
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+#: Upper bounds of the buckets of shares.
+SHARE_BUCKETS: Sequence[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+#: Upper bounds of the buckets of starts, changes and ends of replicas, in seconds.
+LIFE_BUCKETS_S: Sequence[float] = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 240)
 
 #: The cause of all errors that are not daskserve's own.
 USER_CODE = "user_code"
@@ -138,3 +143,24 @@ def cause_of(error: BaseException) -> str:
         if isinstance(error, kind):
             return cause
     return USER_CODE
+
+
+class VersionCounter:
+    """The requests of one version that have ended, those that failed, and their latencies."""
+
+    __slots__ = ("failed", "latency", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.failed = 0
+        self.latency = LatencyHistogram()
+
+    def count(self, has_failed: bool, duration_s: float | None) -> None:
+        """Count a request that has ended; ``duration_s`` is None for a WebSocket."""
+        self.requests += 1
+        self.failed += has_failed
+        if duration_s is not None:
+            self.latency.observe(duration_s)
+
+    def plain(self) -> list[Any]:
+        """Return the totals as plain values."""
+        return [self.requests, self.failed, list(self.latency.counts)]

@@ -8,25 +8,39 @@ from typing import Any
 
 from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
-from daskserve.telemetry.histogram import SIZE_BUCKETS, HistogramCounts, LatencyHistogram
+from daskserve.telemetry.histogram import (
+    LIFE_BUCKETS_S,
+    SHARE_BUCKETS,
+    SIZE_BUCKETS,
+    HistogramCounts,
+    LatencyHistogram,
+)
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserMetrics, UserSample
 
 
 class BatchMetrics:
-    """The sizes of one method's batches, and the waiting times of their items."""
+    """The sizes of one method's batches, how long they ran, and the waiting times of their items."""
 
-    __slots__ = ("sizes", "waits")
+    __slots__ = ("durations", "shares", "sizes", "waits")
 
     def __init__(self) -> None:
         self.sizes = HistogramCounts(SIZE_BUCKETS)
+        self.shares = HistogramCounts(SHARE_BUCKETS)
         self.waits = LatencyHistogram()
+        self.durations = LatencyHistogram()
 
-    def observe(self, waits_s: Sequence[float]) -> None:
-        """Count one batch, given the waiting times of its items."""
+    def observe(self, waits_s: Sequence[float], max_size: int = 0) -> None:
+        """Count one batch, given the waiting times of its items, and of how many it could have had."""
         self.sizes.observe(len(waits_s))
+        if max_size:
+            self.shares.observe(min(1.0, len(waits_s) / max_size))
         for wait_s in waits_s:
             self.waits.observe(wait_s)
+
+    def ended(self, took_s: float) -> None:
+        """Count how long a batch ran."""
+        self.durations.observe(took_s)
 
 
 class ReplicaMetrics:
@@ -38,7 +52,10 @@ class ReplicaMetrics:
         "failed",
         "handled",
         "latency",
+        "probes",
+        "reconfigurations",
         "refused",
+        "shutdowns",
         "start_failures",
         "started_at",
         "startup_s",
@@ -63,6 +80,10 @@ class ReplicaMetrics:
         #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
+        #: The durations of health checks, of changes of options, and of the end.
+        self.probes = LatencyHistogram()
+        self.reconfigurations = HistogramCounts(LIFE_BUCKETS_S)
+        self.shutdowns = HistogramCounts(LIFE_BUCKETS_S)
         #: The metrics of user code.
         self.user = UserMetrics()
         #: The methods that return the lengths of the queues of batched methods.
@@ -138,7 +159,13 @@ class ReplicaMetrics:
             ("deployment_replica_starts", deployment, int(self.started_at > 0)),
         ]
         if self.started_at:
+            startup = HistogramCounts(LIFE_BUCKETS_S)
+            startup.observe(self.startup_s)
             found += [
+                ("deployment_replica_startup_seconds", deployment, startup),
+                ("deployment_replica_shutdown_seconds", deployment, self.shutdowns),
+                ("deployment_reconfigure_seconds", deployment, self.reconfigurations),
+                ("deployment_health_check_seconds", deployment, self.probes),
                 ("replica_requests", labels, self.handled),
                 ("replica_errors", labels, self.failed),
                 ("replica_request_duration_seconds", labels, self.latency),
@@ -148,6 +175,8 @@ class ReplicaMetrics:
         for method, each in list(self.batches.items()):
             found.append(("batch_size", (*deployment, method), each.sizes))
             found.append(("batch_wait_seconds", (*deployment, method), each.waits))
+            found.append(("batch_duration_seconds", (*deployment, method), each.durations))
+            found.append(("batch_utilization_ratio", (*deployment, method), each.shares))
         return found
 
     def states(

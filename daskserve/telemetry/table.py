@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from daskserve.telemetry.histogram import LATENCY_BUCKETS_S, SIZE_BUCKETS, HistogramCounts
+from daskserve.telemetry.histogram import (
+    LATENCY_BUCKETS_S,
+    LIFE_BUCKETS_S,
+    SHARE_BUCKETS,
+    SIZE_BUCKETS,
+    HistogramCounts,
+)
 
 
 class MetricKind(Enum):
@@ -37,6 +43,9 @@ class Source(Protocol):
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})
+#: The label that is derived from the tag of a deployment, or of the endpoint that is named after it.
+APPLICATION = "application"
+APPLICATION_OF = frozenset({"deployment", "endpoint"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,11 @@ class MetricSpec:
     def exported_name(self) -> str:
         """The name that queries use."""
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
+
+    @property
+    def exported_labels(self) -> tuple[str, ...]:
+        """The labels of its series: those that are counted by, and the application that follows from them."""
+        return (*self.labels, APPLICATION) if APPLICATION_OF & set(self.labels) else self.labels
 
     @property
     def is_folded(self) -> bool:
@@ -114,6 +128,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("handle_requests", _C, _E, "Calls that began."),
         MetricSpec("handle_errors", _C, (*_E, "cause"), "Calls that raised, by cause."),
         MetricSpec("handle_request_duration_seconds", _T, _E, "Seconds from a call to its result."),
+        MetricSpec(
+            "handle_arguments_wait_seconds",
+            _T,
+            _E,
+            "Seconds that a call waited for responses and Dask values among its arguments.",
+        ),
     ),
     "Routers, in each process that sends requests": (
         MetricSpec("router_requests", _C, _D, "Requests routed to a deployment."),
@@ -140,8 +160,38 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("deployment_health_check_failures", _C, _D, "Failed health checks."),
         MetricSpec("deployment_replica_starts", _C, _D, "Replicas that have started."),
         MetricSpec("deployment_replica_start_failures", _C, _D, "Replicas that failed to start."),
+        MetricSpec(
+            "deployment_replica_startup_seconds",
+            _T,
+            _D,
+            "Seconds that replicas took to start.",
+            LIFE_BUCKETS_S,
+        ),
+        MetricSpec(
+            "deployment_replica_shutdown_seconds",
+            _T,
+            _D,
+            "Seconds that replicas took to stop.",
+            LIFE_BUCKETS_S,
+        ),
+        MetricSpec(
+            "deployment_reconfigure_seconds",
+            _T,
+            _D,
+            "Seconds that replicas took to apply changed options, with the wait for running requests.",
+            LIFE_BUCKETS_S,
+        ),
+        MetricSpec("deployment_health_check_seconds", _T, _D, "Seconds that health checks took."),
         MetricSpec("batch_size", _T, (*_D, "method"), "Items in a batch.", SIZE_BUCKETS),
         MetricSpec("batch_wait_seconds", _T, (*_D, "method"), "Seconds that an item waited for its batch."),
+        MetricSpec("batch_duration_seconds", _T, (*_D, "method"), "Seconds that a batch ran."),
+        MetricSpec(
+            "batch_utilization_ratio",
+            _T,
+            (*_D, "method"),
+            "Share of max_batch_size that a batch had.",
+            SHARE_BUCKETS,
+        ),
     ),
     "Replicas, while they exist": (
         MetricSpec("replica_requests", _C, _R, "Requests that began."),
@@ -222,4 +272,17 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
     "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
 }
 
-METRICS: Mapping[str, MetricSpec] = {spec.short_name: spec for each in SECTIONS.values() for spec in each}
+#: What nothing counts yet: multiplexed models. The dashboard has their panels; the tables do not list them.
+PLANNED: Sequence[MetricSpec] = (
+    MetricSpec("replica_multiplexed_models", _G, _R, "Models that are loaded."),
+    MetricSpec("replica_multiplexed_model", _G, (*_R, "model"), "1 for each model that is loaded."),
+    MetricSpec("multiplexed_model_requests", _C, _D, "Requests for a model."),
+    MetricSpec("multiplexed_model_loads", _C, _D, "Models that were loaded."),
+    MetricSpec("multiplexed_model_unloads", _C, _D, "Models that were unloaded."),
+    MetricSpec("multiplexed_model_load_seconds", _T, _D, "Seconds per load.", LIFE_BUCKETS_S),
+    MetricSpec("multiplexed_model_unload_seconds", _T, _D, "Seconds per unload.", LIFE_BUCKETS_S),
+)
+
+METRICS: Mapping[str, MetricSpec] = {
+    spec.short_name: spec for each in (*SECTIONS.values(), PLANNED) for spec in each
+}

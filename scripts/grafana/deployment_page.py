@@ -21,7 +21,7 @@ from grafana.panels import (
     Unit,
     stat,
 )
-from grafana.promql import RUNNING, gauge, mean, quantile, rate, selector
+from grafana.promql import RUNNING, busy, gauge, mean, quantile, rate, selector
 
 REPLICA = "{{replica}}"
 
@@ -130,6 +130,19 @@ REPLICAS = Row(
             ],
         ),
         Panel(
+            "Slots used by replica",
+            "Mean share of its slots that requests held.",
+            [
+                Query(
+                    f"{busy('replica_request_duration_seconds', ('replica',))} / "
+                    f"{gauge('replica_max_ongoing_requests', ('replica',))}",
+                    REPLICA,
+                )
+            ],
+            Unit.RATIO,
+            warns_at=0.8,
+        ),
+        Panel(
             "Queued by replica",
             "Requests waiting for a slot, and requests and calls waiting for their batch.",
             [Query(gauge("replica_queued_requests", ("replica",)), REPLICA)],
@@ -157,6 +170,21 @@ REPLICAS = Row(
                 Query(quantile(0.99, "batch_wait_seconds", ("method",)), "{{method}}: p99"),
             ],
             Unit.SECONDS,
+        ),
+        Panel(
+            "Duration of batches",
+            "Time that a batch ran.",
+            [
+                Query(quantile(0.5, "batch_duration_seconds", ("method",)), "{{method}}: p50"),
+                Query(quantile(0.99, "batch_duration_seconds", ("method",)), "{{method}}: p99"),
+            ],
+            Unit.SECONDS,
+        ),
+        Panel(
+            "Use of batches",
+            "Mean share of max_batch_size that batches had.",
+            [Query(mean("batch_utilization_ratio", ("method",)), "{{method}}")],
+            Unit.RATIO,
         ),
         Panel(
             "Replicas",
@@ -207,12 +235,72 @@ REPLICAS = Row(
             Unit.SECONDS,
         ),
         Panel(
+            "Checks and changes",
+            "99th percentile of the time that replicas took for them.",
+            [
+                Query(quantile(0.99, "deployment_health_check_seconds"), "health check"),
+                Query(quantile(0.99, "deployment_reconfigure_seconds"), "change of options"),
+                Query(quantile(0.99, "deployment_replica_startup_seconds"), "start"),
+                Query(quantile(0.99, "deployment_replica_shutdown_seconds"), "end"),
+            ],
+            Unit.SECONDS,
+        ),
+        Panel(
             "Locations of replicas",
             "The scrape target and the Dask worker of each replica.",
             [Query(gauge("replica_healthy", ("replica", "instance", "dask_name"), how="max"))],
             kind=PanelKind.TABLE,
+            width=24,
             columns=[("replica", "replica"), ("instance", "target"), ("dask_name", "worker")],
             value_heading="healthy",
+        ),
+    ],
+)
+
+MODELS = Row(
+    "Multiplexed models (no data without them)",
+    [
+        Panel(
+            "Models by replica",
+            "Models that each replica has loaded.",
+            [Query(gauge("replica_multiplexed_models", ("replica",)), REPLICA)],
+        ),
+        Panel(
+            "Loads and unloads of models",
+            "Models loaded and unloaded, per minute.",
+            [
+                Query(f"60 * {rate('multiplexed_model_loads')}", "loads"),
+                Query(f"60 * {rate('multiplexed_model_unloads')}", "unloads"),
+            ],
+        ),
+        Panel(
+            "Time of loads and unloads",
+            "99th percentile.",
+            [
+                Query(quantile(0.99, "multiplexed_model_load_seconds"), "load"),
+                Query(quantile(0.99, "multiplexed_model_unload_seconds"), "unload"),
+            ],
+            Unit.SECONDS,
+        ),
+        Panel(
+            "Requests that found their model loaded",
+            "Share of the requests for a model.",
+            [
+                Query(
+                    f"1 - {rate('multiplexed_model_loads')} / {rate('multiplexed_model_requests')}",
+                    "found",
+                )
+            ],
+            Unit.RATIO,
+        ),
+        Panel(
+            "Places of models",
+            "The replicas that have each model.",
+            [Query(gauge("replica_multiplexed_model", ("model", "replica"), how="max"))],
+            kind=PanelKind.TABLE,
+            width=16,
+            columns=[("model", "model"), ("replica", "replica")],
+            value_heading="loaded",
         ),
     ],
 )
@@ -221,6 +309,6 @@ DEPLOYMENT = Dashboard(
     "daskserve-deployment",
     "daskserve: one deployment",
     "One deployment, by replica.",
-    [NOW, REQUESTS, REPLICAS],
+    [NOW, REQUESTS, REPLICAS, MODELS],
     is_for_one_deployment=True,
 )

@@ -35,7 +35,8 @@ def selector(short_name: str, where: str = "", *, filters: bool = True) -> str:
     spec = METRICS[short_name]
     matchers = []
     if filters:
-        matchers = ['job=~"$job"', *(f'{name}=~"${name}"' for name in VARIABLES if name in spec.labels)]
+        chosen = [name for name in VARIABLES if name in spec.exported_labels]
+        matchers = ['job=~"$job"', *(f'{name}=~"${name}"' for name in chosen)]
     matchers += [where] if where else []
     return f"{{{','.join(matchers)}}}" if matchers else ""
 
@@ -78,6 +79,12 @@ def mean(short_name: str, by: Sequence[str] = ()) -> str:
     return f"{_grown(short_name, '_sum', by, '', {})} / {rate(short_name, by)}"
 
 
+def busy(short_name: str, by: Sequence[str] = ()) -> str:
+    """Return an expression for how many of the things that a histogram times run at once, by labels."""
+    _check(short_name, by)
+    return _grown(short_name, "_sum", by, "", {})
+
+
 def _grown(short_name: str, ending: str, by: Sequence[str], where: str, growth: RateOptions) -> str:
     name = METRICS[short_name].exported_name + ending
     chosen = selector(short_name, where, filters=growth.get("filters", True))
@@ -94,6 +101,6 @@ TARGET_LABELS = frozenset({"job", "instance", "dask_role", "dask_name"})
 
 
 def _check(short_name: str, labels: Sequence[str]) -> None:
-    unknown = set(labels) - set(METRICS[short_name].labels) - TARGET_LABELS
+    unknown = set(labels) - set(METRICS[short_name].exported_labels) - TARGET_LABELS
     if unknown:
         raise ValueError(f"{short_name} has no labels {sorted(unknown)}; use labels of its definition")

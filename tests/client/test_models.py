@@ -15,7 +15,7 @@ import daskserve as serve
 from daskserve.cli import instance
 from daskserve.cli.main import main
 from daskserve.client.client import Client
-from daskserve.control.observed import model_keeper
+from daskserve.control.backend import model_keeper
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, ReplicaStartError
 from daskserve.testing import local_instance
 

@@ -17,6 +17,7 @@ from tables import each_case
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ReplicaState as S
 from daskserve.control.observed.observed import Observed
+from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.observed.rollout_evidence import (
     Evidence,
     VersionCounts,
@@ -438,3 +439,22 @@ def test_gates(why: str, gate: Mapping[str, Any], evidence: Evidence, expected: 
 def test_wrong_plans(options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**options)
+
+
+def test_reports_of_an_earlier_step_do_not_reset_the_present_one() -> None:
+    counts = RolloutCounts()
+
+    def report(router: str, key: str, new: int, failed: int) -> None:
+        counts.report(router, {"b": {"key": key, "new": [new, failed, [new]], "old": [9 * new, 0, []]}})
+
+    report("one", "r/0/0.1", 5, 1)
+    for n in (10, 20):
+        report("one", "r/1/0.5", n, n // 10)
+        report("two", "r/1/0.5", n, 0)
+        report("late", "r/0/0.1", 6, 0)
+    found = counts.evidence("b", "r/1/0.5")
+    assert (found.new, found.old) == (VersionCounts(40, 2, (40,)), VersionCounts(360))
+    assert counts.evidence("b", "r/0/0.1").new == VersionCounts(11, 1, (11,))
+    for n in range(2, 9):
+        report("one", f"r/{n}/1", 1, 0)
+    assert counts.evidence("b", "r/0/0.1").new.requests == 0, "few steps are kept"

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from daskserve.telemetry.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
 from daskserve.telemetry.histogram import HistogramCounts, LatencyHistogram
-from daskserve.telemetry.table import METRICS, SECTIONS, MetricKind, MetricSample
+from daskserve.telemetry.table import METRICS, PLANNED, SECTIONS, MetricKind, MetricSample
 from daskserve.telemetry.user import UserMetric, UserSample
 
 pytestmark = pytest.mark.smoke
@@ -65,7 +65,7 @@ def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped)
     for _ in range(2):
         scraped.process.add(source)
         assert scraped.lines() == [
-            'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0'
+            'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 3.0'
         ]
         scraped.process.remove(source)
         assert scraped.text() == ""
@@ -74,10 +74,13 @@ def test_the_collector_is_registered_only_while_it_has_sources(scraped: Scraped)
 def test_samples_become_series_under_their_own_names(scraped: Scraped) -> None:
     source = Metrics((*REQUESTS, 3), (*ONGOING, 2))
     scraped.process.add(source)
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
     assert (
-        'daskserve_replica_ongoing_requests{deployment="d",replica="d#1",serve_instance="i"} 2.0'
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 3.0'
         in scraped.lines()
+    )
+    assert (
+        'daskserve_replica_ongoing_requests{application="default",deployment="d",replica="d#1",'
+        'serve_instance="i"} 2.0' in scraped.lines()
     )
     assert "# TYPE daskserve_deployment_requests_total counter" in scraped.text()
 
@@ -93,9 +96,8 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity(scraped: Scraped) -> N
         for match in re.finditer(r'_bucket\{.*le="([^"]+)".*\} (\S+)', scraped.text())
     }
     assert (counts["0.0001"], counts["0.00025"], counts["60.0"], counts["+Inf"]) == (1, 2, 2, 3)
-    assert 'daskserve_handle_request_duration_seconds_count{endpoint="e",serve_instance="i"} 3.0' in (
-        scraped.lines()
-    )
+    (count,) = [line for line in scraped.lines() if "duration_seconds_count" in line]
+    assert count.endswith('{application="default",endpoint="e",serve_instance="i"} 3.0')
 
 
 def test_counts_of_several_workers_in_one_process_are_summed(scraped: Scraped) -> None:
@@ -106,7 +108,10 @@ def test_counts_of_several_workers_in_one_process_are_summed(scraped: Scraped) -
     scraped.process.add(one)
     scraped.process.add(two)
     scraped.process.add(two)
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 7.0' in scraped.lines()
+    assert (
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 7.0'
+        in scraped.lines()
+    )
     assert any("duration_seconds_count" in line and line.endswith(" 2.0") for line in scraped.lines())
     assert latency.count == 1
 
@@ -124,11 +129,17 @@ def test_totals_stay_when_a_source_is_removed_and_series_of_its_replica_end(scra
     scraped.process.remove(source)
     source.said = [(*REQUESTS, 1000)]
     assert "replica=" not in scraped.text()
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 3.0' in scraped.lines()
+    assert (
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 3.0'
+        in scraped.lines()
+    )
     assert any("duration_seconds_count" in line and line.endswith(" 1.0") for line in scraped.lines())
     again = Metrics((*REQUESTS, 2))
     scraped.process.add(again)
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 5.0' in scraped.lines()
+    assert (
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 5.0'
+        in scraped.lines()
+    )
 
 
 def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
@@ -138,7 +149,9 @@ def test_the_totals_of_an_instance_end_with_it(scraped: Scraped) -> None:
     scraped.process.remove(one)
     scraped.process.remove(two)
     scraped.process.forget("i")
-    assert scraped.lines() == ['daskserve_deployment_requests_total{deployment="d",serve_instance="j"} 1.0']
+    assert scraped.lines() == [
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="j"} 1.0'
+    ]
 
 
 def test_the_number_of_kept_totals_is_bounded(scraped: Scraped) -> None:
@@ -212,7 +225,10 @@ def test_scrapes_in_other_threads_never_see_a_counter_decrease(scraped: Scraped)
     is_over.set()
     thread.join()
     assert seen == sorted(seen)
-    assert 'daskserve_deployment_requests_total{deployment="d",serve_instance="i"} 600.0' in scraped.lines()
+    assert (
+        'daskserve_deployment_requests_total{application="default",deployment="d",serve_instance="i"} 600.0'
+        in scraped.lines()
+    )
 
 
 def test_samples_cross_processes_as_plain_values() -> None:
@@ -241,8 +257,26 @@ def test_a_user_metric_is_exported_per_replica_unless_its_kind_differs(
     scraped.process.add(one)
     scraped.process.add(two)
     assert scraped.lines() == [
-        'hits_total{deployment="d",model="a",replica="d#1",serve_instance="i"} 2.0',
-        'hits_total{deployment="d",model="a",replica="d#2",serve_instance="i"} 3.0',
+        'hits_total{application="default",deployment="d",model="a",replica="d#1",serve_instance="i"} 2.0',
+        'hits_total{application="default",deployment="d",model="a",replica="d#2",serve_instance="i"} 3.0',
+    ]
+
+
+def test_the_application_follows_from_the_tag(scraped: Scraped) -> None:
+    """The label `deployment` keeps the whole tag, so that queries from before mean the same."""
+    source = Metrics(
+        ("deployment_requests", ("i", "shop/model"), 1),
+        ("http_requests", ("i", "/shop", "shop/front", "GET", "200"), 2),
+        ("http_requests", ("i", "", "", "GET", "404"), 3),
+    )
+    scraped.process.add(source)
+    assert sorted(scraped.lines()) == [
+        'daskserve_deployment_requests_total{application="shop",deployment="shop/model",'
+        'serve_instance="i"} 1.0',
+        'daskserve_http_requests_total{application="",code="404",endpoint="",method="GET",route="",'
+        'serve_instance="i"} 3.0',
+        'daskserve_http_requests_total{application="shop",code="200",endpoint="shop/front",method="GET",'
+        'route="/shop",serve_instance="i"} 2.0',
     ]
 
 
@@ -255,7 +289,7 @@ def test_names_and_labels_follow_prometheus_rules() -> None:
         assert not spec.name.endswith(("_total", "_count", "_sum", "_bucket", "_ms"))
         assert not {"instance", "job", "le"} & set(spec.labels)
         assert spec.meaning.endswith(".")
-    assert len(METRICS) == sum(len(section) for section in SECTIONS.values())
+    assert len(METRICS) == sum(len(section) for section in (*SECTIONS.values(), PLANNED))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")

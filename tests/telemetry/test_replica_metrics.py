@@ -61,15 +61,19 @@ def test_the_counters_of_a_replica_are_plain_values() -> None:
 
 def test_batches_are_counted_by_method() -> None:
     metrics = ReplicaMetrics()
-    metrics.batches_of("predict").observe([0.001, 0.0])
+    metrics.batches_of("predict").observe([0.001, 0.0], 4)
+    metrics.batches_of("predict").ended(0.25)
     metrics.batches_of("predict").observe([0.5])
     predict = metrics.batches_of("predict")
     assert (predict.sizes.counts[:2], predict.sizes.sum) == ([1, 1], 3)
+    assert (predict.shares.count, predict.shares.sum, predict.durations.sum) == (1, 0.5, 0.25)
     assert (predict.waits.count, predict.waits.sum) == (3, pytest.approx(0.501))
     samples = [sample for sample in metrics.samples(("i", "d", "d#1")) if sample[0].startswith("batch")]
     assert [sample[:2] for sample in samples] == [
         ("batch_size", ("i", "d", "predict")),
         ("batch_wait_seconds", ("i", "d", "predict")),
+        ("batch_duration_seconds", ("i", "d", "predict")),
+        ("batch_utilization_ratio", ("i", "d", "predict")),
     ]
 
 

@@ -83,7 +83,7 @@ def list_metrics() -> None:
     for title, specs in SECTIONS.items():
         click.echo(f"{title}:")
         for spec in specs:
-            labels = f"{{{', '.join(spec.labels)}}}" if spec.labels else ""
+            labels = f"{{{', '.join(spec.exported_labels)}}}" if spec.labels else ""
             click.echo(f"  {spec.exported_name}{labels}  {spec.kind.value}\n      {spec.meaning}")
 
 

@@ -98,6 +98,13 @@ def controller_health(address: str | None, name: str | None, timeout_s: float, a
             f"The controller runs on {found['worker']} (process {found['pid']}, epoch {found['epoch']}). Its "
             f"event loop is {1000 * delay:.1f} ms late."
         )
+        if found.get("num_control_loops"):
+            click.echo(
+                f"{found['num_control_loops']} rounds of its loop took "
+                f"{1000 * found['mean_control_loop_duration_s']:.1f} ms each, "
+                f"{1000 * found['p99_control_loop_duration_s']:.1f} ms at the 99th percentile; "
+                f"{found['num_asyncio_tasks']} tasks, {found['process_memory_mb']:.0f} MB."
+            )
     else:
         click.echo(found["error"], err=True)
     if not found["is_alive"]:

@@ -39,7 +39,7 @@ def tag_of(deployment: str) -> str:
 def list_(deployment: str, address: str | None, name: str | None, as_json: bool) -> None:
     """List the models of DEPLOYMENT: what is loaded, has failed, or is in its folder.
 
-    Exits with 1 if a version has failed to load.
+    Exits with 1 if a version has failed to load, or was taken back.
     """
     with errors_as_messages(), connected(address, name) as client:
         found = client.list_models(tag_of(deployment))
@@ -53,7 +53,9 @@ def list_(deployment: str, address: str | None, name: str | None, as_json: bool)
         ]
         text = table(("MODEL", "VERSION", "STATE", "DEFAULT", "REASON"), rows) if rows else "No models."
         click.echo(coloured(text))
-    if any(each["state"] == "FAILED" for versions in found.values() for each in versions.values()):
+    if any(
+        each["state"] in ("FAILED", "TAKEN_BACK") for versions in found.values() for each in versions.values()
+    ):
         click.get_current_context().exit(1)
 
 
@@ -74,10 +76,11 @@ def load(
 ) -> None:
     """Load VERSION of MODEL, by default the newest, in all replicas of DEPLOYMENT, and wait for it."""
     with errors_as_messages(), connected(address, name) as client:
-        loaded = client.load_model(
-            tag_of(deployment), model, version, default=not no_default, timeout_s=timeout_s
-        )
-    click.echo(f"Version {loaded} of model {model} is loaded.")
+        tag = tag_of(deployment)
+        loaded = client.load_model(tag, model, version, default=not no_default, timeout_s=timeout_s)
+        state = client.list_models(tag).get(model, {}).get(loaded, {}).get("state")
+    begun = f"; its rollout has begun: daskserve rollout status {deployment} --model {model}"
+    click.echo(f"Version {loaded} of model {model} is loaded{begun if state == 'ROLLING_OUT' else ''}.")
 
 
 @models.command()

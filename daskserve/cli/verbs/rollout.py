@@ -20,53 +20,61 @@ TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
 def rollout() -> None:
     """Look at the rollout of a new version, pause, promote or abort it.
 
-    A deployment is named APP/DEPLOYMENT, or DEPLOYMENT alone in the default application.
+    A deployment is named APP/DEPLOYMENT, or DEPLOYMENT alone in the default application. With --model, it is
+    the rollout of a model of its model_repository.
     """
 
 
 def _target(command: Callable[..., Any]) -> Callable[..., Any]:
     named = click.argument("target", metavar="APP/DEPLOYMENT")
-    return named(instance_options(json_option(command)))
+    model = click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment.")
+    return named(model(instance_options(json_option(command))))
 
 
 @rollout.command()
 @_target
-def status(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+def status(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Show how far a rollout is, with the figures of its gates, or how the last one ended.
 
     Exits with 1 if the new version was taken back.
     """
-    found = _show(address, name, as_json, lambda client: client.rollout_status(**named(target)))
+    found = _show(address, name, as_json, lambda client: client.rollout_status(**_named(target, model)))
     if found["state"] in TAKEN_BACK:
         click.get_current_context().exit(ExitCode.FAILED)
 
 
 @rollout.command()
 @_target
-def pause(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+def pause(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Keep a rollout at its present step; its gates stay in force."""
-    _show(address, name, as_json, lambda client: client.pause_rollout(**named(target)))
+    _show(address, name, as_json, lambda client: client.pause_rollout(**_named(target, model)))
 
 
 @rollout.command()
 @_target
 @click.option("--full", is_flag=True, help="Skip all other steps.")
-def promote(target: str, address: str | None, name: str | None, as_json: bool, full: bool) -> None:
+def promote(
+    target: str, model: str, address: str | None, name: str | None, as_json: bool, full: bool
+) -> None:
     """Let a rollout go on to its next step, whatever it waits for."""
-    _show(address, name, as_json, lambda client: client.promote_rollout(**named(target), full=full))
+    _show(address, name, as_json, lambda client: client.promote_rollout(**_named(target, model), full=full))
 
 
 @rollout.command()
 @_target
-def abort(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+def abort(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Give the old version all traffic, and take the change back."""
-    _show(address, name, as_json, lambda client: client.abort_rollout(**named(target)))
+    _show(address, name, as_json, lambda client: client.abort_rollout(**_named(target, model)))
 
 
 def named(target: str) -> dict[str, str]:
     """Return the name of a deployment, and its application if the target names one."""
     application, _, name = target.rpartition("/")
     return {"name": name, "application": application}
+
+
+def _named(target: str, model: str) -> dict[str, str]:
+    return named(target) | ({"model": model} if model else {})
 
 
 def _show(
@@ -83,7 +91,8 @@ def _show(
 
 def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
     """Return the lines that show the state of a rollout."""
-    yield f"{found['deployment']}: version '{found['version']}' beside '{found['stable']}': {found['state']}"
+    what = found["deployment"] + (f", model {found['model']}" if "model" in found else "")
+    yield f"{what}: version '{found['version']}' beside '{found['stable']}': {found['state']}"
     if found["why"]:
         yield f"  {found['why']}"
     if "steps" not in found:

@@ -19,7 +19,7 @@ class ModelVerbs(Verbs):
         """Return the models of a deployment by name and version.
 
         Each version has its ``state``, the ``reason`` of a failure, and ``is_default``. The states are
-        AVAILABLE (in the folder, not loaded), LOADING, READY and FAILED.
+        AVAILABLE (in the folder, not loaded), LOADING, ROLLING_OUT, READY, FAILED and TAKEN_BACK.
 
         Raises
         ------
@@ -45,7 +45,8 @@ class ModelVerbs(Verbs):
         """Load a version of a model in all replicas, and return its name once all of them have it.
 
         Replicas that start later load it before they serve. If a replica cannot load it, it is unloaded
-        everywhere, and the default version from before keeps serving.
+        everywhere, and the default version from before keeps serving. With a ``rollout``, it becomes the
+        default version step by step after this has returned; see `daskserve.Client.rollout_status`.
 
         Parameters
         ----------
@@ -77,8 +78,10 @@ class ModelVerbs(Verbs):
             )
             left_s -= wait_s
             what = f"Version {chosen} of model {model!r}"
-            if found["state"] == "READY":
+            if found["state"] in ("READY", "ROLLING_OUT"):
                 return chosen
+            if found["state"] == "TAKEN_BACK":
+                raise DeployError(f"{what} was taken back: {found['reason']}")
             if found["state"] == "FAILED":
                 raise DeployError(f"{what} could not be loaded: {found['reason']}")
             if not found["state"]:

@@ -11,11 +11,12 @@ from daskserve.client.instance.connection import Verbs, this_program
 class RolloutVerbs(Verbs):
     """Methods of a `Client` that look at rollouts and steer them.
 
-    Each returns the state of the rollout as plain values: ``state``, ``version``, ``stable``, ``step``,
-    ``why``, and while it goes on ``share``, ``replicas``, ``requests`` and ``gates``.
+    With ``model``, they are about the rollout of a model of the deployment's ``model_repository``. Each
+    returns the state of the rollout as plain values: ``state``, ``version``, ``stable``, ``step``, ``why``,
+    and while it goes on ``share``, ``replicas``, ``requests`` and ``gates``.
     """
 
-    async def rollout_status(self, name: str, application: str = "") -> dict[str, Any]:
+    async def rollout_status(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
         """Return the state of a deployment's rollout, or how the last one ended.
 
         Parameters
@@ -28,28 +29,33 @@ class RolloutVerbs(Verbs):
         NotFoundError
             There is no such deployment, or there was no rollout since its last change.
         """
-        found: dict[str, Any] = await self._call("rollout_status", name=name, application=application)
+        message = _message(name, application, model)
+        found: dict[str, Any] = await self._call("rollout_status", **message)
         return found
 
-    async def pause_rollout(self, name: str, application: str = "") -> dict[str, Any]:
+    async def pause_rollout(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
         """Keep a rollout at its present step until `promote_rollout` or `abort_rollout`.
 
         Its gates stay in force.
         """
-        return await self._steer("pause_rollout", name=name, application=application)
+        return await self._steer("pause_rollout", **_message(name, application, model))
 
     async def promote_rollout(
-        self, name: str, application: str = "", *, full: bool = False
+        self, name: str, application: str = "", *, full: bool = False, model: str = ""
     ) -> dict[str, Any]:
         """Let a rollout go on to its next step, whatever it waits for; with ``full``, to its end."""
-        message = {"name": name, "application": application, "full": full}
+        message = {**_message(name, application, model), "full": full}
         return await self._steer("promote_rollout", **message, request_id=uuid.uuid4().hex)
 
-    async def abort_rollout(self, name: str, application: str = "") -> dict[str, Any]:
+    async def abort_rollout(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
         """Give the old version all traffic, and take the change back; when this returns, it has it here."""
-        return await self._steer("abort_rollout", name=name, application=application, by=this_program())
+        return await self._steer("abort_rollout", **_message(name, application, model), by=this_program())
 
     async def _steer(self, verb: str, **message: Any) -> dict[str, Any]:
         found: dict[str, Any] = await self._call(verb, **message)
         await self._complete(found, blocking=True)
         return {name: value for name, value in found.items() if name != "snapshot"}
+
+
+def _message(name: str, application: str, model: str) -> dict[str, Any]:
+    return {"name": name, "application": application} | ({"model": model} if model else {})

@@ -18,7 +18,7 @@ from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState
 from daskserve.control.records.two_versions import kept_tag, running_of, split_of, stable_of
-from daskserve.control.verbs.rollout_plan import Decision, decide
+from daskserve.control.verbs.rollout_plan import Decision, decide, phase_began
 
 #: Interval at which the requests of both versions are compared.
 LOOK_S = 1.0
@@ -70,8 +70,11 @@ def decided(
         and (each.version, each.config_id) == (backend.version, backend.config_id)
         for each in replicas
     )
+    config = backend.config.rollout
+    assert config is not None
     decision = decide(
-        backend,
+        rollout,
+        config,
         inputs.observed.rollouts.evidence(backend.tag, split.key),
         share=split.share,
         is_ready=ready >= backend.version_replicas,
@@ -90,10 +93,8 @@ def decided(
 
 def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
     """Return for how long a rollout is in its phase, which an earlier controller may have begun."""
-    if notes.rollout[0] != rollout.mark:
-        is_new = bool(notes.rollout[0]) or rollout.rollout_id not in inputs.observed.inherited
-        before_s = 0.0 if is_new else max(0.0, inputs.wall - rollout.since)
-        notes.rollout = rollout.mark, inputs.now - before_s
+    is_new = rollout.rollout_id not in inputs.observed.inherited
+    notes.rollout = phase_began(notes.rollout, rollout, is_new=is_new, now=inputs.now, wall=inputs.wall)
     return inputs.now - notes.rollout[1]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
@@ -13,6 +13,7 @@ from daskserve.control.records import model_decisions
 from daskserve.control.records.models import ModelsRecord, ModelState
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.views.rollouts import model_texts
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.options.environment import ModelRepository
 from daskserve.payload.model_files import list_models
@@ -35,10 +36,15 @@ class ModelVerbs(DecidingVerbs):
             model: {version: _entry("AVAILABLE") for version in versions}
             for model, versions in folder.items()
         }
+        texts = model_texts(self._core.observed, backend, record)
         for model, versions in record.models.items():
             for version, each in versions.items():
-                is_default = record.defaults.get(model) == version
-                found.setdefault(model, {})[version] = _entry(each["state"], each["reason"], is_default)
+                is_default, is_new = (
+                    record.defaults.get(model) == version,
+                    each["state"] == ModelState.ROLLING_OUT,
+                )
+                reason = texts.get(model, "") if is_new else each["reason"]
+                found.setdefault(model, {})[version] = _entry(each["state"], reason, is_default)
         return found
 
     @verb
@@ -55,7 +61,7 @@ class ModelVerbs(DecidingVerbs):
             raise NotFoundError(
                 f"{what} is not in the model repository; versions there: {', '.join(versions) or 'none'}."
             )
-        await self._decide(name, lambda each: model_decisions.loaded(each, model, chosen, is_next=is_default))
+        await self._decide(name, partial(_loaded, model, chosen, is_default, repository.rollout is not None))
         return {"version": chosen}
 
     @verb
@@ -108,7 +114,8 @@ class ModelVerbs(DecidingVerbs):
 
     async def _read(self, repository: ModelRepository) -> dict[str, list[str]]:
         try:
-            return await asyncio.to_thread(list_models, repository.url)
+            reading = partial(list_models, repository.url)
+            return await self._core.observed.folders.read(repository.url, reading, self._core.clock)
         except Exception as error:  # file systems raise errors of many libraries
             raise BadRequestError(
                 f"The model repository cannot be read: {type(error).__name__}: {error}"
@@ -121,6 +128,10 @@ class ModelVerbs(DecidingVerbs):
             after = decide(before)
             if after != before:
                 await self._core.writer.commit({after.key: after})
+
+
+def _loaded(model: str, version: str, is_next: bool, rolls_out: bool, record: ModelsRecord) -> ModelsRecord:
+    return model_decisions.loaded(record, model, version, is_next=is_next, rolls_out=rolls_out)
 
 
 def _entry(state: str, reason: str = "", is_default: bool = False) -> dict[str, Any]:

@@ -3,55 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.verbs import rollouts
+from daskserve.control.verbs.model_rollouts import steered
 from daskserve.control.verbs.scale import named_deployment
-from daskserve.control.views.rollouts import rollout_status
+from daskserve.control.views.rollouts import model_rollout_status, rollout_status
 
 
 class RolloutVerbs(DecidingVerbs):
     """A deployment is named as in `daskserve.control.calls.changing.ChangingVerbs.scale`.
 
-    Each verb returns the state of the rollout after it.
+    With ``model``, the verbs are about the rollout of that model of its ``model_repository``. Each verb
+    returns the state of the rollout after it.
     """
 
-    def _status(self, name: str, application: str) -> dict[str, Any]:
-        backend = named_deployment(self._core.state, name, application)
-        return rollout_status(self._core.state, self._core.observed, backend)
+    def _status(self, name: str, application: str, model: str) -> dict[str, Any]:
+        state, observed = self._core.state, self._core.observed
+        backend = named_deployment(state, name, application)
+        if model:
+            return model_rollout_status(state, observed, backend, model)
+        return rollout_status(state, observed, backend)
 
     async def _change(
-        self, name: str, application: str, decide: Callable[[BackendRecord, float], Change]
+        self, name: str, application: str, decide: Callable[[BackendRecord, float], Change], model: str = ""
     ) -> dict[str, Any]:
         async with self._deciding():
             backend = named_deployment(self._core.state, name, application)
             await self._core.writer.commit(decide(backend, self._core.clock.wall()))
         self._core.loop.poke([backend.tag, *self._core.state.apps.members(backend.application)])
-        return {**self._status(name, application), "snapshot": await self._core.barrier()}
+        return {**self._status(name, application, model), "snapshot": await self._core.barrier()}
+
+    def _of_model(self, verb: str, model: str, **options: Any) -> Callable[[BackendRecord, float], Change]:
+        def decide(backend: BackendRecord, wall: float) -> Change:
+            before = self._core.state.models.get(backend.tag, ModelsRecord(backend.tag))
+            repository = backend.config.model_repository
+            plan = None if repository is None else repository.rollout
+            after = steered(before, plan, model, verb, wall, **options)
+            return {} if after == before else {after.key: after}
+
+        return decide
 
     @verb
-    async def rollout_status(self, name: str, application: str = "") -> dict[str, Any]:
-        return self._status(name, application)
+    async def rollout_status(self, name: str, application: str = "", model: str = "") -> dict[str, Any]:
+        return self._status(name, application, model)
 
     @verb
-    async def pause_rollout(self, name: str, application: str = "") -> dict[str, Any]:
-        return await self._change(name, application, rollouts.pause)
+    async def pause_rollout(self, name: str, application: str = "", model: str = "") -> dict[str, Any]:
+        decide = self._of_model("pause", model) if model else rollouts.pause
+        return await self._change(name, application, decide, model)
 
     @verb
     async def promote_rollout(
-        self, name: str, application: str = "", full: bool = False, request_id: str = ""
+        self, name: str, application: str = "", full: bool = False, request_id: str = "", model: str = ""
     ) -> dict[str, Any]:
-        return await self._change(
-            name,
-            application,
-            lambda backend, wall: rollouts.promote(backend, wall, full=full, request_id=request_id),
+        options: dict[str, Any] = {"full": full, "request_id": request_id}
+        decide = (
+            self._of_model("promote", model, **options) if model else partial(rollouts.promote, **options)
         )
+        return await self._change(name, application, decide, model)
 
     @verb
-    async def abort_rollout(self, name: str, application: str = "", by: str = "") -> dict[str, Any]:
-        return await self._change(
-            name, application, lambda backend, wall: rollouts.abort(self._core.state, backend, wall, by)
-        )
+    async def abort_rollout(
+        self, name: str, application: str = "", by: str = "", model: str = ""
+    ) -> dict[str, Any]:
+        def decide(backend: BackendRecord, wall: float) -> Change:
+            return rollouts.abort(self._core.state, backend, wall, by)
+
+        steering = self._of_model("abort", model, by=by) if model else decide
+        return await self._change(name, application, steering, model)

@@ -6,7 +6,7 @@ Observations are not stored: a new controller queries the cluster again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,11 +22,12 @@ from daskserve.common.types import (
     WorkerAddress,
     WorkerInfo,
 )
+from daskserve.control.observed.folder_reads import FolderReads
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.rollout_counts import RolloutCounts
-from daskserve.control.records.models import ModelReport
+from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -204,6 +205,8 @@ class Observed:
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The models that replicas have loaded, as they last reported them.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
+    #: Reads the folders of models.
+    folders: FolderReads = field(default_factory=FolderReads)
     #: Why the folder of models of a backend cannot be read.
     model_problems: dict[BackendTag, str] = field(default_factory=dict)
     #: The memory of each backend's steps.
@@ -388,6 +391,16 @@ class Observed:
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
         self.live.forget_proxy(tag)
+
+    def learn_models(
+        self, replica: ReplicaRecord, facts: Mapping[str, Any], going_on: Collection[str]
+    ) -> None:
+        """Keep what a replica reports of its models, and what it has counted of the rollouts that go on."""
+        self.models[replica.tag] = ModelReport.of(facts)
+        splits = {name: each for name, each in facts.get("splits", {}).items() if name in going_on}
+        self.rollouts.report(
+            replica.tag, {rollout_tag(replica.backend, name): each for name, each in splits.items()}
+        )
 
     def forget_backend(self, tag: BackendTag) -> None:
         """Drop the observations of a backend whose record is gone."""

@@ -15,16 +15,27 @@ from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
 
 #: Maximum number of routers whose totals are kept apart for one step. Those of more are not counted.
 MAX_ROUTERS = 10_000
+#: Maximum number of steps of one backend whose counts are kept.
+KEPT_STEPS = 4
 #: Maximum number of shadowed requests with different answers that are kept.
 KEPT_DIFFERENCES = 10
 
 
 @dataclass(slots=True)
 class _Step:
-    key: str
     #: By router: what it has counted at the new version, and at the old one.
     routers: dict[str, tuple[VersionCounts, VersionCounts]] = field(default_factory=dict)
+    #: The sums over all routers.
+    new: VersionCounts = field(default_factory=VersionCounts)
+    old: VersionCounts = field(default_factory=VersionCounts)
     polls: dict[int, tuple[int, int, float, float]] = field(default_factory=dict)
+
+    def report(self, router: str, new: VersionCounts, old: VersionCounts) -> None:
+        if router not in self.routers and len(self.routers) >= MAX_ROUTERS:
+            return
+        new_before, old_before = self.routers.get(router, (VersionCounts(), VersionCounts()))
+        self.new, self.old = self.new + new - new_before, self.old + old - old_before
+        self.routers[router] = new, old
 
 
 @dataclass(slots=True)
@@ -46,15 +57,15 @@ class RolloutCounts:
     """See the module."""
 
     def __init__(self) -> None:
-        self._steps: dict[BackendTag, _Step] = {}
+        #: By the key of the step.
+        self._steps: dict[BackendTag, dict[str, _Step]] = {}
         self._answers: dict[BackendTag, _Answers] = {}
 
     def report(self, router: str, versions: Mapping[BackendTag, Mapping[str, Any]]) -> None:
         """Record a router's totals, by backend."""
         for tag, counted in versions.items():
             step = self._of(tag, str(counted["key"]))
-            if router in step.routers or len(step.routers) < MAX_ROUTERS:
-                step.routers[router] = (_counts(counted["new"]), _counts(counted["old"]))
+            step.report(router, _counts(counted["new"]), _counts(counted["old"]))
             if shadowed := counted.get("shadowed"):
                 self._compared(router, tag, str(counted["key"]).partition("/")[0], shadowed)
 
@@ -69,10 +80,11 @@ class RolloutCounts:
             )
 
     def _of(self, tag: BackendTag, key: str) -> _Step:
-        step = self._steps.get(tag)
-        if step is None or step.key != key:
-            step = self._steps[tag] = _Step(key)
-        return step
+        """Return the counts of a step; a router that has not heard of the present one may name one before."""
+        steps = self._steps.setdefault(tag, {})
+        if key not in steps and len(steps) >= KEPT_STEPS:
+            del steps[next(iter(steps))]
+        return steps.setdefault(key, _Step())
 
     def polled(self, tag: BackendTag, key: str, number: int, new: float, old: float, *, worse: bool) -> None:
         """Record one comparison of two values of an expression."""
@@ -82,13 +94,8 @@ class RolloutCounts:
 
     def evidence(self, tag: BackendTag, key: str) -> Evidence:
         """Return what is known of a step."""
-        step = self._steps.get(tag)
-        if step is None or step.key != key:
-            return Evidence()
-        new, old = VersionCounts(), VersionCounts()
-        for theirs, before in step.routers.values():
-            new, old = new + theirs, old + before
-        return Evidence(new, old, dict(step.polls))
+        step = self._steps.get(tag, {}).get(key)
+        return Evidence() if step is None else Evidence(step.new, step.old, dict(step.polls))
 
     def shadowed(self, tag: BackendTag, rollout_id: str) -> Shadowed:
         """Return the compared answers of a rollout."""

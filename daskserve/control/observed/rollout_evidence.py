@@ -14,6 +14,7 @@ new version is worse, as nobody knows that factor.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +40,15 @@ class VersionCounts:
     latency_counts: Sequence[int] = ()
 
     def __add__(self, other: VersionCounts) -> VersionCounts:
-        longer, shorter = sorted((self.latency_counts, other.latency_counts), key=len, reverse=True)
-        padded = [*shorter, *[0] * (len(longer) - len(shorter))]
-        counts = tuple(one + two for one, two in zip(longer, padded, strict=True))
-        return VersionCounts(self.requests + other.requests, self.failed + other.failed, counts)
+        return self._plus(other, 1)
+
+    def __sub__(self, other: VersionCounts) -> VersionCounts:
+        return self._plus(other, -1)
+
+    def _plus(self, other: VersionCounts, sign: int) -> VersionCounts:
+        pairs = itertools.zip_longest(self.latency_counts, other.latency_counts, fillvalue=0)
+        counts = tuple(one + sign * two for one, two in pairs)
+        return VersionCounts(self.requests + sign * other.requests, self.failed + sign * other.failed, counts)
 
     def slower_than(self, bucket: int) -> int:
         """Return the number of requests in higher buckets."""

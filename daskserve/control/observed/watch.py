@@ -26,7 +26,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.observed.observed import Activity, Observed
-from daskserve.control.records.models import ModelReport
+from daskserve.control.records.model_decisions import rollouts_of
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import ActorLostError, ServeError, StaleEpochError, UnavailableError
@@ -197,7 +197,8 @@ class WorkerWatch:
             self._observed.terminating.add(replica.tag)
             self._poke([replica.backend])
         if "models" in actor:
-            self._observed.models[replica.tag] = ModelReport.of(actor["models"])
+            record = self._state.models.get(replica.backend)
+            self._observed.learn_models(replica, actor["models"], rollouts_of(record) if record else ())
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

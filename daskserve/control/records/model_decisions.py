@@ -1,8 +1,9 @@
 """Decisions about the models of a deployment: what is wanted, and what follows from what replicas have. Pure.
 
 A version goes from LOADING to READY once all running replicas have it, or to FAILED with the first replica
-that cannot load it. The old default version serves until then, and for good after a failure. A gate for a new
-version belongs between the two, in `settled`.
+that cannot load it. The old default version serves until then, and for good after a failure. With a plan for
+rollouts, a version that is to be the default one is ROLLING_OUT between the two; see
+`daskserve.control.verbs.model_rollouts`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 from daskserve.common.copying import replace
 from daskserve.control.records.models import ModelReport, ModelsRecord, ModelState
+from daskserve.control.records.rollout import RolloutState
 from daskserve.errors import NotFoundError
+from daskserve.options.rollout import RolloutConfig
 from daskserve.payload.model_files import newest_last
 
 #: Number of characters of a reason that are kept.
@@ -34,18 +37,39 @@ class Folder(NamedTuple):
     whole: Collection[str]
 
 
-def target(record: ModelsRecord) -> dict[str, Any]:
+def target(record: ModelsRecord, plan: RolloutConfig | None = None) -> dict[str, Any]:
     """Return what replicas should have, for `daskserve.data.replica.models.Models.want`."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, versions in record.models.items():
         wanted = {
             version: each["attempt"]
             for version, each in versions.items()
-            if each["state"] != ModelState.FAILED
+            if not ModelState(each["state"]).is_given_up
         }
         if wanted:
             found[name] = {"versions": wanted, "default": record.defaults.get(name, "")}
+    for name, rollout in rollouts_of(record).items():
+        share = 0.0 if plan is None else share_of(rollout, plan)
+        if share > 0 and name in found:
+            key = key_of(rollout, share)
+            found[name]["split"] = {"key": key, "version": rollout.names[0], "share": share}
     return found
+
+
+def rollouts_of(record: ModelsRecord) -> dict[str, RolloutState]:
+    """Return the rollouts that go on, by model."""
+    found = {name: RolloutState.from_plain(each) for name, each in record.rollouts.items()}
+    return {name: each for name, each in found.items() if each.is_active}
+
+
+def share_of(rollout: RolloutState, plan: RolloutConfig) -> float:
+    """Return the share of a model's requests that its new version gets."""
+    return plan.shares[min(rollout.served, len(plan.steps) - 1)] if rollout.served >= 0 else 0.0
+
+
+def key_of(rollout: RolloutState, share: float) -> str:
+    """Return the key under which the requests of a step are counted."""
+    return f"{rollout.rollout_id}/{rollout.served}/{share}"
 
 
 def at_start(record: ModelsRecord | None) -> dict[str, Any] | None:
@@ -69,23 +93,34 @@ def is_met(wanted: Mapping[str, Any], report: ModelReport) -> bool:
         default = each["default"]
         if report.has(name, default) and report.defaults.get(name) != default:
             return False
-    return all(
+    splits = {name: each["split"]["key"] for name, each in wanted.items() if "split" in each}
+    return splits == dict(report.splits) and all(
         version in wanted.get(name, {}).get("versions", ())
         for name, versions in report.loaded.items()
         for version in versions
     )
 
 
-def loaded(record: ModelsRecord, name: str, version: str, *, is_next: bool) -> ModelsRecord:
-    """Return the record with a version to load; one that failed is tried again."""
+def loaded(
+    record: ModelsRecord, name: str, version: str, *, is_next: bool, rolls_out: bool = False
+) -> ModelsRecord:
+    """Return the record with a version to load; one that failed is tried again.
+
+    ``rolls_out`` says whether a version that is READY becomes the default one by a rollout, too.
+    """
     known = record.models.get(name, {}).get(version)
+    if known is not None and known["state"] == ModelState.ROLLING_OUT:
+        return record
     if known is not None and known["state"] == ModelState.READY:
-        return with_default(record, name, version) if is_next else record
+        if not is_next or record.defaults.get(name) == version:
+            return record
+        if not rolls_out or name not in record.defaults:
+            return with_default(record, name, version)
     if known is not None and known["state"] == ModelState.LOADING:
-        return _changed(record, name, version, {**known, "is_next": is_next})
+        return changed(record, name, version, {**known, "is_next": is_next})
     number = record.attempts + 1
     entry = {"state": ModelState.LOADING.value, "attempt": number, "reason": "", "is_next": is_next}
-    return replace(_changed(record, name, version, entry), attempts=number)
+    return replace(changed(record, name, version, entry), attempts=number)
 
 
 def unloaded(record: ModelsRecord, name: str, version: str | None) -> ModelsRecord:
@@ -95,21 +130,25 @@ def unloaded(record: ModelsRecord, name: str, version: str | None) -> ModelsReco
         raise _unknown(record, name, version)
     kept = {} if version is None else {each: entry for each, entry in versions.items() if each != version}
     models = {**record.models, name: kept}
+    rollouts = dict(record.rollouts)
     if not kept:
         del models[name]
+        rollouts.pop(name, None)
     defaults = dict(record.defaults)
     if version in (None, defaults.get(name)):
         ready = [each for each, entry in kept.items() if entry["state"] == ModelState.READY]
         defaults.pop(name, None)
         if ready:
             defaults[name] = newest_last(ready)[-1]
-    return replace(record, models=models, defaults=defaults)
+    return replace(record, models=models, defaults=defaults, rollouts=rollouts)
 
 
 def with_default(record: ModelsRecord, name: str, version: str) -> ModelsRecord:
-    """Return the record with another default version; raise `NotFoundError` unless that is READY."""
+    """Return the record with another default version; raise `NotFoundError` unless all replicas have it."""
     known = record.models.get(name, {}).get(version)
-    if known is None or known["state"] != ModelState.READY:
+    if known is not None and known["state"] == ModelState.ROLLING_OUT:
+        record = changed(record, name, version, {**known, "state": ModelState.READY.value})
+    elif known is None or known["state"] != ModelState.READY:
         raise _unknown(record, name, version)
     return replace(record, defaults={**record.defaults, name: version})
 
@@ -141,7 +180,11 @@ def polled(record: ModelsRecord, folder: Folder, keep: int) -> ModelsRecord:
 
 
 def settled(
-    record: ModelsRecord, reports: Mapping[str, ModelReport | None], keep: int | None
+    record: ModelsRecord,
+    reports: Mapping[str, ModelReport | None],
+    keep: int | None,
+    *,
+    rolls_out: bool = False,
 ) -> ModelsRecord:
     """Return the record that follows from what the running replicas have.
 
@@ -151,11 +194,13 @@ def settled(
         By replica; None if it has not reported yet.
     keep : int or None
         How many versions of a model stay; None: all.
+    rolls_out : bool
+        Whether a version becomes the default one by a rollout.
     """
     for name, versions in record.models.items():
         for version, entry in versions.items():
-            if entry["state"] == ModelState.LOADING:
-                record = _outcome(record, name, version, entry, reports)
+            if entry["state"] in (ModelState.LOADING, ModelState.ROLLING_OUT):
+                record = _outcome(record, name, version, entry, reports, rolls_out)
     if keep is None:
         return record
     for name, versions in record.models.items():
@@ -172,24 +217,31 @@ def _outcome(
     version: str,
     entry: Mapping[str, Any],
     reports: Mapping[str, ModelReport | None],
+    rolls_out: bool,
 ) -> ModelsRecord:
     for tag, report in reports.items():
         error = None if report is None else report.errors.get(f"{name}/{version}")
         if error is not None and error[0] >= entry["attempt"]:
             reason = f"{error[1][:MAX_REASON]} (replica {tag})"
-            return _changed(
+            return changed(
                 record, name, version, {**entry, "state": ModelState.FAILED.value, "reason": reason}
             )
     if not reports or not all(
         report is not None and report.has(name, version) for report in reports.values()
     ):
         return record
-    record = _changed(record, name, version, {**entry, "state": ModelState.READY.value})
+    if entry["state"] == ModelState.ROLLING_OUT:
+        return record
     is_first = name not in record.defaults
+    state = ModelState.ROLLING_OUT if rolls_out and entry["is_next"] and not is_first else ModelState.READY
+    record = changed(record, name, version, {**entry, "state": state.value})
+    if state is ModelState.ROLLING_OUT:
+        return record
     return with_default(record, name, version) if entry["is_next"] or is_first else record
 
 
-def _changed(record: ModelsRecord, name: str, version: str, entry: Mapping[str, Any]) -> ModelsRecord:
+def changed(record: ModelsRecord, name: str, version: str, entry: Mapping[str, Any]) -> ModelsRecord:
+    """Return the record with another entry of a version."""
     versions = {**record.models.get(name, {}), version: entry}
     return replace(record, models={**record.models, name: versions})
 
@@ -217,6 +269,8 @@ def text_of(record: ModelsRecord | None, problem: str = "") -> str:
                 parts.append(
                     f"model {name!r} version {version} could not be loaded: {entry['reason']}{serves}"
                 )
+            elif entry["state"] == ModelState.TAKEN_BACK:
+                parts.append(f"model {name!r}: {entry['reason']}")
             elif entry["state"] == ModelState.LOADING:
                 parts.append(f"model {name!r} version {version} is being loaded{serves}")
     return "; ".join(parts)

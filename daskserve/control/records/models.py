@@ -14,8 +14,17 @@ class ModelState(enum.StrEnum):
     """The state of a version: wanted and not in all replicas yet, in all of them, or given up."""
 
     LOADING = "LOADING"
+    #: All replicas have it, and it gets its requests step by step.
+    ROLLING_OUT = "ROLLING_OUT"
     READY = "READY"
     FAILED = "FAILED"
+    #: Its rollout was taken back, by a gate or by somebody.
+    TAKEN_BACK = "TAKEN_BACK"
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether replicas should not have it."""
+        return self in (ModelState.FAILED, ModelState.TAKEN_BACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,9 @@ class ModelsRecord:
         The default version of each model that has one.
     attempts : int
         The number of the last attempt.
+    rollouts : dict
+        The rollout of each model that has or had one, as plain values of a
+        `daskserve.control.records.rollout.RolloutState`.
     """
 
     KIND: ClassVar[str] = "models"
@@ -39,6 +51,7 @@ class ModelsRecord:
     models: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 0
+    rollouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -47,18 +60,34 @@ class ModelsRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What one replica has loaded, its default versions, and its errors by ``name/version`` and attempt."""
+    """What one replica has loaded, its default versions, and its errors by ``name/version`` and attempt.
+
+    Attributes
+    ----------
+    splits : dict
+        The steps of rollouts that it divides requests by: their keys by model.
+    loading : dict
+        By ``name/version``: for how long it loads, in seconds.
+    """
 
     loaded: Mapping[str, Collection[str]]
     defaults: Mapping[str, str]
     errors: Mapping[str, tuple[int, str]]
+    splits: Mapping[str, str] = field(default_factory=dict)
+    loading: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> ModelReport:
         """Return the report in a replica's health."""
         errors = {key: (int(attempt), str(why)) for key, (attempt, why) in facts["errors"].items()}
-        return cls(facts["loaded"], facts["defaults"], errors)
+        splits = {name: str(each["key"]) for name, each in facts.get("splits", {}).items()}
+        return cls(facts["loaded"], facts["defaults"], errors, splits, facts.get("loading", {}))
 
     def has(self, name: str, version: str) -> bool:
         """Return whether a version is loaded."""
         return version in self.loaded.get(name, ())
+
+
+def rollout_tag(backend: BackendTag, model: str) -> BackendTag:
+    """Return the name under which the requests of a model's rollout are counted; no backend's tag is one."""
+    return f"{backend}#model/{model}"

@@ -93,9 +93,16 @@ def findings(
 
 
 def decide(
-    backend: BackendRecord, evidence: Evidence, *, share: float, is_ready: bool, for_s: float, wall: float
+    rollout: RolloutState,
+    config: RolloutConfig,
+    evidence: Evidence,
+    *,
+    share: float,
+    is_ready: bool,
+    for_s: float,
+    wall: float,
 ) -> Decision:
-    """Return what becomes of a rollout.
+    """Return what becomes of a rollout, of a deployment or of a model.
 
     Parameters
     ----------
@@ -108,9 +115,6 @@ def decide(
     wall : float
         Seconds since the epoch, for the record.
     """
-    rollout, config = backend.canary, backend.config.rollout
-    assert rollout is not None
-    assert config is not None
     for each in findings(config, rollout, evidence, share, for_s):
         if each.is_worse:
             new, old = rollout.names
@@ -174,6 +178,20 @@ def ended_rollout(backend: BackendRecord, error: ServeError, wall: float) -> Rol
     has_failed = isinstance(error, RolloutError | ReplicaStartError | RequestTimeoutError)
     is_abort = not has_failed or bool(getattr(error, "by", ""))
     return rollout.moved(RolloutEvent.ABORT if is_abort else RolloutEvent.FAILED, wall, str(error))
+
+
+def phase_began(
+    known: tuple[str, float], rollout: RolloutState, *, is_new: bool, now: float, wall: float
+) -> tuple[str, float]:
+    """Return the mark of a rollout's phase, and when it began on this controller's clock.
+
+    ``known`` is what this function returned last. The phase may have begun under an earlier controller,
+    unless ``is_new``.
+    """
+    if known[0] == rollout.mark:
+        return known
+    before_s = 0.0 if known[0] or is_new else max(0.0, wall - rollout.since)
+    return rollout.mark, now - before_s
 
 
 def serves_rollout(state: State, goal: GoalRecord) -> bool:

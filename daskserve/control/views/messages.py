@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from daskserve.common.formatting import shown, shown_size
-from daskserve.common.types import BackendTag, ReplicaState
+from daskserve.common.types import BackendTag, ReplicaState, short_tag
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
 from daskserve.control.observed.observed import KEPT_DEAD, DeadReplica, Observed
@@ -13,7 +13,7 @@ from daskserve.control.placement.placement import capacity
 from daskserve.control.records.model_decisions import text_of
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.views.rollouts import rollout_text
+from daskserve.control.views.rollouts import model_texts, rollout_text
 
 #: Replicas that take longer to be placed or to start are told of.
 SLOW_S = 30.0
@@ -63,9 +63,26 @@ def message_of(
 
 def with_models(state: State, observed: Observed, tag: BackendTag, message: str) -> str:
     """Return a message with what the status says of a deployment's models."""
-    text = text_of(state.models.get(tag), observed.model_problems.get(tag, ""))
+    record, backend = state.models.get(tag), state.backends.get(tag)
+    rolling = {} if backend is None else model_texts(observed, backend, record)
+    parts = [text_of(record, observed.model_problems.get(tag, "")), *slow_models(state, observed, tag)]
+    text = "; ".join(filter(None, [*parts, *(f"model {name!r}: {each}" for name, each in rolling.items())]))
     first, line, rest = message.partition("\n")
     return "; ".join(filter(None, (first, text))) + line + rest
+
+
+def slow_models(state: State, observed: Observed, tag: BackendTag) -> list[str]:
+    """Return which replicas have loaded a version of a model for long."""
+    found = []
+    for replica in state.replicas_of(tag):
+        report = observed.models.get(replica.tag)
+        for key, for_s in {} if report is None else report.loading.items():
+            if for_s >= SLOW_S:
+                since = f"for more than {shown(SLOW_S)} s"
+                found.append(
+                    f"replica {short_tag(replica.tag)!r} has been loading model version {key} {since}"
+                )
+    return found
 
 
 def slow_text(

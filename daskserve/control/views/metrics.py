@@ -27,6 +27,8 @@ class ControlMetrics:
 
     def __init__(self) -> None:
         self.rounds = LatencyHistogram()
+        #: The duration of the last round; 0 before the first one.
+        self.last_round_s = 0.0
         self.steps = 0
         self.failures = 0
         #: Number of replicas that were to move to better workers.
@@ -34,6 +36,11 @@ class ControlMetrics:
         #: Number of ended goals, by outcome.
         self.goals: Counter[GoalState] = Counter()
         self.started_at = 0.0
+
+    def observe_round(self, took_s: float) -> None:
+        """Count one round of the control loop."""
+        self.rounds.observe(took_s)
+        self.last_round_s = took_s
 
     def counts(self, instance: str) -> list[MetricSample]:
         """Return the counters."""

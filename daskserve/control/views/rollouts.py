@@ -9,35 +9,54 @@ from typing import Any
 from daskserve.common.formatting import shown
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
+from daskserve.control.records.model_decisions import rollouts_of, share_of
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
-from daskserve.control.records.rollout import RolloutPhase
+from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.two_versions import running_of, split_of
+from daskserve.control.verbs.model_rollouts import evidence_of
 from daskserve.control.verbs.rollout_plan import findings, missing
 from daskserve.errors import NotFoundError
-from daskserve.options.rollout import percent_of
+from daskserve.options.rollout import RolloutConfig, percent_of
 
 
 def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return how far a rollout is, and the figures of its gates."""
+    """Return how far the rollout of a deployment is, and the figures of its gates."""
     rollout, plan = backend.canary, backend.config.rollout
     assert rollout is not None
     assert plan is not None
     split = split_of(backend, *running_of(backend, replicas))
-    evidence = observed.rollouts.evidence(backend.tag, split.key)
+    return _text(rollout, plan, split.share, observed.rollouts.evidence(backend.tag, split.key))
+
+
+def model_texts(observed: Observed, backend: BackendRecord, record: ModelsRecord | None) -> dict[str, str]:
+    """Return how far the rollouts of the models of a deployment are, by the name of the model."""
+    repository, found = backend.config.model_repository, {}
+    plan = None if repository is None else repository.rollout
+    if record is None or plan is None:
+        return {}
+    for name, rollout in rollouts_of(record).items():
+        share = share_of(rollout, plan)
+        evidence = evidence_of(observed.rollouts, backend.tag, name, rollout, share)
+        found[name] = _text(rollout, plan, share, evidence)
+    return found
+
+
+def _text(rollout: RolloutState, plan: RolloutConfig, share: float, evidence: Evidence) -> str:
     new, old = rollout.names
     found = [
         f"rollout of version '{new}' beside '{old}': step {rollout.step + 1} of {len(plan.steps)}, "
-        f"{_percent(split.share)} of the traffic"
+        f"{_percent(share)} of the traffic"
     ]
     if rollout.phase is RolloutPhase.STARTING:
         found.append(f"replicas for {plan.steps[rollout.step]} start")
     elif rollout.phase is RolloutPhase.PAUSED or plan.pause_s is None:
         found.append("paused until it is promoted or aborted")
-    elif lacks := missing(plan, evidence, split.share):
+    elif lacks := missing(plan, evidence, share):
         found.append(lacks)
     if evidence.new.requests:
-        found += [each.text for each in findings(plan, rollout, evidence, split.share)]
+        found += [each.text for each in findings(plan, rollout, evidence, share)]
     return "; ".join(found)
 
 
@@ -53,9 +72,62 @@ def rollout_status(state: State, observed: Observed, backend: BackendRecord) -> 
     if rollout is None:
         how = "" if plan is not None else "; its option 'rollout' is not set"
         raise NotFoundError(f"There is no rollout of {backend.display_name}{how}.")
+    found = {"deployment": backend.tag, **_ended(rollout)}
+    if backend.canary is None or plan is None:
+        return found
+    running = running_of(backend, state.replicas_of(backend.tag))
+    split = split_of(backend, *running)
+    evidence = observed.rollouts.evidence(backend.tag, split.key)
+    shadowed = observed.rollouts.shadowed(backend.tag, rollout.rollout_id)
+    return {
+        **found,
+        **_going_on(rollout, plan, split.share, evidence),
+        "replicas": {"candidate": len(running[0]), "stable": len(running[1])},
+        "wanted_replicas": backend.version_replicas,
+        "shadowed": asdict(shadowed) if percent_of(plan.shadow) else None,
+        "waiting": observed.notes_of(backend.tag).waiting or "",
+    }
+
+
+def model_rollout_status(
+    state: State, observed: Observed, backend: BackendRecord, model: str
+) -> dict[str, Any]:
+    """Return the state of a model's rollout, or how the last one ended, as `rollout_status` does.
+
+    Raises
+    ------
+    NotFoundError
+        There has been none.
+    """
+    repository, record = backend.config.model_repository, state.models.get(backend.tag)
+    plan, last = None if repository is None else repository.rollout, None
+    if record is not None:
+        last = record.rollouts.get(model)
+    if record is None or last is None:
+        how = "" if plan is not None else "; the option rollout of model_repository is not set"
+        raise NotFoundError(f"There is no rollout of model {model!r} of {backend.display_name}{how}.")
+    rollout = RolloutState.from_plain(last)
+    found = {"deployment": backend.tag, "model": model, **_ended(rollout)}
+    if not rollout.is_active or plan is None:
+        return found
+    share = share_of(rollout, plan)
+    tags = [each.tag for each in state.replicas_of(backend.tag)]
+    reports = [each for tag in tags if (each := observed.models.get(tag)) is not None]
+    having = [sum(each.has(model, version) for each in reports) for version in rollout.names]
+    return {
+        **found,
+        **_going_on(rollout, plan, share, evidence_of(observed.rollouts, backend.tag, model, rollout, share)),
+        "replicas": dict(zip(("candidate", "stable"), having, strict=True)),
+        "wanted_replicas": backend.num_replicas,
+        "shadowed": None,
+        "waiting": "",
+    }
+
+
+def _ended(rollout: RolloutState) -> dict[str, Any]:
+    """Return what is known of a rollout that has ended, too."""
     new, old = rollout.names
-    found: dict[str, Any] = {
-        "deployment": backend.tag,
+    return {
         "state": rollout.phase.value,
         "version": new,
         "stable": old,
@@ -64,26 +136,19 @@ def rollout_status(state: State, observed: Observed, backend: BackendRecord) -> 
         "step": rollout.step + 1,
         "why": rollout.why,
     }
-    if backend.canary is None or plan is None:
-        return found
-    running = running_of(backend, state.replicas_of(backend.tag))
-    split = split_of(backend, *running)
-    evidence: Evidence = observed.rollouts.evidence(backend.tag, split.key)
-    shadowed = observed.rollouts.shadowed(backend.tag, rollout.rollout_id)
+
+
+def _going_on(rollout: RolloutState, plan: RolloutConfig, share: float, evidence: Evidence) -> dict[str, Any]:
+    found = findings(plan, rollout, evidence, share)
     return {
-        **found,
         "steps": list(plan.steps),
-        "share": split.share,
-        "replicas": {"candidate": len(running[0]), "stable": len(running[1])},
-        "wanted_replicas": backend.version_replicas,
+        "share": share,
         "requests": {"candidate": _counted(evidence.new), "stable": _counted(evidence.old)},
         "min_requests": plan.min_requests,
         "gates": [
             {"metric": gate.metric, "is_worse": each.is_worse, "text": each.text}
-            for gate, each in zip(plan.gates, findings(plan, rollout, evidence, split.share), strict=True)
+            for gate, each in zip(plan.gates, found, strict=True)
         ],
-        "shadowed": asdict(shadowed) if percent_of(plan.shadow) else None,
-        "waiting": observed.notes_of(backend.tag).waiting or "",
     }
 
 

@@ -22,6 +22,7 @@ from daskserve.context import current_replica, current_request
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
+from daskserve.data.version_counts import counted_batch
 from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
 
 if TYPE_CHECKING:
@@ -150,12 +151,14 @@ class _BatchRunner:
         """Return a queue for the running loop and the current replica."""
         replica = current_replica.get()
         metrics = None if replica is None else replica.metrics
+        counts = None if metrics is None else metrics.batches_of(self.function.__name__)
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits,
             max_running=self.max_running,
             size_of=None if self.size_fn is None else self._size_of,
-            on_batch=None if metrics is None else metrics.batches_of(self.function.__name__).observe,
+            on_batch=None if counts is None else counts.observe,
+            on_end=None if counts is None else counts.ended,
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)
@@ -196,12 +199,14 @@ class _BatchRunner:
         return SpansOfBatch(self.function.__qualname__, [item.span for item in items])
 
     async def _run(self, items: list[_Item]) -> list[Any]:
-        with self._begin_spans(items):
-            return as_results(self.function.__qualname__, await self._begin(items), len(items))
+        with self._begin_spans(items), counted_batch() as outcomes:
+            results = as_results(self.function.__qualname__, await self._begin(items), len(items))
+            outcomes.extend(results)
+            return results
 
     async def _run_streams(self, items: list[_Item]) -> list[Any]:
         streams = [item.stream for item in items if item.stream is not None]
-        with self._begin_spans(items):
+        with self._begin_spans(items), counted_batch():
             await distribute(self.function.__qualname__, self._begin(items), streams)
         return [END] * len(items)
 

@@ -84,7 +84,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
     size_of : callable, optional
         Takes a list of items and returns the size of their batch; default: the number of items.
     on_batch : callable, optional
-        Called when a batch starts, with the waiting time of each of its items in seconds.
+        Called when a batch starts, with the waiting time of each of its items in seconds, and with the
+        maximum number of items; 0 if ``size_of`` says what a batch may hold.
+    on_end : callable, optional
+        Called when a batch has ended, with the seconds that it ran.
     """
 
     def __init__(
@@ -94,13 +97,15 @@ class BatchQueue(Generic[ItemT, ResultT]):
         *,
         max_running: int | None = None,
         size_of: Callable[[list[ItemT]], float] | None = None,
-        on_batch: Callable[[list[float]], None] | None = None,
+        on_batch: Callable[[list[float], int], None] | None = None,
+        on_end: Callable[[float], None] | None = None,
     ) -> None:
         self._run = run
         self._limits = limits
         self._max_running = max_running
         self._size_of = size_of
         self._on_batch = on_batch
+        self._on_end = on_end
         self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
         self._alarm = Alarm(self.reconsider)
@@ -250,7 +255,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
             loop = asyncio.get_running_loop()
             if self._on_batch is not None:
                 now = loop.time()
-                self._on_batch([now - entry.added_at for entry in batch])
+                most = self._limits.max_batch_size if self._size_of is None else 0
+                self._on_batch([now - entry.added_at for entry in batch], most)
             task = loop.create_task(self._run_batch(batch))
             self._tasks[task] = LoopClock().wall()
             task.add_done_callback(self._note_end)
@@ -266,7 +272,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 self._drop_if_empty(key, key_queue)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+        began = self._tasks.pop(task)
+        if self._on_end is not None:
+            self._on_end(max(0.0, LoopClock().wall() - began))
         self.reconsider()
 
     async def _run_batch(self, batch: list[BatchEntry[ItemT, ResultT]]) -> None:

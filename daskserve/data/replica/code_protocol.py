@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from daskserve.common.types import Envelope, RankInfo
+from daskserve.common.types import ActorRequest, Envelope, RankInfo
 from daskserve.data.replica.inspection import Inspection
 from daskserve.data.replica.models import Models
-from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.construction import Stage
 from daskserve.telemetry.table import MetricSample
@@ -58,7 +57,7 @@ class UserCode(Protocol):
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
-    def handle(self, envelope: Envelope) -> ReplicaRequest:
+    def handle(self, envelope: Envelope) -> ActorRequest:
         """Return a request, not begun; raise `BadRequestError` for one of an unknown kind."""
 
     async def reconfigure(

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from daskserve.common.clock import Clock
+from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.formatting import shown
 from daskserve.common.types import short_tag
 from daskserve.data.replica.execution.executor import UserExecutor
@@ -31,6 +31,8 @@ class HealthWatch:
     ----------
     probe : callable
         ``await probe()`` returns if user code is healthy and raises if not; it may never return.
+    took : callable, optional
+        Called with the seconds that each probe took.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class HealthWatch:
         period_s: float,
         timeout_s: float,
         threshold: int,
+        took: Callable[[float], None] | None = None,
     ) -> None:
         self._name = name
+        self._took = took
         self._probe = probe
         self._clock = clock
         self._period_s = period_s
@@ -87,7 +91,12 @@ class HealthWatch:
 
     async def check(self) -> None:
         """Probe once; raise what the probe raised, or `TimeoutError`."""
-        await self._clock.wait_for(self._probe(), self._timeout_s)
+        began = stopwatch()
+        try:
+            await self._clock.wait_for(self._probe(), self._timeout_s)
+        finally:
+            if self._took is not None:
+                self._took(stopwatch() - began)
 
     async def _run(self) -> None:
         await self._clock.sleep(self._period_s)

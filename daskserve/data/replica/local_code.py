@@ -14,6 +14,7 @@ from anyio.to_thread import current_default_thread_limiter
 from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import (
+    ActorRequest,
     Envelope,
     EnvelopeKind,
     Payload,
@@ -40,8 +41,9 @@ from daskserve.data.replica.models import ReplicaModels
 from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
+from daskserve.data.replica.requests.counted import CountedRequest
 from daskserve.data.replica.requests.http import LocalHTTPRequest
-from daskserve.data.replica.requests.replica_request import LocalRequest, ReplicaRequest
+from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.autoscaling_stats import AUTOSCALING, autoscaling_metrics
@@ -118,8 +120,9 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
-        self._loaded = LoadedModels()
-        self.models = ReplicaModels(self._loaded, start.config.model_repository)  # type: ignore[arg-type]
+        self._loaded = LoadedModels(context.rng)
+        repository: Any = start.config.model_repository
+        self.models = ReplicaModels(self._loaded, repository, context.clock)
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
@@ -262,8 +265,8 @@ class LocalCode:
 
     # ---- requests
 
-    def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return a request in the state WAITING."""
+    def handle(self, envelope: Envelope) -> ActorRequest:
+        """Return a request of which nothing has begun."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
@@ -282,7 +285,7 @@ class LocalCode:
         else:
             request = kind(envelope, serving.slots, serving.metrics)
         request.code = serving
-        return request
+        return CountedRequest(request) if self._loaded.splits else request
 
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
         context = self._context

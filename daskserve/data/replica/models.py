@@ -19,18 +19,22 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from daskserve.common import settings
-from daskserve.context import LoadedModels
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+from daskserve.context import LoadedModels, ModelSplit
 from daskserve.data.replica.environment.kept_folders import DRAFT, delete_unused, hold, mark_used
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.definitions import is_async
 from daskserve.data.replica.user_code.servable import Servable
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, RequestTimeoutError
 from daskserve.payload.model_files import file_system, fingerprint, list_models
 from daskserve.payload.packed_errors import packed_here
 
 logger = logging.getLogger("daskserve.replica")
 
 LOAD, UNLOAD = "load_model", "unload_model"
+#: How many calls of `load_model` may hang before others wait for their thread.
+MAX_STUCK = 3
 
 
 class Models(Protocol):
@@ -39,7 +43,8 @@ class Models(Protocol):
     async def want(self, wanted: Mapping[str, Any]) -> None:
         """Take note of the wanted versions; return before they are loaded.
 
-        They are ``{name: {"versions": {version: attempt}, "default": version}}``.
+        They are ``{name: {"versions": {version: attempt}, "default": version}}``. During a rollout,
+        ``"split"`` has the ``key`` of its step, the new ``version`` and its ``share`` of the requests.
         """
 
     def facts(self) -> Mapping[str, Any]:
@@ -49,8 +54,11 @@ class Models(Protocol):
 class ReplicaModels(Models):
     """The models in the replica's own process."""
 
-    def __init__(self, loaded: LoadedModels, repository: Mapping[str, Any] | None) -> None:
+    def __init__(self, loaded: LoadedModels, repository: Mapping[str, Any] | None, clock: Clock) -> None:
         self._loaded = loaded
+        self._clock = clock
+        #: Since when versions load.
+        self._loading: dict[str, float] = {}
         self._repository = repository
         self._parts: tuple[UserExecutor, Servable] | None = None
         self._wanted: Mapping[str, Any] | None = None
@@ -92,7 +100,9 @@ class ReplicaModels(Models):
         return {
             "loaded": {name: list(versions) for name, versions in self._loaded.versions.items()},
             "defaults": dict(self._loaded.defaults),
+            "loading": {key: self._clock.now() - since for key, since in self._loading.items()},
             "errors": {key: list(each) for key, each in self._errors.items()},
+            "splits": {name: each.plain() for name, each in self._loaded.splits.items()},
         }
 
     async def close(self) -> None:
@@ -106,13 +116,25 @@ class ReplicaModels(Models):
     async def _apply(self, executor: UserExecutor, servable: Servable) -> None:
         while (wanted := self._wanted) is not None:
             self._wanted = None
+            self._split(wanted)  # first: what is taken back does not wait for what loads
             await self._load_missing(executor, servable, wanted)
             for name, each in wanted.items():
                 if each["default"] in self._loaded.versions.get(name, {}):
                     self._loaded.defaults[name] = each["default"]
+            self._split(wanted)
             for name, versions in list(self._loaded.versions.items()):
                 for version in set(versions) - set(wanted.get(name, {}).get("versions", ())):
                     await self._unload(executor, servable, name, version)
+
+    def _split(self, wanted: Mapping[str, Any]) -> None:
+        """Divide the requests of models that are rolled out; what was counted of the same step stays."""
+        splits, before = {}, self._loaded.splits
+        for name, each in wanted.items():
+            if (found := each.get("split")) is not None:
+                known = before.get(name)
+                same = known is not None and known.key == found["key"]
+                splits[name] = known if known is not None and same else ModelSplit(**found)
+        self._loaded.splits = splits
 
     async def _load_missing(
         self, executor: UserExecutor, servable: Servable, wanted: Mapping[str, Any]
@@ -141,16 +163,32 @@ class ReplicaModels(Models):
                 self._errors.pop(key, None)
 
     async def _load(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
+        """Load a version within ``load_timeout_s``; code that does not end then is left in its thread."""
         assert self._repository is not None
-        path, held = await asyncio.to_thread(fetched, self._repository["url"], name, version)
-        if held is not None:
-            self._release(name, version)
-            self._held[f"{name}/{version}"] = held
+        url, limit_s = self._repository["url"], self._repository["load_timeout_s"]
+        self._loading[f"{name}/{version}"] = self._clock.now()
         try:
-            model = await _call(executor, servable, LOAD, name, version, path)
+            doing = "the files of the version were not fetched"
+            path, held = await self._clock.wait_for(asyncio.to_thread(fetched, url, name, version), limit_s)
+            if held is not None:
+                self._release(name, version)
+                self._held[f"{name}/{version}"] = held
+            doing = f"{LOAD}() had not returned"
+            executor.aside.limit = max(executor.aside.limit, 1 + min(executor.aside.abandoned, MAX_STUCK))
+            call = _call(executor, servable, LOAD, name, version, path)
+            model = await self._clock.wait_for(call, limit_s)
+        except TimeoutError as error:
+            self._release(name, version)
+            if self._clock.now() - self._loading[f"{name}/{version}"] < 0.99 * limit_s:
+                raise  # an error of the user's
+            raise RequestTimeoutError(
+                f"{doing} after {shown(limit_s)} s, the load_timeout_s of model_repository."
+            ) from error
         except BaseException:
             self._release(name, version)
             raise
+        finally:
+            del self._loading[f"{name}/{version}"]
         self._loaded.versions.setdefault(name, {})[version] = model
         logger.info("Version %s of model %s is loaded", version, name)
 

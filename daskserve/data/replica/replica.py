@@ -71,6 +71,7 @@ class Replica:
             period_s=start.config.health_check_period_s,
             timeout_s=start.config.health_check_timeout_s,
             threshold=start.config.health_check_threshold,
+            took=self._metrics.probes.observe,
         )
         looking = InspectingVerbs(context, start, self._code)
         self.verbs = verbs_of(self, looking)
@@ -147,12 +148,13 @@ class Replica:
         """
         self._check_open()
         async with self._reconfiguring:
-            self._reconfigures_since = self._context.clock.now()
+            began = self._reconfigures_since = self._context.clock.now()
             try:
                 await self._code.reconfigure(
                     user_config, concurrency, config, as_rank_info(rank_info), patience_s
                 )
             finally:
+                self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
             self._rank_info = as_rank_info(rank_info)
             options = read_config(config)
@@ -286,6 +288,7 @@ class Replica:
         await asyncio.shield(self._ending)
 
     async def _tear_down(self, ends_at: float) -> None:
+        began = stopwatch()
         try:
             async with asyncio.timeout_at(ends_at) as self._limit:
                 await self._code.destruct(ends_at - self._context.clock.now(), is_planned=self._is_planned)
@@ -295,3 +298,4 @@ class Replica:
             self._limit = None
         await self._code.close()
         self._slots.end_wait()
+        self._metrics.shutdowns.observe(stopwatch() - began)

@@ -32,6 +32,7 @@ from daskserve.control.records.revisions import RevisionRecord, RevisionState
 from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State, display_name
 from daskserve.control.records.versions import unrestarted
+from daskserve.options.rollout import RolloutConfig
 from daskserve.payload.model_files import newest_last
 from daskserve.payload.packed_errors import load_error
 
@@ -203,22 +204,24 @@ _OF_PHASES: Mapping[RolloutPhase, EventKind] = {
 
 
 def _of_rollout(backend: BackendRecord, before: RolloutState | None, after: RolloutState) -> Iterator[Event]:
-    if before is not None and before.mark == after.mark:
-        return
-    new, old = after.names
-    plan = backend.config.rollout
+    if before is None or before.mark != after.mark:
+        text = f"Rollout of {backend.display_name}, {_phase_of(backend.config.rollout, after)}"
+        yield Event(_OF_PHASES[after.phase], text, backend.application, backend.tag)
+
+
+def _phase_of(plan: RolloutConfig | None, rollout: RolloutState) -> str:
+    new, old = rollout.names
     steps = [] if plan is None else plan.steps
-    number = f"step {after.step + 1} of {len(steps)}"
+    number = f"step {rollout.step + 1} of {len(steps)}"
     words = {
         RolloutPhase.STARTING: f"{number}: the replicas of version '{new}' start",
-        RolloutPhase.SERVING: f"{number}: version '{new}' has {_nth(steps, after.served)} of the traffic",
+        RolloutPhase.SERVING: f"{number}: version '{new}' has {_nth(steps, rollout.served)} of the traffic",
         RolloutPhase.PAUSED: f"{number}: paused",
         RolloutPhase.COMPLETED: f"version '{new}' has all traffic",
-        RolloutPhase.ROLLED_BACK: f"version '{old}' has all traffic: {after.why}",
-        RolloutPhase.ABORTED: f"version '{old}' has all traffic: {after.why}",
+        RolloutPhase.ROLLED_BACK: f"version '{old}' has all traffic: {rollout.why}",
+        RolloutPhase.ABORTED: f"version '{old}' has all traffic: {rollout.why}",
     }
-    text = f"Rollout of {backend.display_name}, {words[after.phase]}"
-    yield Event(_OF_PHASES[after.phase], text, backend.application, backend.tag)
+    return words[rollout.phase]
 
 
 def _nth(steps: Sequence[str], number: int) -> str:
@@ -323,13 +326,32 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
             application = world.application(name)
             if state == former:
                 continue
-            if state == ModelState.READY:
+            if state == ModelState.READY and former != ModelState.ROLLING_OUT:
                 yield Event(K.MODEL_LOADED, f"{what} is loaded", application, name)
             elif state == ModelState.FAILED:
                 text = f"{what} could not be loaded: {entry['reason']}"
                 yield Event(K.MODEL_FAILED, text, application, name)
             elif state is None and former == ModelState.READY:
                 yield Event(K.MODEL_UNLOADED, f"{what} is unloaded", application, name)
+    yield from _of_model_rollouts(world, name, before, after)
+
+
+def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
+    backend = world.state.backends.get(name)
+    if backend is None or not isinstance(after, ModelsRecord):
+        return
+    repository = backend.config.model_repository
+    plan = None if repository is None else repository.rollout
+    for model, plain in after.rollouts.items():
+        rollout, known = (
+            RolloutState.from_plain(plain),
+            None if before is None else before.rollouts.get(model),
+        )
+        if rollout.phase is RolloutPhase.STARTING:
+            continue  # all replicas have the version already
+        if known is None or RolloutState.from_plain(known).mark != rollout.mark:
+            text = f"Rollout of model '{model}' of {backend.display_name}, {_phase_of(plan, rollout)}"
+            yield Event(_OF_PHASES[rollout.phase], text, backend.application, name)
 
 
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
 from daskserve.common.clock import stopwatch
@@ -25,6 +25,7 @@ from daskserve.common.types import (
     Payload,
     Send,
     nothing_to_receive,
+    short_tag,
 )
 from daskserve.context import RequestContext
 from daskserve.data.caller.calls.call_options import CallOptions
@@ -35,7 +36,7 @@ from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import Router
-from daskserve.errors import ActorLostError, PassedResponseError, ReplicaBusyError, ServeError
+from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
 from daskserve.loops.deadlines import earliest, is_over
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
@@ -248,6 +249,18 @@ class Call:
             self._future.cancel()
         else:
             self._future.set_error(named)
+
+
+class ShutDown:
+    """The process of a handle that was shut down; using it raises an error."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self.shared: dict[str, Any] = {}
+
+    @property
+    def connection(self) -> NoReturn:
+        raise ClosedError(f"This handle of {short_tag(self._endpoint)!r} was shut down; get a new one.")
 
 
 def _no_answer_error(envelope: Envelope) -> ServeError:

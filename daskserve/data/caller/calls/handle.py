@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from html import escape
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, cast, overload
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
 from daskserve.cluster.worker.present import find_connection
+from daskserve.common.clock import stopwatch
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
     Envelope,
@@ -29,7 +30,7 @@ from daskserve.common.types import (
 )
 from daskserve.context import current_request
 from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
-from daskserve.data.caller.calls.call import Call, identity_of, pack
+from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
 from daskserve.data.caller.calls.naming import caller_here, late_text
@@ -71,18 +72,6 @@ async def routers_of(cluster: Process) -> Routers:
     if not cluster.listener.is_started:
         await routers.start()
     return routers
-
-
-class ShutDown:
-    """The process of a handle that was shut down; using it raises an error."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self.shared: dict[str, Any] = {}
-
-    @property
-    def connection(self) -> NoReturn:
-        raise ClosedError(f"This handle of {short_tag(self._endpoint)!r} was shut down; get a new one.")
 
 
 class Handle:
@@ -439,11 +428,15 @@ class Handle:
         is_stream: bool,
     ) -> tuple[dict[str, Any], Payload]:
         """Return the head and the arguments of a call once all values among them exist."""
+        began = stopwatch()
         if values is not None:
             await values.wait()
             payload = values.payload
-        head = self._head(await self._known_router(cluster), request_id, facts)
+        waited_s = stopwatch() - began
+        router = await self._known_router(cluster)
+        head = self._head(router, request_id, facts)
         if values is not None:
+            router.calls_of(self._caller).argument_waits.observe(waited_s)
             head |= {"stream": is_stream, "values": values.keys}
         elif is_stream:
             head["stream"] = True

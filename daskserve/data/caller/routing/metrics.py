@@ -53,13 +53,15 @@ class ReplicaSetMetrics:
 class CallMetrics:
     """Metrics of the handle calls to one endpoint."""
 
-    __slots__ = ("begun", "errors", "latency")
+    __slots__ = ("argument_waits", "begun", "errors", "latency")
 
     def __init__(self) -> None:
         self.begun = 0
         #: Number of errors by cause; see `daskserve.telemetry.histogram.cause_of`.
         self.errors: dict[str, int] = {}
         self.latency = LatencyHistogram()
+        #: How long calls waited for values among their arguments.
+        self.argument_waits = LatencyHistogram()
 
     def fail(self, error: BaseException, *, is_late: bool = False) -> None:
         """Count a call that raised or was cancelled; ``is_late`` if its deadline had passed."""
@@ -82,5 +84,6 @@ class CallMetrics:
         return [
             ("handle_requests", labels, self.begun),
             ("handle_request_duration_seconds", labels, self.latency),
+            ("handle_arguments_wait_seconds", labels, self.argument_waits),
             *(("handle_errors", (*labels, cause), count) for cause, count in list(self.errors.items())),
         ]

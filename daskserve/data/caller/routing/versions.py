@@ -6,19 +6,17 @@ queue and a missed deadline are seen as the caller sees them. Without a rollout,
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
-from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
+from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Receive, Send, described
 from daskserve.data.caller.routing.choice import shard_draw
 from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
-from daskserve.errors import NotFoundError, ServeError, http_status_of
-from daskserve.loops.deadlines import is_over
-from daskserve.payload.packed_errors import known_of
-from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.data.version_counts import is_socket, sent
+from daskserve.errors import NotFoundError
+from daskserve.telemetry.histogram import VersionCounter
 
 #: The header that names the version for one request, and the names of both beside their own.
 _HEADER = b"x-serve-version"
@@ -35,20 +33,6 @@ def candidate_of(tag: BackendTag) -> BackendTag:
 def backend_of(tag: BackendTag) -> BackendTag:
     """Return the backend of a replica set."""
     return tag.removesuffix(_SUFFIX)
-
-
-class VersionCounter:
-    """The requests of one version that have ended, those that failed, and their latencies."""
-
-    __slots__ = ("failed", "latency", "requests")
-
-    def __init__(self) -> None:
-        self.requests = self.failed = 0
-        self.latency = LatencyHistogram()
-
-    def plain(self) -> list[Any]:
-        """Return the totals as plain values."""
-        return [self.requests, self.failed, list(self.latency.counts)]
 
 
 class Versions:
@@ -101,7 +85,7 @@ class Versions:
 
     def is_copied(self, envelope: Envelope, rng: random.Random) -> bool:
         """Return whether a request to the old version is copied to the new one."""
-        if not self._shadow or _is_socket(envelope) or not self.comparer.has_room:
+        if not self._shadow or is_socket(envelope) or not self.comparer.has_room:
             return False
         return rng.random() < self._shadow
 
@@ -149,36 +133,13 @@ class Versions:
 
     async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         """Send a request, and count how it ends; one whose caller leaves is not counted."""
-        counter, began, has_failed = self._counters[version], self._now(), False
-        is_socket = _is_socket(envelope)
+        began = self._now()
 
-        def note(message: Message) -> Awaitable[None]:
-            nonlocal has_failed
-            if message.get("status", 0) >= 500:  # a whole response, or the start of one
-                has_failed = True
-            return send(message)
+        def ended(has_failed: bool) -> None:
+            duration_s = None if is_socket(envelope) else self._now() - began
+            self._counters[version].count(has_failed, duration_s)
 
-        try:
-            # The messages of a WebSocket may never pass here.
-            await self._send_to[version](envelope, receive, send if is_socket else note)
-        except asyncio.CancelledError:
-            if is_over(envelope.deadline, asyncio.get_running_loop().time()):
-                self._ended(counter, began, True, is_socket)
-            raise
-        except OSError as error:
-            if isinstance(error, ServeError):
-                self._ended(counter, began, is_fault(error), is_socket)
-            raise
-        except Exception as error:
-            self._ended(counter, began, is_fault(error), is_socket)
-            raise
-        self._ended(counter, began, has_failed, is_socket)
-
-    def _ended(self, counter: VersionCounter, began: float, has_failed: bool, is_socket: bool) -> None:
-        counter.requests += 1
-        counter.failed += has_failed
-        if not is_socket:
-            counter.latency.observe(self._now() - began)
+        await sent(self._send_to[version], envelope, receive, send, ended)
 
     def plain(self) -> dict[str, Any] | None:
         """Return the totals for the controller; None if no request has ended."""
@@ -189,22 +150,9 @@ class Versions:
         return {**found, "shadowed": self.comparer.plain()} if self.comparer.compared else found
 
 
-def _is_socket(envelope: Envelope) -> bool:
-    return envelope.kind is EnvelopeKind.HTTP and envelope.head.get("type") == "websocket"
-
-
 def _header(envelope: Envelope, name: bytes) -> bytes:
     """Return the first value of a header; empty if the request has none of that name."""
     if envelope.kind is not EnvelopeKind.HTTP:
         return b""
     headers: Iterable[tuple[bytes, bytes]] = envelope.head.get("headers", ())
     return next((value for each, value in headers if each == name), b"")
-
-
-def is_fault(error: BaseException) -> bool:
-    """Return whether an error is a version's, not its caller's."""
-    known = known_of(error)
-    if isinstance(known, ServeError):
-        return http_status_of(known) >= 500
-    status = getattr(known, "status_code", None)
-    return not (isinstance(status, int) and status < 500)

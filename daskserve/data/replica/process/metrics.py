@@ -24,8 +24,12 @@ METRICS_S = 1.0
 ACTORS_OWN = frozenset(
     {
         "deployment_health_check_failures",
+        "deployment_health_check_seconds",
+        "deployment_reconfigure_seconds",
+        "deployment_replica_shutdown_seconds",
         "deployment_replica_start_failures",
         "deployment_replica_starts",
+        "deployment_replica_startup_seconds",
         "replica_healthy",
         "replica_max_ongoing_requests",
         "replica_ongoing_requests",

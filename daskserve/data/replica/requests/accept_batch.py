@@ -30,6 +30,7 @@ from daskserve.data.replica.user_code.responses import (
     raised_response,
     to_answer,
 )
+from daskserve.data.version_counts import counted_batch
 from daskserve.errors import UserCodeError
 
 if TYPE_CHECKING:
@@ -140,7 +141,10 @@ async def answer_batch(
     """Let an async function answer a batch."""
     batch = Batch(name, items)
     try:
-        return batch.split(await function(batch.requests) if batch.requests else [])
+        with counted_batch() as results:
+            found = batch.split(await function(batch.requests) if batch.requests else [])
+            results.extend(found)
+            return found
     except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)
 
@@ -151,6 +155,9 @@ def answer_batch_in_thread(
     """Let a plain function answer a batch."""
     batch = Batch(name, items)
     try:
-        return batch.split(function(batch.requests) if batch.requests else [])
+        with counted_batch() as results:
+            found = batch.split(function(batch.requests) if batch.requests else [])
+            results.extend(found)
+            return found
     except Exception as error:  # user code failed: every request of the batch fails
         return batch.fail(error)

@@ -88,11 +88,13 @@ class ReplicaBatches:
         queue = self.queues.get(method.name)
         if queue is None:
             # A plain function runs one batch at a time; later requests collect meanwhile.
+            counts = self._metrics.batches_of(method.name)
             queue = self.queues[method.name] = BatchQueue(
                 partial(self._run, method),
                 self._limits,
                 max_running=None if method.is_async else 1,
-                on_batch=self._metrics.batches_of(method.name).observe,
+                on_batch=counts.observe,
+                on_end=counts.ended,
             )
         return await queue.submit((item, hold))
 

@@ -177,11 +177,13 @@ def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
 
 
 def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
-    """Return a function for a verb about the rollout of the deployment in the path."""
-    return lambda asked: (
-        verb,
-        {"name": asked.path["deployment"], "application": asked.path["application"]},
-    )
+    """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
+
+    def message(asked: Asked) -> tuple[str, Message]:
+        found: Message = {"name": asked.path["deployment"], "application": asked.path["application"]}
+        return verb, found | ({"model": asked.path["model"]} if "model" in asked.path else {})
+
+    return message
 
 
 def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
@@ -253,6 +255,43 @@ def _delete(asked: Asked) -> tuple[str, Message]:
         "by": asked.by,
         "expected_version": asked.expected,
     }
+
+
+def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ...]:
+    """Return the operations for the rollout of a deployment or a model."""
+    return (
+        Operation(
+            "GET",
+            path,
+            f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
+            _rollout("rollout_status"),
+        ),
+        Operation(
+            "POST",
+            f"{path}/pause",
+            "Keep a rollout at its present step; its gates stay in force.",
+            _rollout("pause_rollout"),
+            _without_snapshot,
+        ),
+        Operation(
+            "POST",
+            f"{path}/promote",
+            "Let a rollout go on to its next step, whatever it waits for.",
+            lambda asked: (
+                "promote_rollout",
+                {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
+            ),
+            _without_snapshot,
+            query={"full": ("boolean", "Skip all other steps.")},
+        ),
+        Operation(
+            "POST",
+            f"{path}/abort",
+            abort,
+            lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+            _without_snapshot,
+        ),
+    )
 
 
 ALL = "/api/serve/applications/"
@@ -354,36 +393,8 @@ OPERATIONS: Sequence[Operation] = (
         _change("restart", "application", "deployment"),
         _accepted,
     ),
-    Operation(
-        "GET",
-        ROLLOUT,
-        "How far the rollout of a deployment is, with the figures of its gates, or how the last one ended.",
-        _rollout("rollout_status"),
-    ),
-    Operation(
-        "POST",
-        f"{ROLLOUT}/pause",
-        "Keep a rollout at its present step; its gates stay in force.",
-        _rollout("pause_rollout"),
-        _without_snapshot,
-    ),
-    Operation(
-        "POST",
-        f"{ROLLOUT}/promote",
-        "Let a rollout go on to its next step, whatever it waits for.",
-        lambda asked: (
-            "promote_rollout",
-            {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
-        ),
-        _without_snapshot,
-        query={"full": ("boolean", "Skip all other steps.")},
-    ),
-    Operation(
-        "POST",
-        f"{ROLLOUT}/abort",
-        "Give the old version of a deployment all traffic, and take its change back.",
-        lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
-        _without_snapshot,
+    *_rollout_operations(
+        ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."
     ),
     Operation(
         "GET",
@@ -413,6 +424,9 @@ OPERATIONS: Sequence[Operation] = (
         _models("set_default_model"),
         _accepted,
         body="model",
+    ),
+    *_rollout_operations(
+        f"{MODELS}/{{model}}/rollout", "model", "Give the old version of a model all requests."
     ),
     Operation(
         "GET",

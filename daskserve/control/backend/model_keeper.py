@@ -6,30 +6,42 @@ the last one was, and a replica that missed a call gets it again a second later.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
 from daskserve.control.observed.observed import Observed
-from daskserve.control.records.model_decisions import Folder, adopted, is_met, polled, settled, target
-from daskserve.control.records.models import ModelReport, ModelsRecord
+from daskserve.control.records.model_decisions import (
+    Folder,
+    adopted,
+    is_met,
+    polled,
+    rollouts_of,
+    settled,
+    target,
+)
+from daskserve.control.records.models import ModelReport, ModelsRecord, rollout_tag
 from daskserve.control.records.records import BackendRecord, Change, ReplicaRecord
+from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.writer import Writer
+from daskserve.control.verbs.model_rollouts import advanced, followed
+from daskserve.control.verbs.rollout_plan import phase_began
 from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
 from daskserve.options.environment import ModelRepository
+from daskserve.options.rollout import RolloutConfig
 from daskserve.payload.model_files import list_models, state_of_version
 
 logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the steps; replicas report as often.
 PERIOD_S = 1.0
-#: Time limits of the reading of a folder, and of a call to a replica, which only takes note.
-LIST_S, CALL_S = 60.0, 5.0
+#: Time limit of a call to a replica, which only takes note.
+CALL_S = 5.0
 
 
 class ModelKeeper:
@@ -50,6 +62,8 @@ class ModelKeeper:
         self._folders: dict[BackendTag, Folder] = {}
         #: What new versions consisted of when a folder was last read.
         self._seen: dict[BackendTag, Mapping[str, str]] = {}
+        #: The phase of each rollout of a model, and when it began.
+        self._phases: dict[tuple[BackendTag, str], tuple[str, float]] = {}
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -67,6 +81,7 @@ class ModelKeeper:
     async def stop(self) -> None:
         """Cancel what is under way."""
         await self._tasks.close(timeout_s=2)
+        self._observed.folders.close()
 
     async def step(self) -> None:
         """Write what follows from the folders and the replicas, then tell the replicas."""
@@ -79,6 +94,7 @@ class ModelKeeper:
             del self._read_at[gone]
             self._folders.pop(gone, None)
             self._seen.pop(gone, None)
+        self._note_phases()
         if self._changes(backends):
             async with self._writer:
                 await self._writer.note(self._changes(backends))
@@ -87,7 +103,7 @@ class ModelKeeper:
             if repository is not None and repository.mode == "poll":
                 self._read_if_due(tag, repository)
             if (record := self._state.models.get(tag)) is not None:
-                self._tell(record)
+                self._tell(record, None if repository is None else repository.rollout)
 
     def _changes(self, backends: Mapping[BackendTag, BackendRecord]) -> Change:
         change: Change = {each.key: None for tag, each in self._state.models.items() if tag not in backends}
@@ -102,10 +118,31 @@ class ModelKeeper:
                 record = adopted(record, reports)
             if keep is not None and tag in self._folders:
                 record = polled(record, self._folders[tag], keep)
-            record = settled(record, reports, keep)
+            plan, wall = None if repository is None else repository.rollout, self._clock.wall()
+            record = settled(record, reports, keep, rolls_out=plan is not None)
+            record = followed(record, plan, keep, wall)
+            if plan is not None:
+                record = advanced(record, plan, self._observed.rollouts, partial(self._phase_s, tag), wall)
             if record != (before or ModelsRecord(tag)):
                 change[record.key] = record
         return change
+
+    def _phase_s(self, tag: BackendTag, name: str, rollout: RolloutState) -> float:
+        """Return for how long the rollout of a model is in a phase; 0 for one that is not written yet."""
+        mark, began = self._phases.get((tag, name), ("", 0.0))
+        return self._clock.now() - began if mark == rollout.mark else 0.0
+
+    def _note_phases(self) -> None:
+        """Note when the phases of rollouts began, and drop what was learnt of those that have ended."""
+        now, wall = self._clock.now(), self._clock.wall()
+        before, self._phases = self._phases, {}
+        for tag, record in self._state.models.items():
+            for name, rollout in rollouts_of(record).items() if record.rollouts else ():
+                known = before.pop((tag, name), ("", 0.0))
+                found = phase_began(known, rollout, is_new=False, now=now, wall=wall)
+                self._phases[tag, name] = found
+        for tag, name in before:
+            self._observed.rollouts.forget(rollout_tag(tag, name))
 
     def _running(self, tag: BackendTag) -> list[ReplicaRecord]:
         return [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
@@ -114,8 +151,8 @@ class ModelKeeper:
         running = [each for each in self._running(backend.tag) if each.version == backend.version]
         return {short_tag(each.tag): self._observed.models.get(each.tag) for each in running}
 
-    def _tell(self, record: ModelsRecord) -> None:
-        wanted = target(record)
+    def _tell(self, record: ModelsRecord, plan: RolloutConfig | None) -> None:
+        wanted = target(record, plan)
         for replica in self._running(record.backend):
             report = self._observed.models.get(replica.tag)
             if report is not None and not is_met(wanted, report) and replica.tag not in self._busy:
@@ -149,8 +186,8 @@ class ModelKeeper:
         known = self._state.models.get(tag)
         before, seen = self._seen.get(tag, {}), {} if known is None else known.models
         try:
-            self._folders[tag], self._seen[tag] = await self._clock.wait_for(
-                asyncio.to_thread(read_folder, repository, seen, before), LIST_S
+            self._folders[tag], self._seen[tag] = await self._observed.folders.read(
+                repository.url, partial(read_folder, repository, seen, before), self._clock
             )
         except Exception as error:  # file systems raise errors of many libraries
             problem = f"{type(error).__name__}: {error}"[:300]

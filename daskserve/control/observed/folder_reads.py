@@ -1,0 +1,50 @@
+"""Reading folders of models in threads, which a folder that hangs may keep for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from daskserve.common.clock import Clock
+from daskserve.common.formatting import shown
+
+T = TypeVar("T")
+
+#: Time limit of one reading, with its wait for an earlier one of the same folder.
+READ_S = 60.0
+#: How many folders are read at a time: so many may hang before the others wait in vain.
+MAX_THREADS = 8
+
+
+class FolderReads:
+    """One per controller. A folder has one thread at most, however often its reading is given up."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="daskserve-models")
+        #: By URL: the reading that has not ended.
+        self._reading: dict[str, asyncio.Future[Any]] = {}
+
+    async def read(self, url: str, function: Callable[[], T], clock: Clock) -> T:
+        """Return what a function returns that reads a folder; raise `TimeoutError` if that takes too long."""
+        deadline = clock.now() + READ_S
+        try:
+            while (earlier := self._reading.get(url)) is not None:
+                await clock.wait_for(asyncio.wait([earlier]), deadline - clock.now())
+            future = asyncio.get_running_loop().run_in_executor(self._threads, function)
+            self._reading[url] = future
+            future.add_done_callback(lambda done: self._ended(url, done))
+            return await clock.wait_for(asyncio.shield(future), deadline - clock.now())
+        except TimeoutError:
+            raise TimeoutError(f"reading {url} has not ended within {shown(READ_S)} s") from None
+
+    def _ended(self, url: str, future: asyncio.Future[Any]) -> None:
+        if self._reading.get(url) is future:
+            del self._reading[url]
+        if not future.cancelled():
+            future.exception()  # it has been told, or nobody waits for it any more
+
+    def close(self) -> None:
+        """Start no more readings."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
