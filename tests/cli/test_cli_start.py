@@ -51,6 +51,8 @@ def test_an_instance_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "0",
             "--max-headers",
             "9",
+            "--name",
+            "blue",
         ]
         result = CliRunner().invoke(main, call)
         assert (result.exit_code, result.output) == (0, "Instance 'local' runs.\n")
@@ -58,6 +60,7 @@ def test_an_instance_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "options": {"port": 0, "max_headers": 9},
             "address": "tcp://h:1",
             "store": "sqlite:///s",
+            "name": "blue",
         }
         found[0] = "max_headers is 100 instead of 9"
         result = CliRunner().invoke(main, [*call, "--json"])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from dask_processes import ExternalCluster, fetch, poll_for
 from distributed import Client
@@ -240,3 +241,17 @@ def test_an_instance_that_others_use_outlives_its_client(external: ExternalClust
             assert client.status().applications["shop"].status == "RUNNING"
         assert handle.remote(None).result(10) == 1
         other.shutdown()
+
+
+def test_a_program_without_a_client_uses_the_scheduler_of_dasks_configuration(
+    external: ExternalCluster,
+) -> None:
+    with dask.config.set({"scheduler-address": external.address}):
+        handle = serve.run(version("3"), name="configured", route_prefix=None, http_options={"port": 0})
+        try:
+            assert handle.remote(None).result(10) == 3
+            found = serve.connect()
+            assert found.scheduler_address == external.address
+            assert "configured" in found.status().applications
+        finally:
+            serve.shutdown()

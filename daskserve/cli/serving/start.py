@@ -13,6 +13,7 @@ from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, use_log_level
 from daskserve.cli.serving.tracing import given_tracing, tracing_options
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
+from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import UnavailableError
 
 
@@ -25,12 +26,21 @@ from daskserve.errors import UnavailableError
     help="URL of the store for the instance's records: memory://, sqlite:///path or any fsspec URL. Paths "
     "are on the scheduler's host. An instance that finds records there restores what they describe.",
 )
+@click.option(
+    "--name",
+    default=DEFAULT_INSTANCE,
+    show_default=True,
+    help="Name of the instance. Other commands find one of another name by --instance; it needs a --port of "
+    "its own.",
+)
 @log_level_option
 @http_options
 @tracing_options
 @json_option
-def start(address: str | None, store: str, log_level: str | None, as_json: bool, **others: Any) -> None:
-    """Start an instance that runs until `daskserve shutdown`, unless one runs already.
+def start(
+    address: str | None, store: str, name: str, log_level: str | None, as_json: bool, **others: Any
+) -> None:
+    """Start an instance that runs until `daskserve shutdown`, unless one of its name runs already.
 
     Without --address, and without scheduler-address in Dask's configuration, a local Dask cluster is started,
     too, which ends with the instance. The output has its address, for the other commands.
@@ -42,7 +52,11 @@ def start(address: str | None, store: str, log_level: str | None, as_json: bool,
     given = given_http_options(others)
     with errors_as_messages():
         found = start_detached(
-            given, address=known_address, store=store, tracing_config=given_tracing(others) or None
+            given,
+            address=known_address,
+            store=store,
+            name=name,
+            tracing_config=given_tracing(others) or None,
         )
         try:
             if found.differences:

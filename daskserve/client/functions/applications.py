@@ -41,8 +41,9 @@ async def _run(
 ) -> Handle:
     """Deploy an application and return its handle once it answers requests.
 
-    Uses the default instance of this process's Dask cluster, or starts it. Without a Dask cluster, it also
-    starts a local cluster of processes. All deployments of the application are one change: they are up before
+    Uses the default instance of this process's Dask cluster, or of that of Dask's ``scheduler-address``
+    (``DASK_SCHEDULER_ADDRESS``), or starts it. Without a Dask cluster, it also starts a local cluster of
+    processes. All deployments of the application are one change: they are up before
     those that call them, and if one does not start, none changes. Running the same application again changes
     nothing. A changed application replaces the old one of its name: new replicas start before old ones stop,
     and deployments that are no longer part of it end.
@@ -140,7 +141,7 @@ async def _run_many(
     """
     is_local = local or _local_testing_mode or settings.is_local()
     # Checked first, so that a mistake starts no instance.
-    connection = running_instance() if is_local else await find_default(form, may_be_local=False)
+    connection = running_instance() if is_local else await find_default(form, may_be_local=False, joins=True)
     instance = "" if connection is None else connection.instance
     built = build(targets, instance=instance, timeout_s=timeout_s, is_local=is_local)
     if is_local and connection is None:

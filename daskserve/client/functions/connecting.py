@@ -6,6 +6,8 @@ import asyncio
 from functools import partial
 from typing import Any
 
+import dask.config
+
 from daskserve.client.functions.forms import Form
 from daskserve.client.functions.scheduler_address import is_http, scheduler_behind
 from daskserve.cluster.dask.connection import DaskConnection, connected, connection_of, dial
@@ -43,6 +45,15 @@ async def find_connection(form: Form[Any], dask_client: Any, address: str | None
     if cluster_connection is not None and cluster_connection.runs_here() and not form.asynchronous:
         raise BlockingCallError("The Dask client runs on the event loop of the caller.")
     return cluster_connection
+
+
+async def join_configured(form: Form[Any]) -> DaskConnection | None:
+    """Connect this process to the cluster of Dask's ``scheduler-address``, as ``distributed.Client()`` does.
+
+    None if that is not set. Afterwards it is the cluster that the process uses.
+    """
+    address = dask.config.get("scheduler-address", None)
+    return None if address is None else await dial_connection(form, address)
 
 
 async def dial_connection(form: Form[Any], address: str) -> DaskConnection:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import dask.config
 
 from daskserve.client.client import ClientVerbs
-from daskserve.client.functions.connecting import dial_connection, find_connection
+from daskserve.client.functions.connecting import dial_connection, find_connection, join_configured
 from daskserve.client.functions.forms import ClientT, Form, awaitable, blocking
 from daskserve.client.functions.local import current_block, running_instance
 from daskserve.client.instance.connection import InstanceConnection
@@ -158,6 +158,7 @@ async def find_default(
     form: Form[Any],
     *,
     may_be_local: bool = True,
+    joins: bool = False,
     choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None] = common_instance,
 ) -> InstanceConnection | None:
     """Return a connection to the instance that module-level functions use; None if there is none.
@@ -165,12 +166,15 @@ async def find_default(
     In a replica it is the replica's own. Elsewhere it is that of the block of
     `daskserve.testing.local_instance`, or the local one of this process; otherwise the instance that `run`
     started in this process; otherwise the latest running instance that `start` started here; otherwise the
-    one that ``choose`` finds on this process's Dask cluster.
+    one that ``choose`` finds on this process's Dask cluster. A process without one joins that of Dask's
+    configuration, if it may.
     """
     near = _near_instance(may_be_local=may_be_local)
     if near is not None:
         return near
     cluster_connection = await find_connection(form, None, None)
+    if cluster_connection is None and joins:
+        cluster_connection = await join_configured(form)
     if cluster_connection is None:
         return None
     found: InstanceConnection | None = cluster_connection.default_instance

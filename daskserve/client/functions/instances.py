@@ -14,7 +14,7 @@ from typing import Any
 
 from daskserve.client.client import ClientVerbs
 from daskserve.client.definitions.specs import check_name, packed_middlewares
-from daskserve.client.functions.connecting import find_connection, launch
+from daskserve.client.functions.connecting import find_connection, join_configured, launch
 from daskserve.client.functions.finding import (
     find_configured,
     find_default,
@@ -70,16 +70,16 @@ async def _start(
 
     ``start`` blocks, and the methods of its `Client` do. ``await start_async(...)`` returns an `AsyncClient`.
 
-    Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process. If there
-    is none, it creates a local cluster of processes, which ends with its last instance. A cluster that is
-    created for a detached instance outlives this program; other programs reach it at
-    ``client.scheduler_address``.
+    Without ``dask_client`` and ``address``, the instance uses Dask's default client of this process, or the
+    scheduler of Dask's ``scheduler-address``. If there is none, it creates a local cluster of processes,
+    which ends with its last instance. A cluster that is created for a detached instance outlives this
+    program; other programs reach it at ``client.scheduler_address``.
 
     Parameters
     ----------
     detached : bool
-        Let the instance outlive this program. A cluster has at most one detached instance, which
-        `connect` finds. Otherwise the instance ends with the returned client.
+        Let the instance outlive this program: it is the one that `connect` finds, unless ``name`` says
+        otherwise. Otherwise the instance ends with the returned client.
     http_host, http_port, http_middlewares
         Deprecated; use ``http_options``.
     http_options : HTTPOptions or dict, optional
@@ -94,7 +94,8 @@ async def _start(
         describe.
     name : str, optional
         The instance's name. Default: a random name, or, if detached, the well-known name that `connect` looks
-        up. Set it to find the records in a durable store again.
+        up. Set it to find the records in a durable store again, or to have several detached instances, which
+        ``connect(name=...)`` finds.
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
     tracing_config : TracingConfig or dict, optional
@@ -106,7 +107,7 @@ async def _start(
     Raises
     ------
     AlreadyRunningError
-        A detached instance is already running.
+        A detached instance, or one of this name, is already running.
     ClusterUnreachableError, VersionMismatchError, InstanceError
         The cluster cannot be reached, has no matching daskserve version, or has no worker.
     PortInUseError
@@ -166,6 +167,9 @@ async def start_with(
         warn_caller(risk)
     middlewares = packed_middlewares(options)
     found = await find_connection(form, dask_client, address)
+    is_joining = found is None
+    if is_joining:
+        found = await join_configured(form)
     cluster_connection = (
         await launch(form, detached=detached, dashboard=dashboard) if found is None else found
     )
@@ -194,7 +198,7 @@ async def start_with(
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
             await _end_failed_start(form, cluster_connection, instance, start_id)
-        if address is not None:
+        if address is not None or (is_joining and found is not None):
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
 
@@ -202,11 +206,6 @@ async def start_with(
 def _check_instance_name(name: str | None, detached: bool, store: str) -> None:
     if name is not None:
         check_name(name, "name")
-        if detached and name != DEFAULT_INSTANCE:
-            raise ValueError(
-                f"A detached instance cannot have the name {name!r}: serve.connect() looks for "
-                f"{DEFAULT_INSTANCE!r}; leave name= out."
-            )
     if name is None and not detached and not store.startswith("memory:"):
         raise ValueError(
             f"An instance with a random name cannot find its records in {masked(store)!r} again; pass name= "

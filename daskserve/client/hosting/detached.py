@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskserve.client.client import Client
+from daskserve.client.definitions.specs import check_name
 from daskserve.client.functions.connecting import dial_connection
 from daskserve.client.functions.forms import Form, blocking
 from daskserve.client.functions.http_differences import differences
@@ -40,24 +41,24 @@ async def _start_detached(
     *,
     address: str | None,
     store: str,
+    name: str = DEFAULT_INSTANCE,
     tracing_config: Mapping[str, Any] | None = None,
 ) -> DetachedInstance:
-    """Start the detached instance of a cluster, or find it; without an address, start a cluster, too."""
+    """Start a detached instance of a cluster, or find it; without an address, start a cluster, too."""
     options = checked_http(http_options)
-    tracing = checked_tracing(tracing_config)
+    check_name(name, "name")
+    more: dict[str, Any] = {"store": store, "name": name, "tracing": checked_tracing(tracing_config)}
     if address is None:
-        return DetachedInstance(
-            await start_with(form, options, detached=True, store=store, tracing=tracing), True
-        )
+        return DetachedInstance(await start_with(form, options, detached=True, **more), True)
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(
-            form, options, detached=True, store=store, dask_client=cluster_connection.client, tracing=tracing
+            form, options, detached=True, dask_client=cluster_connection.client, **more
         )
         return DetachedInstance(started, True)
     except AlreadyRunningError:
-        found = InstanceConnection(cluster_connection, DEFAULT_INSTANCE, is_guest=True)
+        found = InstanceConnection(cluster_connection, name, is_guest=True)
         different = await differences(form.verbs(found), http_options)
         return DetachedInstance(form.client(found), False, different)
     except BaseException:
