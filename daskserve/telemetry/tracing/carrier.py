@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 TRACE: Final = "daskserve.trace"
 #: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", when it began]``, in nanoseconds.
 Carrier: TypeAlias = Sequence[str]
+_LENGTH = 55
 #: Stands for a ``traceparent`` where a program without spans of its own calls: the replica begins the trace.
 NEW: Final = "new"
 
@@ -61,7 +62,11 @@ def parse_parent(text: str) -> Parent:
 
 def parent_in(carrier: Carrier) -> Parent:
     """Return the parent in a carrier; `NO_PARENT` if there is none."""
-    return parse_parent(carrier[0]) if carrier else NO_PARENT
+    text = carrier[0] if carrier else ""
+    if len(text) != _LENGTH:
+        return NO_PARENT
+    # Written by `traceparent`, so it need not be checked again.
+    return Parent(int(text[3:35], 16), int(text[36:52], 16), int(text[53:], 16))
 
 
 def traceparent(parent: Parent) -> str:
@@ -69,11 +74,6 @@ def traceparent(parent: Parent) -> str:
     if not parent.trace_id:
         return ""
     return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"
-
-
-def is_sampled(carrier: Carrier) -> bool:
-    """Return whether a carrier asks for spans."""
-    return bool(carrier) and (carrier[0] == NEW or parse_parent(carrier[0]).is_sampled)
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:

@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags, TraceState
 
 from daskserve.telemetry.tracing.carrier import NO_PARENT, Carrier, Parent, parent_in, traceparent
+from daskserve.telemetry.tracing.span import RecordedSpan
 
 
 def enter(carrier: Carrier, span: Span | None = None) -> None:
@@ -42,7 +43,10 @@ def outgoing() -> Carrier | None:
 
 def current_parent() -> tuple[Parent, str]:
     """Return the current span as the parent of others, and its ``tracestate``."""
-    found = trace.get_current_span().get_span_context()
+    span = trace.get_current_span()
+    if isinstance(span, RecordedSpan):
+        return span.identity, span.tracestate
+    found = span.get_span_context()
     if not found.is_valid:
         return NO_PARENT, ""
     return Parent(found.trace_id, found.span_id, int(found.trace_flags)), found.trace_state.to_header()
@@ -55,6 +59,8 @@ def is_empty() -> bool:
 
 def carrier_of(span: Span, baggage_text: str) -> Carrier:
     """Return the trace context of requests that a span causes."""
+    if isinstance(span, RecordedSpan):
+        return [traceparent(span.identity), span.tracestate, baggage_text]
     found = span.get_span_context()
     parent = Parent(found.trace_id, found.span_id, int(found.trace_flags))
     return [traceparent(parent), found.trace_state.to_header(), baggage_text]

@@ -17,7 +17,7 @@ from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import NEW, Carrier, Parent, is_sampled, parent_in
+from daskserve.telemetry.tracing.carrier import NEW, NO_PARENT, SAMPLED, Carrier, Parent, parent_in
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -123,10 +123,12 @@ class Tracing:
         self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
-        if not is_sampled(carrier):
-            return None
-        start_ns = int(carrier[3]) if carrier[0] == NEW else 0
-        return self.span(name, parent_in(carrier), attributes, kind, carrier[1], start_ns)
+        parent = parent_in(carrier)
+        if parent.flags & SAMPLED:
+            return self.span(name, parent, attributes, kind, carrier[1])
+        if carrier and carrier[0] == NEW:
+            return self.span(name, NO_PARENT, attributes, kind, start_ns=int(carrier[3]))
+        return None
 
     def keep(self, span: RecordedSpan) -> None:
         """Have a span that has ended exported."""
