@@ -87,6 +87,10 @@ def path_of(span: ReadableSpan, spans: Sequence[ReadableSpan]) -> str:
     return " < ".join(names)
 
 
+def current_span_id() -> str:
+    return format(trace.get_current_span().get_span_context().span_id, "016x")
+
+
 @serve.deployment(max_ongoing_requests=8)
 class Model:
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=5)
@@ -118,6 +122,7 @@ class Front:
         return {
             "sum": await self.middle.both.remote(1),
             "trace": current_trace_id(),
+            "is_passed_on": current_span_id() in request.headers["traceparent"],
             "baggage": dict(baggage.get_all()),
         }
 
@@ -126,7 +131,12 @@ def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(
     with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
         client.run(Front.bind(Middle.bind(Model.bind())))
         found = get(client.http_urls()[0], traceparent=PARENT, baggage="tenant=a", tracestate="v=1")
-        assert found == {"sum": 6, "trace": PARENT[3:35], "baggage": {"tenant": "a"}}
+        assert found == {
+            "sum": 6,
+            "trace": PARENT[3:35],
+            "baggage": {"tenant": "a"},
+            "is_passed_on": True,
+        }
         until(lambda: len(collected.spans) >= 17)
         text = client_metrics()
     spans = collected.spans

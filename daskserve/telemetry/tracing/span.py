@@ -24,8 +24,6 @@ class SpanMaker(Protocol):
 
     is_closed: bool
 
-    def draws(self) -> bool: ...
-
     def span(
         self,
         name: str,

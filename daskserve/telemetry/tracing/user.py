@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
-from daskserve.telemetry.tracing.carrier import NO_PARENT, Parent
+from daskserve.telemetry.tracing.carrier import Parent
 from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
 
 
@@ -42,12 +42,11 @@ class UserTracer(Tracer):
         above = trace.get_current_span(context)
         known = above.get_span_context()
         tracing = self._provider.tracing_of(above)
-        if known.is_valid and not known.trace_flags.sampled:
-            return NonRecordingSpan(known)
-        if tracing is None or (not known.is_valid and not tracing.draws()):
+        if tracing is None or not known.is_valid or not known.trace_flags.sampled:
+            # Only requests begin traces: a framework begins a span for each request, sampled or not.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
-        parent = Parent(known.trace_id, known.span_id, 1) if known.is_valid else NO_PARENT
-        state = known.trace_state.to_header() if known.is_valid else ""
+        parent = Parent(known.trace_id, known.span_id, 1)
+        state = known.trace_state.to_header()
         span = tracing.span(name, parent, dict(attributes or {}), kind, state, start_time or 0)
         span.attributes.setdefault("otel.scope.name", self._scope)
         span.links += links or ()

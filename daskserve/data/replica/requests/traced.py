@@ -27,7 +27,7 @@ from daskserve.data.replica.requests.slots import found_at
 from daskserve.data.replica.requests.states import FAILED, LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.payload.packed_errors import PackedError
-from daskserve.telemetry.tracing.carrier import NEW, TRACE, Carrier, traceparent
+from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier, traceparent
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type, note_failure
@@ -122,6 +122,11 @@ def _begin_code(request: TracedRequest) -> RecordedSpan:
     assert request.span is not None
     code = request.span.child(f"user code {request._method.name}", {"daskserve.step": "user_code"})
     enter(request.carrier, code)
+    scope = getattr(request, "_scope", None)
+    if scope is not None:
+        # Frameworks read the header, and so does code that passes headers on.
+        others = [each for each in scope["headers"] if each[0] != TRACEPARENT]
+        scope["headers"] = [*others, (TRACEPARENT, traceparent(code.identity).encode())]
     return code
 
 
