@@ -21,6 +21,7 @@ from daskserve.errors import (
     NoCapacityError,
     NotFoundError,
     ReplicaStartError,
+    RequestTimeoutError,
 )
 
 CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
@@ -421,3 +422,12 @@ def test_the_ingress_looks_whether_a_change_is_complete_once_it_is_up() -> None:
     state = chain_of(ReplicaState.RUNNING)
     up = replica("back#1")
     assert neighbours(state, state.backends["back"], {up.key: up}, {"front", "middle"}) == ["front"]
+
+
+@staged()
+async def test_a_change_whose_replica_never_learns_its_rank_ends_with_its_time(stage: Stage) -> None:
+    """The new replica starts with rank 1 beside the old one, and is to have rank 0 after it."""
+    await stage.run(front={"version": "1"})
+    stage.reconfigure = hang
+    with pytest.raises(RequestTimeoutError, match="within 5 s"):
+        await stage.run(front={"version": "2"}, timeout_s=5.0)

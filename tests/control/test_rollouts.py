@@ -25,7 +25,9 @@ from daskserve.control.observed.rollout_evidence import (
     judge,
     least_requests,
 )
+from daskserve.control.records.models import ModelsRecord
 from daskserve.control.records.rollout import RolloutPhase as P
+from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
@@ -335,6 +337,35 @@ def test_expressions_are_compared_for_the_replicas_of_both_versions() -> None:
     assert bench.phase is P.ROLLED_BACK
     assert "in 14 of 14 comparisons, last 9 beside 1" in bench.state.backends["b"].last_error
     assert len(asked) == 28
+
+
+def test_the_versions_of_a_model_are_compared_by_an_expression() -> None:
+    gate = {"metric": "prometheus", "query": 'f{v="$version"}', "prometheus_address": "http://p"}
+    plan = {"steps": ["50%", "100%"], "gates": [{**gate, "interval_s": 5}]}
+    bench, asked = Bench([worker(1)]), set()
+    bench.deploy(model_repository={"url": "/models", "rollout": plan})
+    bench.settle()
+    rollout = RolloutState("m#2", ("2", "1"), phase=P.SERVING, served=0)
+    states = {version: {"state": state} for version, state in (("1", "READY"), ("2", "ROLLING_OUT"))}
+    bench.state.models["b"] = ModelsRecord("b", {"m": states}, {"m": "1"}, 2, {"m": rollout.to_plain()})
+
+    async def fetch(url: str) -> bytes:
+        (query,) = parse_qs(urlsplit(url).query)["query"]
+        asked.add(query)
+        value = 9 if '"2"' in query else 1
+        return json.dumps(
+            {"status": "success", "data": {"resultType": "scalar", "result": [0, str(value)]}}
+        ).encode()
+
+    async def watch() -> None:
+        queries = RolloutQueries(bench.state, bench.observed, LoopClock(), fetch)
+        await queries.compare()
+        await asyncio.sleep(6)
+        await queries.compare()
+
+    run_virtual(watch)
+    assert asked == {'f{v="1"}', 'f{v="2"}'}
+    assert bench.observed.rollouts.evidence("b#model/m", "m#2/0/0.5").polls == {0: (1, 0, 9, 1)}
 
 
 # ---- the test of significance

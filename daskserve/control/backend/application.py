@@ -82,8 +82,11 @@ def released(state: State, backend: BackendRecord, change: Change) -> Iterable[B
 def is_late(
     state: State, observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]
 ) -> bool:
-    """Return whether a change of an application waits for this deployment, not for one that it needs."""
-    return not goals.is_reached(backend, replicas) and not awaited(state, observed, backend)
+    """Return whether a change of an application waits for this deployment, not for one that it needs.
+
+    It also waits for replicas that are still to learn their ranks, which may take long in user code.
+    """
+    return not _is_up(observed, backend, replicas) and not awaited(state, observed, backend)
 
 
 def may_stop(state: State, backend: BackendRecord) -> bool:
@@ -129,6 +132,11 @@ def is_used(state: State, tag: BackendTag) -> bool:
     return any(each != tag for each in state.endpoints_of(tag))
 
 
+def _is_up(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
+    replicas = list(replicas)
+    return goals.is_reached(backend, replicas) and all_know_theirs(backend, replicas, observed)
+
+
 def is_complete(
     state: State,
     observed: Observed,
@@ -137,15 +145,11 @@ def is_complete(
     replicas: Iterable[ReplicaRecord],
 ) -> bool:
     """Return whether all deployments are up, given the current records of one of them."""
-
-    def is_up(each: BackendRecord, its: Iterable[ReplicaRecord]) -> bool:
-        return goals.is_reached(each, its) and all_know_theirs(each, its, observed)
-
-    if app.is_deleting or not is_up(backend, replicas):
+    if app.is_deleting or not _is_up(observed, backend, replicas):
         return False
     # The ingress comes last, so it tells soonest that the application is not complete.
     others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
-    return all(each is not None and is_up(each, state.replicas_of(each.tag)) for each in others)
+    return all(each is not None and _is_up(observed, each, state.replicas_of(each.tag)) for each in others)
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:

@@ -5,23 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from daskserve.common import settings
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag
+from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed
-from daskserve.control.records.records import BackendRecord, ReplicaRecord
+from daskserve.control.records.model_decisions import key_of, rollouts_of, share_of
+from daskserve.control.records.models import rollout_tag
+from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.two_versions import running_of, split_of
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.prometheus import Fetch, PrometheusQueries
-from daskserve.options.rollout import Gate
+from daskserve.options.rollout import Gate, RolloutConfig
 
 logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the checks which comparisons are due.
 CHECK_S = 1.0
+
+
+class _Subject(NamedTuple):
+    """A rollout whose versions are compared; of two values, the first is that of the new version."""
+
+    tag: BackendTag
+    key: str
+    plan: RolloutConfig
+    names: tuple[str, str]
+    replicas: tuple[Sequence[ReplicaRecord], Sequence[ReplicaRecord]]
 
 
 class RolloutQueries:
@@ -57,41 +70,52 @@ class RolloutQueries:
         due: dict[tuple[BackendTag, str, int], float] = {}
         asking = []
         now = self._clock.now()
-        # An instance without rollouts has no index of them: this takes some 0.03 ms for 1,000 backends.
-        for backend in [each for each in self._state.backends.values() if each.rollout is not None]:
-            tag = backend.tag
-            plan = backend.config.rollout
-            new, old = running_of(backend, self._state.replicas_of(tag))
-            split = split_of(backend, new, old)
-            if plan is None or backend.canary is None or not 0 < split.share < 1:
-                continue
-            for number, gate in enumerate(plan.gates):
+        for found in self._subjects():
+            for number, gate in enumerate(found.plan.gates):
                 if gate.metric != "prometheus":
                     continue
-                place = (tag, split.key, number)
+                place = (found.tag, found.key, number)
                 # The first comparison is of requests of this step alone.
                 at = self._due.get(place, now + gate.interval_s)
                 if now >= at:
                     at = now + gate.interval_s
-                    asking.append(self._ask(backend, gate, place, new, old))
+                    asking.append(self._ask(found, gate, place))
                 due[place] = at
         self._due = due
         await asyncio.gather(*asking)
 
-    async def _ask(
-        self,
-        backend: BackendRecord,
-        gate: Gate,
-        place: tuple[BackendTag, str, int],
-        new: Iterable[ReplicaRecord],
-        old: Iterable[ReplicaRecord],
-    ) -> None:
+    def _subjects(self) -> Iterator[_Subject]:
+        """Yield the rollouts with traffic for both versions, of deployments and of models."""
+        # An instance without rollouts has no index of them: this takes some 0.03 ms for 1,000 backends.
+        for backend in [each for each in self._state.backends.values() if each.canary is not None]:
+            plan, rollout = backend.config.rollout, backend.canary
+            new, old = running_of(backend, self._state.replicas_of(backend.tag))
+            split = split_of(backend, new, old)
+            if plan is not None and rollout is not None and 0 < split.share < 1:
+                yield _Subject(backend.tag, split.key, plan, rollout.names, (new, old))
+        for tag, record in [each for each in self._state.models.items() if each[1].rollouts]:
+            backend_or_none = self._state.backends.get(tag)
+            repository = None if backend_or_none is None else backend_or_none.config.model_repository
+            if repository is None or repository.rollout is None:
+                continue
+            replicas = [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+            for name, rollout in rollouts_of(record).items():
+                share = share_of(rollout, repository.rollout)
+                if 0 < share < 1:
+                    names, key = rollout.names, key_of(rollout, share)
+                    subject = rollout_tag(tag, name)
+                    yield _Subject(subject, key, repository.rollout, names, (replicas, replicas))
+
+    async def _ask(self, found: _Subject, gate: Gate, place: tuple[BackendTag, str, int]) -> None:
         assert self._fetch is not None
         assert gate.prometheus_address is not None
-        names = ("", "") if backend.canary is None else backend.canary.names
+        new, old = (
+            filled(gate.query, name, replicas)
+            for name, replicas in zip(found.names, found.replicas, strict=True)
+        )
         queries = PrometheusQueries(
             gate.prometheus_address,
-            {"new": filled(gate.query, names[0], new), "old": filled(gate.query, names[1], old)},
+            {"new": new, "old": old},
             fetch=self._fetch,
             clock=self._clock,
             variables=settings.process_variables(),
