@@ -133,6 +133,7 @@ setup(
         "daskserve.simulation",
         "daskserve.telemetry",
         "daskserve.telemetry.profiling",
+        "daskserve.telemetry.tracing",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={
@@ -155,6 +156,7 @@ setup(
         "click>=8.1",
         "cronsim>=2.6",
         "fsspec>=2024.12",
+        "opentelemetry-api>=1.20",
         "msgpack>=1.0.2",
         "pyyaml>=6",
     ],

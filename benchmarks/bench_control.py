@@ -303,6 +303,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
     async with cluster:
         await cluster.start(
             ControllerStart(
+                tracing={},
                 http=HTTPOptions(location=Location.NO_SERVER),
                 middlewares=None,
                 callback=None,

@@ -15,6 +15,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
+from daskserve.options.tracing import TracingConfig
 
 __all__ = [
     "AutoscalingConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "GangSchedulingConfig",
     "HTTPOptions",
     "ProxyLocation",
+    "TracingConfig",
 ]
 
 

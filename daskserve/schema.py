@@ -17,6 +17,7 @@ from daskserve.client.views.status import Status as ServeStatus
 from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, InstanceConfig
 from daskserve.config_file.reading import checked
 from daskserve.options.fields.ray_names import missing_name
+from daskserve.options.tracing import TracingConfig
 
 __all__ = [
     "ApplicationStatusOverview",
@@ -25,6 +26,7 @@ __all__ = [
     "ServeApplicationSchema",
     "ServeDeploySchema",
     "ServeStatus",
+    "TracingConfig",
 ]
 
 

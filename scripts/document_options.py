@@ -23,6 +23,7 @@ from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
+from daskserve.options.tracing import TracingConfig
 
 #: The models whose options the page lists, by name.
 MODELS = {
@@ -38,6 +39,7 @@ MODELS = {
         Gate,
         Environment,
         HTTPOptions,
+        TracingConfig,
     )
 }
 #: Set by daskserve itself; not an option.

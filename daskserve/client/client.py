@@ -28,8 +28,8 @@ from daskserve.client.verbs.inspecting import InspectingVerbs
 from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
-from daskserve.client.views.page_link import page_of
 from daskserve.client.views.links import html_links, links_of
+from daskserve.client.views.page_link import page_of
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId

@@ -20,6 +20,8 @@ T = TypeVar("T")
 #: Seconds from an arbitrary start, for measuring durations in metrics. It is not for decisions. The event
 #: loop's clock is too coarse for this, because uvloop's counts whole milliseconds.
 stopwatch = time.perf_counter
+#: Nanoseconds since the epoch, for spans.
+wall_ns = time.time_ns
 #: Seconds that the present thread has spent on a processor.
 processor_time = time.thread_time
 

@@ -225,6 +225,8 @@ SILENT_WORKERS: Final = "silent_workers"
 UNREADY: Final = "unready"
 #: The key of the published fact whether another cluster has taken over the instance's store.
 STORE_TAKEN: Final = "store_taken"
+#: The key of the published share of requests that begin a trace; None without traces.
+TRACING: Final = "tracing"
 #: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 

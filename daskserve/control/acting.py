@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias
 
@@ -76,6 +76,7 @@ class Acting:
         poke: Callable[[Iterable[str] | None], None],
         announce: Callable[[Iterable[str]], object],
         debug: bool,
+        tracing: Mapping[str, Any],
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -87,6 +88,7 @@ class Acting:
         self._poke = poke
         self.announce = announce
         self._debug = debug
+        self._tracing = tracing
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UsageReport | None = None
 
@@ -217,6 +219,7 @@ class Acting:
                 is_deployment=backend.is_deployment,
                 models=at_start(self._state.models.get(replica.backend)),
                 is_exact=backend.is_exact,
+                tracing=self._tracing,
             ).encode(),
         )
 

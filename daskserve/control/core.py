@@ -22,6 +22,7 @@ from daskserve.common.copying import replace
 from daskserve.common.types import (
     SILENT_WORKERS,
     STORE_TAKEN,
+    TRACING,
     UNREADY,
     Location,
     SnapshotId,
@@ -182,6 +183,7 @@ class ControllerCore:
             poke=self._poke,
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
+            tracing=self._start.tracing,
         )
         self._undoing += [acting.stop, self.trial.stop]
         return Reconciler(
@@ -254,6 +256,7 @@ class ControllerCore:
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not shares,
             public_host=proxy.host,
+            tracing=self._start.tracing,
         )
 
     # Workers
@@ -398,6 +401,7 @@ class ControllerCore:
             "system",
             UNREADY,
             STORE_TAKEN,
+            TRACING,
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -412,6 +416,9 @@ class ControllerCore:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
                 values[key] = self.cluster.store.hold is StoreOwnership.TAKEN or None
+            elif kind == TRACING:
+                config = self._start.tracing
+                values[key] = config["sampling_ratio"] if config.get("enabled") else None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

@@ -9,9 +9,10 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from daskserve.common import settings
+from daskserve.common.clock import wall_ns
 from daskserve.common.formatting import shown
 from daskserve.errors import (
     ActorLostError,
@@ -83,6 +84,14 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
+class Example(NamedTuple):
+    """One value that was counted, with the id of its trace and its time in seconds since the epoch."""
+
+    value: float
+    trace_id: str
+    at: float
+
+
 class HistogramCounts:
     """Counts values in buckets. One thread may write at a time, while others read.
 
@@ -92,13 +101,15 @@ class HistogramCounts:
         The largest value of each bucket except the last, in ascending order.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "examples", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         #: Number of values per bucket, not cumulative; the last bucket holds the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        #: The latest value of a sampled request in each bucket: the value, its trace and when it was.
+        self.examples: dict[int, Example] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.count} values, sum {shown(self.sum)}>"
@@ -113,6 +124,12 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def note_trace(self, value: float, trace_id: int) -> None:
+        """Note the trace of a value that was counted."""
+        if self.examples is None:
+            self.examples = {}
+        self.examples[bisect_left(self.bounds, value)] = Example(value, f"{trace_id:032x}", wall_ns() / 1e9)
+
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
@@ -122,6 +139,7 @@ class HistogramCounts:
         """Return a copy of the histogram."""
         twin = HistogramCounts(self.bounds)
         twin.add(self.counts, self.sum)
+        twin.examples = None if self.examples is None else dict(self.examples)
         return twin
 
 

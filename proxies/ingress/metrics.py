@@ -125,6 +125,12 @@ class IngressMetrics:
                     self._matched.pop(key[1], None)
                     self._dropped.add(each.latency.counts, each.latency.sum)
 
+    def note_trace(self, route: Route, seconds: float, trace_id: int) -> None:
+        """Note the trace of a request that was counted."""
+        metrics = self._routes.get((route.route, route.endpoint))
+        if metrics is not None:
+            metrics.latency.note_trace(seconds, trace_id)
+
     def samples(self, instance: str) -> list[MetricSample]:
         """Return all metrics."""
         found: list[MetricSample] = [("http_limited_requests", (instance, "request_id"), self.bad_ids)]

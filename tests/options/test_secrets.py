@@ -109,7 +109,9 @@ def test_the_key_of_a_proxy_is_opened_where_the_proxy_is(file: Path, monkeypatch
     monkeypatch.setenv("KEY_PASSWORD", VALUE)
     for value in ({"file": str(file)}, {"env": "KEY_PASSWORD"}, VALUE):
         options = HTTPOptions(ssl_certfile="c", ssl_keyfile="k", ssl_keyfile_password=value)
-        start = ProxyStart(options, None, reuse_port=False, claims_port=True, public_host="h").encode()
+        start = ProxyStart(
+            options, None, reuse_port=False, claims_port=True, public_host="h", tracing={}
+        ).encode()
         assert (VALUE.encode() in start) == (value == VALUE)
         actors.tls_of(ProxyStart.decode(start).options)
     assert given == [("c", "k", VALUE)] * 3

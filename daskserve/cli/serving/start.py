@@ -11,6 +11,7 @@ from daskserve.cli.instance import address_option, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, use_log_level
+from daskserve.cli.serving.tracing import given_tracing, tracing_options
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import UnavailableError
@@ -34,6 +35,7 @@ from daskserve.errors import UnavailableError
 )
 @log_level_option
 @http_options
+@tracing_options
 @json_option
 def start(
     address: str | None, store: str, name: str, log_level: str | None, as_json: bool, **others: Any
@@ -49,7 +51,13 @@ def start(
     known_address = address or dask.config.get("scheduler-address", None)
     given = given_http_options(others)
     with errors_as_messages():
-        found = start_detached(given, address=known_address, store=store, name=name)
+        found = start_detached(
+            given,
+            address=known_address,
+            store=store,
+            name=name,
+            tracing_config=given_tracing(others) or None,
+        )
         try:
             if found.differences:
                 text = f"An instance is already running; its HTTP options do not change: {found.differences}."

@@ -47,10 +47,11 @@ def environment_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a command serves, with the HTTP options that its file has."""
+    """What a command serves, with the options of the instance that its file has."""
 
     source: Source
     http_options: Mapping[str, Any] = field(default_factory=dict)
+    tracing_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
@@ -86,7 +87,8 @@ def served_file(name: str, timeout_s: float | None) -> Served:
     if whole.proxy_location is not None:
         http["location"] = whole.proxy_location
     capacity = None if whole.target_capacity is None else float(whole.target_capacity)
-    return Served(Source(tuple(whole.applications), timeout_s, capacity=capacity), http)
+    source = Source(tuple(whole.applications), timeout_s, capacity=capacity)
+    return Served(source, http, whole.tracing_config)
 
 
 def served_path(

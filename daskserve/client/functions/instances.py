@@ -41,6 +41,7 @@ from daskserve.options.fields.base import parse_options
 from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart
+from daskserve.options.tracing import TracingConfig, checked_tracing
 
 logger = logging.getLogger("daskserve.api")
 
@@ -64,7 +65,7 @@ async def _start(
     dashboard: bool = True,
     grpc_options: Any = None,
     logging_config: Any = None,
-    tracing_config: Any = None,
+    tracing_config: TracingConfig | Mapping[str, Any] | None = None,
     controller_options: Any = None,
 ) -> ClientT:
     """Start an instance and return its client once every proxy listens.
@@ -99,7 +100,9 @@ async def _start(
         ``connect(name=...)`` finds.
     dashboard : bool
         Whether a local cluster that this call creates has Dask's dashboard (if bokeh is installed).
-    grpc_options, logging_config, tracing_config, controller_options
+    tracing_config : TracingConfig or dict, optional
+        Traces by OpenTelemetry. Default: none.
+    grpc_options, logging_config, controller_options
         Accepted for compatibility with Ray Serve. Options without any effect cause a warning; others raise
         `TypeError`.
 
@@ -120,12 +123,12 @@ async def _start(
         "serve.start()",
         grpc_options=grpc_options,
         logging_config=logging_config,
-        tracing_config=tracing_config,
         controller_options=controller_options,
     )
     return await start_with(
         form,
         options,
+        tracing=checked_tracing(tracing_config),
         detached=detached,
         dask_client=dask_client,
         address=address,
@@ -152,6 +155,7 @@ async def start_with(
     is_default: bool = False,
     opens_with_route: bool = False,
     report: Callable[[str], Any] = announce,
+    tracing: Mapping[str, Any] | None = None,
 ) -> ClientT:
     """Start an instance with checked arguments; see `start`.
 
@@ -185,7 +189,13 @@ async def start_with(
             cluster_connection.owning_instances.add(instance)
         cluster_connection.started.add(instance, is_owned=not detached)
         starting = _start_on(
-            cluster_connection, instance, options, middlewares, message, opens_with_route=opens_with_route
+            cluster_connection,
+            instance,
+            options,
+            middlewares,
+            message,
+            opens_with_route=opens_with_route,
+            tracing=tracing or {},
         )
         await form.run(cluster_connection, starting)
         if found is None and (page := page_of(cluster_connection.dashboard_link)):
@@ -269,6 +279,7 @@ async def _start_on(
     message: Mapping[str, Any],
     *,
     opens_with_route: bool,
+    tracing: Mapping[str, Any],
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
@@ -278,6 +289,7 @@ async def _start_on(
         start_id=message["start_id"],
         opens_with_route=opens_with_route,
         history_bytes=settings.controller().history_bytes,
+        tracing=tracing,
     )
     await start_instance(
         cluster_connection,

@@ -27,6 +27,7 @@ from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
 from daskserve.loops.blocking import finish
 from daskserve.options.specs import ApplicationSpec
+from daskserve.options.tracing import checked_tracing
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ async def _host(
     stay: HostingMode,
     report: Callable[[str], Any],
     reread: Callable[[], Source] | None = None,
+    tracing_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
@@ -79,11 +81,14 @@ async def _host(
         Is called with a line for each thing that is started.
     reread
         Returns the source again, once a file has changed.
+    tracing_config
+        The options of traces of an instance that is started.
     """
     source.check()
     reread = reread or partial(replace, source)
     source = _followed(source, stay)
     options = checked_http(http_options)
+    tracing = checked_tracing(tracing_config)
     cluster_connection = None if address is None else await dial_connection(form, address)
     instance = ""
     try:
@@ -108,6 +113,7 @@ async def _host(
             is_default=True,
             opens_with_route=True,
             report=lines.append,
+            tracing=tracing,
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths

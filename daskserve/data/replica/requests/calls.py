@@ -21,6 +21,7 @@ from daskserve.data.replica.requests.streaming import (
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
+from daskserve.telemetry.tracing.batches import span_of_item
 
 
 def _request_context(envelope: Envelope) -> RequestContext:
@@ -64,7 +65,10 @@ class CallRequest(LocalRequest):
 
 
 async def _submit(request: CallRequest, method: Method) -> None:
-    item = BatchItem(request.envelope.head, payload=request.envelope.payload)
+    head, payload = request.envelope.head, request.envelope.payload
+    item = BatchItem(
+        head, payload=payload, span=None if request.span is None else span_of_item(method.name, request.span)
+    )
     request.accept(await request.code.batches.submit(method, item, request.hold))
 
 
