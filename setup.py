@@ -25,6 +25,7 @@ def read_long_description() -> str:
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
 PROGRESS = ["rich>=13"]
+TRACING = ["opentelemetry-sdk>=1.20", "opentelemetry-exporter-otlp-proto-http>=1.20"]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 #: What the tests of the pages about platforms check their files with.
 PLATFORMS = [
@@ -38,7 +39,8 @@ UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 #: The server that benchmarks compare with.
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
-TEST += ["jsonschema>=4.20", "fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10", *PROGRESS]
+TEST += ["jsonschema>=4.20", "fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10"]
+TEST += [*PROGRESS, *TRACING]
 
 setup(
     name="daskserve",
@@ -81,6 +83,7 @@ setup(
         "daskserve.cluster.scheduler",
         "daskserve.cluster.scheduler.http",
         "daskserve.cluster.scheduler.http.api",
+        "daskserve.cluster.scheduler.http.page",
         "daskserve.cluster.scheduler.http.panels",
         "daskserve.cluster.store",
         "daskserve.cluster.worker",
@@ -131,10 +134,12 @@ setup(
         "daskserve.telemetry",
         "daskserve.telemetry.logs",
         "daskserve.telemetry.profiling",
+        "daskserve.telemetry.tracing",
     ],
     entry_points={"console_scripts": ["daskserve = daskserve.cli.main:main"]},
     package_data={
         "daskserve": ["py.typed"],
+        "daskserve.cluster.scheduler.http.page": ["*.css", "*.html", "*.js", "*.svg"],
         "daskserve.dashboards": ["*.json", "*.yaml"],
         "daskserve.pages": ["*.md", "*/*.md"],
         "daskserve.proxies": ["py.typed"],
@@ -152,6 +157,7 @@ setup(
         "click>=8.1",
         "cronsim>=2.6",
         "fsspec>=2024.12",
+        "opentelemetry-api>=1.20",
         "msgpack>=1.0.2",
         "pyyaml>=6",
     ],
@@ -161,6 +167,7 @@ setup(
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
         "progress": PROGRESS,
+        "tracing": TRACING,
         "reload": ["watchfiles>=0.20"],
         "examples": EXAMPLES,
         "docs": DOCS,

@@ -36,11 +36,12 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import StartReplica
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
-from daskserve.control.declared.apply import Origin, apply
+from daskserve.control.declared.apply import apply
 from daskserve.control.declared.building import BATCH
 from daskserve.control.declared.plan import plan
 from daskserve.control.declared.settling import settled
 from daskserve.control.observed.observed import Observed
+from daskserve.control.records.declared import Origin
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 from daskserve.control.records.storing import checkpoint
@@ -302,6 +303,7 @@ async def creations(folder: Path) -> tuple[list[float], list[tuple[int, int]]]:
     async with cluster:
         await cluster.start(
             ControllerStart(
+                tracing={},
                 http=HTTPOptions(location=Location.NO_SERVER),
                 middlewares=None,
                 callback=None,

@@ -259,6 +259,7 @@ class Bench:
     async def replica(self, function: Any, event_loop: str) -> Replica:
         code = dump_bytes((function, (), {}))
         start = ReplicaStart(
+            tracing={},
             backend_tag="b",
             replica_tag="b#AAAAAA",
             code=code,

@@ -10,16 +10,18 @@ This benchmark needs ``wrk`` (Debian has a package). Run:
 ``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``. It prints a line per case:
 requests per second at 32 connections (unless the line names another number), the ratio to the floor with its
 range, the CPU time of all serving processes per request, and as multiples of the floor's this CPU time, the
-p99 there, and the p50 at one connection.
+p99 there, and the p50 at one connection. The cases of traces stand beside the same case without traces.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
-from http_load import Place, floor_of, need_wrk, serving, wrk
+from http_load import Place, System, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
 
@@ -32,6 +34,12 @@ class Case:
     place: Place
     floor: str = "floor_tornado"
     connections: int = 32
+
+    def beside(self) -> AbstractContextManager[System]:
+        """Start what the case is compared with: its floor, or the same without traces."""
+        if self.place.traced is not None:
+            return serving(replace(self.place, traced=None))
+        return floor_of(self.floor, self.place.processes)
 
 
 CASES = [
@@ -46,12 +54,16 @@ CASES = [
         "floor_uvicorn",
     ),
     Case("asyncio, one hop", Place(hops=1, server="asyncio"), "floor_uvicorn", 100),
+    # The floor of these is the same without traces.
+    Case("one hop, traces of none", Place(hops=1, traced=0.0)),
+    Case("one hop, traces of 1 %", Place(hops=1, traced=0.01)),
+    Case("one hop, traces of all", Place(hops=1, traced=1.0)),
 ]
 
 
 def measure(case: Case, *, runs: int, seconds: float) -> None:
     pairs, alone = [], []
-    with serving(case.place) as us, floor_of(case.floor, case.place.processes) as bottom:
+    with serving(case.place) as us, case.beside() as bottom:
         for each in (us, bottom):
             wrk(each, connections=case.connections, seconds=1)  # warm up
         for _ in range(runs):
@@ -65,7 +77,7 @@ def measure(case: Case, *, runs: int, seconds: float) -> None:
         f"CPU {statistics.median(ours.cpu_us for ours, _ in pairs):.0f} µs, "
         f"{statistics.median(ours.cpu_us / floor.cpu_us for ours, floor in pairs):.2f} x  "
         f"p99 {statistics.median(ours.p99_us / floor.p99_us for ours, floor in pairs):.1f} x  "
-        f"alone {statistics.median(alone):.1f} x",
+        f"alone {statistics.median(alone):.2f} x",
         flush=True,
     )
 
@@ -77,6 +89,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only the cases whose name contains this text")
     given = parser.parse_args()
     need_wrk()
+    os.environ["OTEL_TRACES_EXPORTER"] = "none"  # spans are made, and not sent
     for case in CASES:
         if given.only in case.name:
             measure(case, runs=given.runs, seconds=given.seconds)

@@ -132,6 +132,8 @@ class Place:
     hops: int = 0
     server: str = "tornado"
     config: dict[str, Any] = field(default_factory=dict)
+    #: The share of the requests that are traced; None: no traces.
+    traced: float | None = None
 
     @property
     def processes(self) -> int:
@@ -146,7 +148,8 @@ def serving(place: Place, function: Any = answer) -> Iterator[System]:
     location = "EveryWorker" if place.processes > 1 else "HeadOnly"
     http = {"port": 0, "location": location, "server": place.server}
     try:
-        with serve.start(http_options=http, dask_client=dask) as client:
+        tracing = None if place.traced is None else {"sampling_ratio": place.traced}
+        with serve.start(http_options=http, dask_client=dask, tracing_config=tracing) as client:
             proxies = {each.worker for each in client.status().actors if each.kind == "proxy" and each.worker}
             others = [each for each in dask.scheduler_info(n_workers=-1)["workers"] if each not in proxies]
             config = {**place.config, "num_replicas": place.workers}

@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
     from daskserve.options.logging import LoggingConfig
     from daskserve.options.placement import GangSchedulingConfig
+    from daskserve.options.tracing import TracingConfig
+    from daskserve.telemetry.tracing.current import get_trace_context
 
 #: The public names by module. Loaded on first use: importing daskserve must cost little and start nothing.
 _NAMES: Mapping[str, str] = {
@@ -100,6 +102,8 @@ _NAMES: Mapping[str, str] = {
     "options.autoscaling": "AutoscalingConfig",
     "options.deployment_actor": "DeploymentActorConfig",
     "options.placement": "GangSchedulingConfig",
+    "options.tracing": "TracingConfig",
+    "telemetry.tracing.current": "get_trace_context",
     "options.environment": "Environment",
     "autoscaling": "AutoscalingContext Decision",
     "data.caller.calls.handle": "Handle",
@@ -147,6 +151,7 @@ __all__ = [
     "RunTarget",
     "ServeError",
     "Status",
+    "TracingConfig",
     "__version__",
     "batch",
     "classic",
@@ -169,6 +174,7 @@ __all__ = [
     "get_deployment_handle_async",
     "get_model",
     "get_replica_context",
+    "get_trace_context",
     "history",
     "history_async",
     "ingress",

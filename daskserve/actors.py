@@ -32,6 +32,7 @@ from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
 from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.enabling import enable
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -128,6 +129,7 @@ class ProxyActor:
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
             access_log=self._access_log(),
+            tracing=enable(self._context, self._start.tracing, call_imported),
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:

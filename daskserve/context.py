@@ -40,6 +40,9 @@ class HasConnection(Protocol):
     @property
     def connection(self) -> Any: ...
 
+    @property
+    def shared(self) -> dict[str, Any]: ...
+
     async def fetch_parcel(self, code: str, parcel: Any) -> Any: ...
 
 

@@ -18,6 +18,7 @@ from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, I
 from daskserve.config_file.reading import checked
 from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.logging import LoggingConfig
+from daskserve.options.tracing import TracingConfig
 
 __all__ = [
     "ApplicationStatusOverview",
@@ -27,6 +28,7 @@ __all__ = [
     "ServeApplicationSchema",
     "ServeDeploySchema",
     "ServeStatus",
+    "TracingConfig",
 ]
 
 

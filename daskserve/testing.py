@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from daskserve.client.client import AsyncClient, Client
     from daskserve.client.instance.connection import InstanceConnection
     from daskserve.options.http import HTTPOptions
+    from daskserve.options.tracing import TracingConfig
 
 T = TypeVar("T")
 
@@ -192,6 +193,7 @@ def local_instance(
     workers: int = 2,
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
+    tracing_config: TracingConfig | Mapping[str, Any] | None = None,
 ) -> Iterator[Client]:
     """Yield the client of an instance that runs in this process, on an event loop in a thread, without Dask.
 
@@ -207,6 +209,8 @@ def local_instance(
         Options of the HTTP proxies. Default: no proxies; calls go through handles only.
     timeout_s : float
         Timeout for the proxies to listen, in seconds.
+    tracing_config : TracingConfig or dict, optional
+        Traces; see `daskserve.start`.
 
     Examples
     --------
@@ -216,7 +220,10 @@ def local_instance(
     """
     from daskserve.client.functions.local import loop_in_thread
 
-    with loop_in_thread() as loop, _instance_on(loop, workers, http_options, timeout_s) as client:
+    with (
+        loop_in_thread() as loop,
+        _instance_on(loop, workers, http_options, timeout_s, tracing_config) as client,
+    ):
         yield client
 
 
@@ -226,6 +233,7 @@ def _instance_on(
     workers: int,
     http_options: HTTPOptions | Mapping[str, Any] | None,
     timeout_s: float,
+    tracing_config: TracingConfig | Mapping[str, Any] | None,
 ) -> Iterator[Client]:
     from daskserve.client.client import Client
     from daskserve.client.functions.local import in_block
@@ -233,7 +241,7 @@ def _instance_on(
     def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-    running = _running_instance(workers, http_options, timeout_s)
+    running = _running_instance(workers, http_options, timeout_s, tracing_config)
     connection = run(running.__aenter__())
     try:
         with Client(connection) as client, in_block(connection):
@@ -248,6 +256,7 @@ async def local_instance_async(
     workers: int = 2,
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
+    tracing_config: TracingConfig | Mapping[str, Any] | None = None,
 ) -> AsyncIterator[AsyncClient]:
     """Yield the client of an instance like that of `local_instance`, which runs on the caller's event loop.
 
@@ -263,7 +272,7 @@ async def local_instance_async(
     from daskserve.client.client import AsyncClient
     from daskserve.client.functions.local import in_block
 
-    async with _running_instance(workers, http_options, timeout_s) as connection:
+    async with _running_instance(workers, http_options, timeout_s, tracing_config) as connection:
         async with AsyncClient(connection) as client:
             with in_block(connection):
                 yield client
@@ -271,11 +280,14 @@ async def local_instance_async(
 
 @asynccontextmanager
 async def _running_instance(
-    workers: int, http_options: HTTPOptions | Mapping[str, Any] | None, timeout_s: float
+    workers: int,
+    http_options: HTTPOptions | Mapping[str, Any] | None,
+    timeout_s: float,
+    tracing_config: TracingConfig | Mapping[str, Any] | None,
 ) -> AsyncIterator[InstanceConnection]:
     # Imported here, so that `run_virtual` does not load these layers.
     from daskserve.client.functions.local import running_cluster
     from daskserve.client.instance.connection import InstanceConnection
 
-    async with running_cluster(workers, http_options, timeout_s) as cluster:
+    async with running_cluster(workers, http_options, timeout_s, tracing_config=tracing_config) as cluster:
         yield InstanceConnection(cluster.program.connection, cluster.instance)

@@ -24,6 +24,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
+from daskserve.options.tracing import TracingConfig
 
 #: The models whose options the page lists, by name.
 MODELS = {
@@ -40,6 +41,7 @@ MODELS = {
         Environment,
         HTTPOptions,
         LoggingConfig,
+        TracingConfig,
     )
 }
 #: Set by daskserve itself; not an option.

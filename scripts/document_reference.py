@@ -41,6 +41,7 @@ SECTIONS: dict[str, type[Any]] = {
     "daskserve.timeouts": settings.Timeouts,
     "daskserve.local-cluster": settings.LocalClusterSize,
     "daskserve.process": settings.ProcessSettings,
+    "daskserve.metrics": settings.MetricsSettings,
     "daskserve.scheduler": settings.SchedulerSettings,
     "daskserve.channel": settings.ChannelSettings,
     "daskserve.controller": settings.ControllerSettings,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import math
 import sys
@@ -23,15 +22,16 @@ from urllib.parse import urlencode
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / each) for each in ("tests/support", "tests/integration", "scripts")]
 
+from chromium import chromium  # noqa: E402
 from dashboard_load import Traffic, deploy, trouble  # noqa: E402
 from dask_processes import ExternalCluster, dask_scheduler, dask_worker, fetch, poll_for  # noqa: E402
 from distributed import Client, LocalCluster  # noqa: E402
 from grafana.dashboards import DASHBOARDS  # noqa: E402
 from grafana.panels import Dashboard, Panel, PanelKind, Row  # noqa: E402
+from page_screens import draw_page  # noqa: E402
 from panel_drawing import Series, named, screen  # noqa: E402
 from scraping import dashboard, prometheus  # noqa: E402
 from test_dashboards import command, substituted  # noqa: E402
-from tornado.websocket import websocket_connect  # noqa: E402
 
 import daskserve as serve  # noqa: E402
 
@@ -123,31 +123,19 @@ def draw_dask() -> None:
         tasks = dask.map(lambda number: time.sleep(0.2) or number, range(1_000))
         (SCREENS / "dask-dashboard.png").write_bytes(asyncio.run(photograph(cluster.dashboard_link)))
         dask.cancel(tasks)
+        panels = cluster.dashboard_link.replace("/status", "/daskserve-panels")
+        with Traffic(serve.connect().http_urls()[0], lambda: 0.2):
+            (SCREENS / "dask-panels.png").write_bytes(asyncio.run(photograph(panels)))
         serve.shutdown()
 
 
 async def photograph(url: str) -> bytes:
     """Return a page as PNG, as a browser shows it some seconds later, with data that arrived by WebSocket."""
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,640"]
-    control = ["--remote-debugging-port=0", "--remote-allow-origins=*"]
-    command = ["chromium", *options, *control, url]
-    browser = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    try:
-        async with asyncio.timeout(60):
-            assert browser.stderr is not None
-            while b"DevTools listening" not in (line := await browser.stderr.readline()):
-                assert line, "chromium ended"
-            address = line.split()[-1].decode().removeprefix("ws://").partition("/")[0]
-            pages = json.loads(fetch(f"http://{address}/json").text)
-            page = next(each for each in pages if each["type"] == "page")
-            socket = await websocket_connect(page["webSocketDebuggerUrl"], max_message_size=2**24)
-            await asyncio.sleep(8)
-            await socket.write_message(json.dumps({"id": 1, "method": "Page.captureScreenshot"}))
-            reply = json.loads(str(await socket.read_message()))
-            return base64.b64decode(reply["result"]["data"])
-    finally:
-        browser.kill()
-        await browser.wait()
+    async with chromium() as tab:
+        await tab.resize(1200, 640)
+        await tab.open(url)
+        await asyncio.sleep(8)
+        return await tab.photograph()
 
 
 def write(url: str, instance: str, start: float, end: float) -> None:
@@ -169,4 +157,5 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=4.0)
     minutes = parser.parse_args().minutes
     draw_dask()
+    draw_page(SCREENS)
     draw(minutes)

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from functools import partial
+from html import escape
 from typing import Any, Self, TypeVar
 
 from daskserve.client.classic_handles import classic_handle
@@ -27,6 +28,8 @@ from daskserve.client.verbs.inspecting import InspectingVerbs
 from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.links import html_links, links_of
+from daskserve.client.views.page_link import page_of
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
@@ -48,6 +51,11 @@ class InstanceClient:
         kind = type(self).__name__
         return f"<daskserve.{kind} of {self.instance_name!r} at {self.scheduler_address} {state}>"
 
+    def _repr_html_(self) -> str:
+        """Return the same with links to what shows the instance, for notebooks."""
+        links = "" if self._connection.is_closed else html_links(links_of(self.dashboard_link))
+        return f"<p>{escape(repr(self))}</p>" + (f"<p>{links}</p>" if links else "")
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise ServeError(
             "A daskserve client cannot be serialized; call serve.connect() where you need a client, or pass "
@@ -64,6 +72,11 @@ class InstanceClient:
         """The address of the Dask dashboard; None if the scheduler has none."""
         self._connection.check_open()
         return self._connection.cluster_connection.dashboard_link
+
+    @property
+    def page_link(self) -> str | None:
+        """The address of the page that shows the instances; None if the scheduler has no HTTP server."""
+        return page_of(self.dashboard_link)
 
     @property
     def scheduler_address(self) -> str:
@@ -83,6 +96,8 @@ class ClientVerbs(
     InspectingVerbs,
 ):
     """The verbs of both kinds of client."""
+
+    _known_links: Mapping[str, str] | None = None
 
     async def wait_for_goal(self, goal_id: GoalId, timeout_s: float | None = None) -> bool:
         """Return whether a change that was started with ``blocking=False`` completed in time.
@@ -158,7 +173,17 @@ class ClientVerbs(
         """Return the instance's status, with the reasons for what does not run; empty once it has ended."""
         if self._connection.is_closed:
             return Status()
-        return Status.of(await self._call("status"))
+        answer = await self._call("status")
+        return Status.of({**answer, "links": self._links()})
+
+    def _links(self) -> Mapping[str, str]:
+        """Return where the instance can be looked at; the scheduler is asked once."""
+        if self._known_links is None:
+            try:
+                self._known_links = links_of(self._connection.cluster_connection.dashboard_link)
+            except (ServeError, OSError, LookupError, ValueError):
+                return {}  # a status without links is one, too
+        return self._known_links
 
     async def next_status(self, seen: str = "", timeout_s: float = 30.0) -> tuple[str, Status | None]:
         """Return the id of the status and the status, once it is another one than that with the id ``seen``.

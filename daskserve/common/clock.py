@@ -22,6 +22,8 @@ T = TypeVar("T")
 stopwatch = time.perf_counter
 #: The time of log records, in seconds since the epoch.
 time_of_day = time.time
+#: Nanoseconds since the epoch, for spans.
+wall_ns = time.time_ns
 #: Seconds that the present thread has spent on a processor.
 processor_time = time.thread_time
 

@@ -76,6 +76,18 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsSettings:
+    """Settings of metrics, in each process."""
+
+    #: The URL at which an OpenTelemetry collector takes metrics by OTLP over HTTP, such as
+    #: ``http://collector:4318/v1/metrics``; needs the extra ``tracing``. Default: the environment variable
+    #: ``OTEL_EXPORTER_OTLP_METRICS_ENDPOINT``. None: metrics are only scraped.
+    otlp_endpoint: str | None = None
+    #: Seconds between two exports of a process.
+    otlp_interval_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """Settings for the scheduler's HTTP server, and for the time without a scheduler."""
 
@@ -190,6 +202,18 @@ def process() -> ProcessSettings:
             f"Dask's configuration has daskserve.process.termination-grace-s: {grace_s!r}; set it to the "
             "number of seconds between SIGTERM and SIGKILL of your process manager, or to 0 to leave SIGTERM "
             "to Dask."
+        )
+    return found
+
+
+def metrics() -> MetricsSettings:
+    """Return the settings of metrics, from ``daskserve.metrics.*``."""
+    found = MetricsSettings(**_known("daskserve.metrics", MetricsSettings))
+    period_s = found.otlp_interval_s
+    if isinstance(period_s, bool) or not isinstance(period_s, (int, float)) or not 0 < period_s < math.inf:
+        raise ValueError(
+            f"Dask's configuration has daskserve.metrics.otlp-interval-s: {period_s!r}; set it to a "
+            "number of seconds above 0."
         )
     return found
 

@@ -48,6 +48,8 @@ class _Done(tuple[()]):
 #: ingress adds its ``request_id`` and splits it into two ASGI messages for servers other than daskserve's
 #: own. Pass headers that many responses share as a tuple, so that the encoded head can be cached.
 WHOLE_RESPONSE = "daskserve.response"
+#: The key of the route, such as ``/items/{id}``, in the first message of an ASGI application's response.
+MATCHED_ROUTE = "daskserve.route"
 
 #: The return value of a `Send` that need not wait; creating a coroutine costs several times as much.
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())
@@ -223,6 +225,8 @@ SILENT_WORKERS: Final = "silent_workers"
 UNREADY: Final = "unready"
 #: The key of the published fact whether another cluster has taken over the instance's store.
 STORE_TAKEN: Final = "store_taken"
+#: The key of the published share of requests that begin a trace; None without traces.
+TRACING: Final = "tracing"
 #: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 

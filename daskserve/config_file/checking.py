@@ -20,6 +20,7 @@ from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, names_of
 from daskserve.options.http import HTTPOptions
 from daskserve.options.route_variables import check_part_name, check_route, shape_of
+from daskserve.options.tracing import TracingConfig
 
 #: Options of a deployment that are not in its `BackendConfig`.
 ACTOR_NAMES: Sequence[str] = ("actor_options", "ray_actor_options")
@@ -69,6 +70,7 @@ class Checks:
             where = (*path, "applications")
             found["applications"] = self._each(applications, where, self.application, "applications")
         self._http(found, path)
+        self._tracing(found, path)
         capacity = found.get("target_capacity")
         if capacity is not None and not has_references(capacity):
             is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
@@ -145,6 +147,15 @@ class Checks:
         return found
 
     # ---- parts of an instance and an application
+
+    def _tracing(self, found: dict[str, Any], path: Path) -> None:
+        where = (*path, "tracing_config")
+        options = found.pop("tracing_config", None)
+        if options is not None and self._is_mapping(options, where, "tracing_config"):
+            options = self._known(options, where, known_names(TracingConfig), {}, "tracing_config")
+            options = without_nulls(TracingConfig, options)
+            self._options(TracingConfig, options, where)
+            found["tracing_config"] = options
 
     def _scales_alone(self, deployment: Any, path: Path) -> None:
         """Note a deployment that scales itself in an application that others scale."""

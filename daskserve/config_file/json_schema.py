@@ -20,6 +20,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, spellings_of
 from daskserve.options.http import HTTPOptions
+from daskserve.options.tracing import TracingConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
@@ -58,6 +59,7 @@ def json_schema() -> dict[str, Any]:
         ray_keys.INSTANCE,
         applications={"type": "array", "items": application},
         http_options=_object(HTTPOptions, ray_keys.HTTP),
+        tracing_config=_object(TracingConfig, {}),
         proxy_location={"anyOf": [*location.get("anyOf", [location]), {"const": "Disabled"}]},
         target_capacity={"anyOf": [{"type": ["number", "null"], "minimum": 0, "maximum": 100}, _REFERENCE]},
     )

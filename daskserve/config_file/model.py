@@ -82,6 +82,10 @@ class InstanceConfig(Options):
         default_factory=dict,
         description="HTTP options, see [HTTP](docs/options.md#http). They act when the instance starts.",
     )
+    tracing_config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Traces, see [Traces](docs/tracing.md). They act when the instance starts.",
+    )
     proxy_location: Any = Field(
         None,
         description="Ray Serve's name of ``location`` in ``http_options``: ``EveryNode``, ``HeadOnly`` or "

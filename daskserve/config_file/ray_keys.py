@@ -47,11 +47,11 @@ def _is_default_router(value: Any) -> bool:
 
 
 _ONE_ADDRESS = RayKey("all applications of an instance have one address, which is in http_options")
+_ONE_TRACING = RayKey("traces are those of the whole instance; write it at the top of the file", _always)
 
 INSTANCE: Mapping[str, RayKey] = {
     "grpc_options": _instead("grpc_options", _has_no_services),
     "controller_options": _instead("controller_options", _always),
-    "tracing_config": _instead("tracing_config", _always),
     "host": RayKey("write it in http_options"),
     "port": RayKey("write it in http_options"),
     # Of services of Anyscale, whose files are otherwise those of Ray Serve.
@@ -71,10 +71,10 @@ HTTP: Mapping[str, RayKey] = {
 APPLICATION: Mapping[str, RayKey] = {
     "host": _ONE_ADDRESS,
     "port": _ONE_ADDRESS,
-    "tracing_config": _instead("tracing_config", _always),
+    "tracing_config": _ONE_TRACING,
 }
 DEPLOYMENT: Mapping[str, RayKey] = {
-    "tracing_config": _instead("tracing_config", _always),
+    "tracing_config": _ONE_TRACING,
     "request_router_config": _instead("request_router_config", _is_default_router),
     "backpressure_config": _instead("backpressure_config"),
     "placement_group_bundle_label_selector": _instead("placement_group_bundle_label_selector"),

@@ -77,6 +77,7 @@ class Acting:
         poke: Callable[[Iterable[str] | None], None],
         announce: Callable[[Iterable[str]], object],
         debug: bool,
+        tracing: Mapping[str, Any],
         logging_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._cluster = cluster
@@ -90,6 +91,7 @@ class Acting:
         self.announce = announce
         self._debug = debug
         self._logging = logging_config
+        self._tracing = tracing
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._told: UsageReport | None = None
 
@@ -220,6 +222,7 @@ class Acting:
                 is_deployment=backend.is_deployment,
                 models=at_start(self._state.models.get(replica.backend)),
                 is_exact=backend.is_exact,
+                tracing=self._tracing,
             ).encode(),
         )
 

@@ -22,6 +22,7 @@ from daskserve.control.calls.inspecting import InspectingVerbs
 from daskserve.control.calls.live import LiveVerbs
 from daskserve.control.calls.logs import LogVerbs
 from daskserve.control.calls.models import ModelVerbs
+from daskserve.control.calls.overview import OverviewVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.calls.watching import WatchedStatus
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
@@ -62,6 +63,7 @@ class Controller:
             ModelVerbs,
             DrainingVerbs,
             LogVerbs,
+            OverviewVerbs,
             InspectingVerbs,
         )
         self.verbs = verbs_of(*(kind(self._core) for kind in kinds))

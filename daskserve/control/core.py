@@ -22,6 +22,7 @@ from daskserve.common.copying import replace
 from daskserve.common.types import (
     SILENT_WORKERS,
     STORE_TAKEN,
+    TRACING,
     UNREADY,
     Location,
     SnapshotId,
@@ -29,6 +30,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.control.acting import Acting
+from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_keeper import ModelKeeper
 from daskserve.control.declared.building import building_for
 from daskserve.control.observed.observed import Observed
@@ -98,6 +100,7 @@ class ControllerCore:
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
+        self.observed.notes = {tag: remembered(each) for tag, each in self.state.events.deaths.items()}
         reconciler = self._reconciler = self._make_parts()
         self.building = building_for(
             self.cluster,
@@ -184,6 +187,7 @@ class ControllerCore:
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
             logging_config=self._start.logging,
+            tracing=self._start.tracing,
         )
         self._undoing += [acting.stop, self.trial.stop]
         return Reconciler(
@@ -257,6 +261,7 @@ class ControllerCore:
             claims_port=not shares,
             public_host=proxy.host,
             logging=self._start.logging,
+            tracing=self._start.tracing,
         )
 
     # Workers
@@ -401,6 +406,7 @@ class ControllerCore:
             "system",
             UNREADY,
             STORE_TAKEN,
+            TRACING,
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -415,6 +421,9 @@ class ControllerCore:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
                 values[key] = self.cluster.store.hold is StoreOwnership.TAKEN or None
+            elif kind == TRACING:
+                config = self._start.tracing
+                values[key] = config["sampling_ratio"] if config.get("enabled") else None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
             elif kind == "endpoint":

@@ -118,6 +118,8 @@ class ReplicaStart(StartMessage):
         controller knows of none yet.
     is_exact : bool
         Whether code by import path must be that which was deployed: the files of a worker must not differ.
+    tracing : dict
+        The values of `daskserve.options.tracing.TracingConfig`; empty without traces.
     """
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"config": dump_config}
@@ -140,6 +142,7 @@ class ReplicaStart(StartMessage):
     is_deployment: bool
     models: Mapping[str, Any] | None
     is_exact: bool
+    tracing: Mapping[str, Any]
 
     @property
     def kind(self) -> str:
@@ -169,6 +172,8 @@ class ProxyStart(StartMessage):
         Whether the port must be free of every other listener; False if others of the instance share it.
     public_host : str
         The host name in the proxy's URLs if ``options.host`` means every address.
+    tracing : dict
+        As in `ReplicaStart`.
     logging : dict or None
         How the instance logs: the fields of `daskserve.options.logging.LoggingConfig` that are set.
     """
@@ -180,6 +185,7 @@ class ProxyStart(StartMessage):
     reuse_port: bool
     claims_port: bool
     public_host: str
+    tracing: Mapping[str, Any]
     logging: Mapping[str, Any] | None
 
 
@@ -214,6 +220,8 @@ class ControllerStart(StartMessage):
         Whether the proxies start only once there is a route.
     history_bytes : int
         How much code is kept that only old revisions of applications need.
+    tracing : dict
+        As in `ReplicaStart`.
     logging : dict or None
         As in `ProxyStart`.
     """
@@ -226,4 +234,5 @@ class ControllerStart(StartMessage):
     start_id: str
     opens_with_route: bool
     history_bytes: int
+    tracing: Mapping[str, Any]
     logging: Mapping[str, Any] | None

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 from daskserve.common.types import split_deployment_tag
 from daskserve.telemetry.error_log import ErrorLog
-from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.histogram import Example, HistogramCounts
+from daskserve.telemetry.otlp import OTLPExport, export_of
 from daskserve.telemetry.table import APPLICATION, METRICS, MetricKind, MetricSample, MetricSpec, Source
 from daskserve.telemetry.user import UserMetric, UserMetrics, UserSample
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric
+    from prometheus_client.core import Exemplar, Metric
 
 logger = logging.getLogger("daskserve.metrics")
 
@@ -78,6 +79,9 @@ class ProcessMetrics:
         self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
+        #: Whether another process exports these metrics, as the worker of a child process does.
+        self.is_told = False
+        self._export: OTLPExport | None = None
 
     def add(self, source: Source) -> None:
         """Start collecting from a source; idempotent."""
@@ -126,6 +130,8 @@ class ProcessMetrics:
         if not self._is_registered:
             self._is_registered = True
             self._registry.register(self)
+            if self._own_registry is None and self._export is None:
+                self._export = export_of(self.collect, lambda: self.is_told)
 
     @property
     def _registry(self) -> CollectorRegistry:
@@ -155,6 +161,8 @@ class ProcessMetrics:
             }
         users = self.user.samples()
         found[("build_info", (__version__,))] = 1.0
+        if self._export is not None:
+            found[("otlp_export_failures", ())] = float(self._export.failures)
         for source in sources:
             for name, labels, value in source.samples():
                 _merge(found, (name, labels), value)
@@ -201,6 +209,8 @@ def _merge(found: dict[Key, float | HistogramCounts], key: Key, value: float | H
     elif isinstance(known, HistogramCounts):
         assert isinstance(value, HistogramCounts)
         known.add(value.counts, value.sum)
+        if value.examples:
+            known.examples = {**(known.examples or {}), **value.examples}
     else:
         assert not isinstance(value, HistogramCounts)
         found[key] = known + value
@@ -258,11 +268,21 @@ def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts)
         return
     # A copy of the counts, so that all lines are consistent while other threads count.
     counts, at_most = list(value.counts), 0
-    for bound, count in zip((*value.bounds, float("inf")), counts, strict=True):
+    examples = value.examples or {}
+    for number, (bound, count) in enumerate(zip((*value.bounds, float("inf")), counts, strict=True)):
         at_most += count
-        family.add_sample(f"{family.name}_bucket", {**labels, "le": _bound_text(bound)}, at_most)
+        bucket = {**labels, "le": _bound_text(bound)}
+        example = examples.get(number)
+        exemplar = None if example is None else _exemplar(example)
+        family.add_sample(f"{family.name}_bucket", bucket, at_most, exemplar=exemplar)
     family.add_sample(f"{family.name}_count", labels, at_most)
     family.add_sample(f"{family.name}_sum", labels, value.sum)
+
+
+def _exemplar(example: Example) -> Exemplar:
+    from prometheus_client.core import Exemplar
+
+    return Exemplar({"trace_id": example.trace_id}, example.value, example.at)
 
 
 def _bound_text(bound: float) -> str:

@@ -5,10 +5,14 @@ This module does not know Prometheus; `daskserve.telemetry.collector` turns coun
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from daskserve.common import settings
+from daskserve.common.clock import wall_ns
 from daskserve.common.formatting import shown
 from daskserve.errors import (
     ActorLostError,
@@ -22,27 +26,39 @@ from daskserve.errors import (
     UserCodeError,
 )
 
-#: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded.
-LATENCY_BUCKETS_S: Sequence[float] = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
+#: The variables with other bounds, in milliseconds and separated by commas: our own, and Ray Serve's.
+BUCKETS_VARIABLES = ("DASKSERVE_REQUEST_LATENCY_BUCKETS_MS", "RAY_SERVE_REQUEST_LATENCY_BUCKETS_MS")
+_DEFAULT_BUCKETS_S: Sequence[float] = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
+#: Most buckets: each is a series of each histogram.
+MAX_BUCKETS = 100
+
+
+def buckets_in(variables: Mapping[str, str]) -> Sequence[float]:
+    """Return the upper bounds that environment variables ask for, in seconds; else the default."""
+    for name in BUCKETS_VARIABLES:
+        text = variables.get(name, "")
+        if not text.strip():
+            continue
+        try:
+            bounds = [float(each) / 1000 for each in text.split(",")]
+        except ValueError:
+            bounds = []
+        ascends = all(low < high for low, high in itertools.pairwise(bounds))
+        if not (0 < len(bounds) <= MAX_BUCKETS and ascends and bounds[0] > 0 and bounds[-1] < math.inf):
+            raise ValueError(
+                f"The environment variable {name} is {text[:200]!r}; set it to at most {MAX_BUCKETS} "
+                "ascending numbers of milliseconds, separated by commas, such as 1,5,10,100,1000."
+            )
+        return tuple(bounds)
+    return _DEFAULT_BUCKETS_S
+
+
+#: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded. Read
+#: once, because the processes of a cluster, which add up each other's counts, must have the same.
+LATENCY_BUCKETS_S: Sequence[float] = tuple(buckets_in(settings.process_variables()))
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -68,6 +84,14 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
+class Example(NamedTuple):
+    """One value that was counted, with the id of its trace and its time in seconds since the epoch."""
+
+    value: float
+    trace_id: str
+    at: float
+
+
 class HistogramCounts:
     """Counts values in buckets. One thread may write at a time, while others read.
 
@@ -77,13 +101,15 @@ class HistogramCounts:
         The largest value of each bucket except the last, in ascending order.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "examples", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         #: Number of values per bucket, not cumulative; the last bucket holds the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        #: The latest value of a sampled request in each bucket: the value, its trace and when it was.
+        self.examples: dict[int, Example] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.count} values, sum {shown(self.sum)}>"
@@ -98,6 +124,12 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def note_trace(self, value: float, trace_id: int) -> None:
+        """Note the trace of a value that was counted."""
+        if self.examples is None:
+            self.examples = {}
+        self.examples[bisect_left(self.bounds, value)] = Example(value, f"{trace_id:032x}", wall_ns() / 1e9)
+
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
@@ -107,6 +139,7 @@ class HistogramCounts:
         """Return a copy of the histogram."""
         twin = HistogramCounts(self.bounds)
         twin.add(self.counts, self.sum)
+        twin.examples = None if self.examples is None else dict(self.examples)
         return twin
 
 

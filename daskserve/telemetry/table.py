@@ -118,6 +118,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "Bytes of received bodies and messages, and of unsent responses, that the proxy holds.",
         ),
     ),
+    "Traces, in each process that makes spans": (
+        MetricSpec("trace_spans", _C, _I, "Spans that have ended."),
+        MetricSpec("trace_spans_exported", _C, _I, "Spans that an exporter has delivered."),
+        MetricSpec("trace_spans_failed", _C, _I, "Spans that an exporter could not deliver."),
+        MetricSpec("trace_spans_dropped", _C, _I, "Spans dropped because too many waited for the exporter."),
+    ),
     "Calls through handles, in each process that makes them": (
         MetricSpec("handle_requests", _C, _E, "Calls that began."),
         MetricSpec("handle_errors", _C, (*_E, "cause"), "Calls that raised, by cause."),
@@ -272,7 +278,15 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "file or standard output could not be written.",
         ),
     ),
-    "In every process": (MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),),
+    "In every process": (
+        MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),
+        MetricSpec(
+            "otlp_export_failures",
+            _C,
+            (),
+            "Exports to an OpenTelemetry collector that failed; only if one is configured.",
+        ),
+    ),
 }
 
 #: What nothing counts yet: multiplexed models. The dashboard has their panels; the tables do not list them.

@@ -43,7 +43,8 @@ class AccessLog:
                 scope.get("client") or _NO_CLIENT,
                 scope.get("http_version", ""),
                 request.response.request_id.decode("latin-1"),
-                "",
+                # The id within a "traceparent".
+                request.trace[0][3:35] if request.trace else "",
                 route.route,
                 route.endpoint,
             )

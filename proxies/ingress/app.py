@@ -34,12 +34,15 @@ from daskserve.proxies.ingress.request import (
     response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
+from daskserve.proxies.ingress.traced import serve_traced
 from daskserve.telemetry.histogram import cause_of
+from daskserve.telemetry.tracing.carrier import TRACE
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
 
     from daskserve.options.http import HTTPOptions
+    from daskserve.telemetry.tracing.process import Tracing
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -123,6 +126,8 @@ class IngressApp:
         Returns whether another cluster has taken over the store of this instance.
     access_log : AccessLog, optional
         Takes each request that has ended.
+    tracing : Tracing, optional
+        Makes the spans of sampled requests.
     """
 
     def __init__(
@@ -137,8 +142,10 @@ class IngressApp:
         unready: Callable[[], Collection[str] | None] = tuple,
         is_store_taken: Callable[[], bool] = bool,
         access_log: AccessLog | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._access_log = access_log
+        self._tracing = tracing
         self._unready = unready
         self._is_store_taken = is_store_taken
         self._bodies = bodies
@@ -160,10 +167,12 @@ class IngressApp:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         kind = scope["type"]
-        if kind == "http":
-            return self._serve(IngressRequest(scope["headers"], response_to(send)), scope, receive)
-        if kind == "websocket":
-            return self._serve(IngressRequest(scope["headers"], WebSocketResponse(send)), scope, receive)
+        if kind == "http" or kind == "websocket":
+            response = response_to(send) if kind == "http" else WebSocketResponse(send)
+            request = IngressRequest(scope["headers"], response)
+            if self._tracing is None and not request.has_trace_headers:
+                return self._serve(request, scope, receive)
+            return serve_traced(self._serve, self._tracing, self.metrics, request, scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
@@ -203,7 +212,9 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                self.metrics.observe(request.route, method, response.status, seconds, request.cause)
+                self.metrics.observe(
+                    request.route, method, response.status, seconds, request.cause, response.matched_route
+                )
                 if self._access_log is not None:
                     self._access_log.note(request, scope, seconds)
                 if response.status:
@@ -309,6 +320,8 @@ class IngressApp:
                 "route": route.route,
             }
         }
+        if request.trace is not None:
+            head[TRACE] = request.trace
         if has_denial:
             head["extensions"][DENIAL] = {}
         return head  # type: ignore[no-any-return]

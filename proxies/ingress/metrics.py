@@ -22,6 +22,8 @@ OTHER_METHOD = "OTHER"
 CLIENT_GONE = 499
 #: Above this number of routes, the metrics of deleted ones are dropped.
 MAX_ROUTES = 1000
+#: Maximum number of routes within one application that are counted apart.
+MAX_MATCHED = 200
 
 #: The paths at which a proxy answers whether it can take requests, and whether all that should run does.
 HEALTHZ, READYZ = "/-/healthz", "/-/readyz"
@@ -49,7 +51,10 @@ class IngressMetrics:
     """The counts of one ingress."""
 
     def __init__(self) -> None:
-        self._routes: dict[tuple[str, str], RouteMetrics] = {}
+        #: By the route, the endpoint, and the route within the endpoint's application.
+        self._routes: dict[tuple[str, str, str], RouteMetrics] = {}
+        #: By endpoint, how many routes within its application are counted apart.
+        self._matched: dict[str, int] = {}
         #: Requests whose own id is not used.
         self.bad_ids = 0
         #: The durations of dropped routes.
@@ -63,11 +68,16 @@ class IngressMetrics:
             total.add(each.counts, each.sum)
         return total
 
-    def observe(self, route: Route, method: str, status: int, seconds: float, cause: str) -> None:
-        """Count a request that has ended; ``cause`` is empty if the ingress saw no error."""
-        metrics = self._routes.get((route.route, route.endpoint))
+    def observe(
+        self, route: Route, method: str, status: int, seconds: float, cause: str, matched: str = ""
+    ) -> None:
+        """Count a request that has ended.
+
+        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route.
+        """
+        metrics = self._routes.get((route.route, route.endpoint, matched))
         if metrics is None:
-            metrics = self._routes[(route.route, route.endpoint)] = RouteMetrics()
+            metrics = self._metrics_of(route, matched)
         responses = metrics.responses
         key = (method, status)
         if key not in responses:  # the method may be unregistered, or the status unusual
@@ -81,11 +91,20 @@ class IngressMetrics:
         if method != "WEBSOCKET":  # a connection may be open for days
             metrics.latency.observe(seconds)
 
+    def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
+        # An application may make up routes; the first ones of each are counted apart.
+        known = self._matched.get(route.endpoint, 0)
+        if matched and known >= MAX_MATCHED:
+            matched = ""
+        elif matched:
+            self._matched[route.endpoint] = known + 1
+        return self._routes.setdefault((route.route, route.endpoint, matched), RouteMetrics())
+
     def totals(self) -> dict[str, Any]:
         """Return the requests that have ended, those with a 5xx, their durations, and both by endpoint."""
         endpoints: dict[str, list[int]] = {}
         ended = failed = 0
-        for (_, endpoint), metrics in self._routes.items():
+        for (_, endpoint, _), metrics in self._routes.items():
             count = sum(metrics.responses.values())
             bad = sum(each for (_, status), each in metrics.responses.items() if status >= 500)
             ended, failed = ended + count, failed + bad
@@ -101,15 +120,22 @@ class IngressMetrics:
         if len(self._routes) > MAX_ROUTES:
             known = {*routes.items(), *((path, "") for path in ("", *SYSTEM_ROUTES))}
             for key, each in list(self._routes.items()):
-                if key not in known:
+                if key[:2] not in known:
                     del self._routes[key]
+                    self._matched.pop(key[1], None)
                     self._dropped.add(each.latency.counts, each.latency.sum)
+
+    def note_trace(self, route: Route, matched: str, seconds: float, trace_id: int) -> None:
+        """Note the trace of a request that was counted."""
+        metrics = self._routes.get((route.route, route.endpoint, matched))
+        if metrics is not None:
+            metrics.latency.note_trace(seconds, trace_id)
 
     def samples(self, instance: str) -> list[MetricSample]:
         """Return all metrics."""
         found: list[MetricSample] = [("http_limited_requests", (instance, "request_id"), self.bad_ids)]
-        for (route, endpoint), metrics in list(self._routes.items()):
-            labels = (instance, route, endpoint)
+        for (route, endpoint, matched), metrics in list(self._routes.items()):
+            labels = (instance, f"{route.rstrip('/')}{matched}" if matched else route, endpoint)
             found.append(("http_request_duration_seconds", labels, metrics.latency))
             for (method, status), count in list(metrics.responses.items()):
                 found.append(("http_requests", (*labels, method, str(status)), count))

@@ -10,6 +10,7 @@ from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
+from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
@@ -20,7 +21,7 @@ CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
 EXPECT = b"expect"
 _HEADERS_READ = frozenset(
-    (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT)
+    (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT, *TRACE_HEADERS)
 )
 
 #: An id that a client may choose: it stands in headers, in logs and in user code. Heroku and Rails have
@@ -43,6 +44,9 @@ class IngressRequest:
     #: Whether a trusted forwarder sent the timeout.
     has_trusted_timeout = False
     host = b""
+    #: Its trace context, as it goes on; None without one.
+    trace: Carrier | None = None
+    has_trace_headers = False
     #: Whether its own id is not used.
     has_bad_id = False
 
@@ -56,7 +60,9 @@ class IngressRequest:
         self.cause = ""
         for name, value in headers:
             if name in _HEADERS_READ:
-                if name == HOST:
+                if name in TRACE_HEADERS:
+                    self.has_trace_headers = True
+                elif name == HOST:
                     self.host = value
                 elif name == REQUEST_ID:
                     if _REQUEST_ID.fullmatch(value) is None:

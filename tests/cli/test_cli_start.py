@@ -112,7 +112,7 @@ def completed(*words: str) -> list[str]:
 
 
 def test_commands_and_their_options_are_completed() -> None:
-    assert completed("daskserve", "sta") == ["start", "status"]
+    assert completed("daskserve", "sta") == ["stacks", "start", "status"]
     assert completed("daskserve", "run", "--reload-s") == ["--reload-strategy"]
     assert completed("daskserve", "run", "--reload-strategy", "rec") == ["recreate"]
 

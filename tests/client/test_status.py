@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from daskserve.client.views.links import links_of
 from daskserve.client.views.status import (
     ActorStatus,
     ApplicationStatus,
@@ -136,3 +137,14 @@ def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None
     assert page.startswith("<p>a at no HTTP proxy: 1 of 1 deployments are healthy.</p>\n<table>")
     assert page.endswith(f"<p>Record {safe} could not be read: {safe}</p>")
     assert Status()._repr_html_() == "<p>No instance runs.</p>"
+
+
+def test_a_notebook_has_links_that_no_configuration_makes_markup() -> None:
+    links = links_of('http://127.0.0.1:8787/"><script>/status')
+    assert links["panels"] == 'http://127.0.0.1:8787/"><script>/daskserve-panels'
+    html = Status(instance="daskserve", links=links)._repr_html_()
+    assert "<script>" not in html
+    assert html.count("<a href=") == 3
+    assert "<a" not in Status(instance="daskserve", links={"page": "javascript:alert(1)"})._repr_html_()
+    assert links_of(None) == {}
+    assert Status(links=links) == Status()

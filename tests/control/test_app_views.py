@@ -281,6 +281,17 @@ async def test_the_last_ten_replicas_that_died_are_listed_with_the_reasons(stage
     assert dead[-1].user_traceback.endswith("xValueError")
     assert len(dead[-1].user_traceback) == 4000
 
+    await stage.crash_controller()
+    later = Status.of(await stage.call("status")).applications["x"].deployments["front"].dead_replicas
+    assert [(each.name, each.reason, each.at) for each in later[:10]] == [
+        (each.name, each.reason, each.at) for each in dead
+    ]
+    assert later[-1].last_lines == ("one", "two")
+    assert later[-1].user_traceback == dead[-1].user_traceback[-2000:]
+    await stage.change("delete_application", name="x")
+    await stage.until(lambda: not stage.stored("backend"))
+    assert not stage.stored("deaths")
+
 
 @staged(workers=2)
 async def test_a_watcher_waits_until_the_status_changes(stage: Stage) -> None:

@@ -382,6 +382,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                 1,
                 "local",
                 ControllerStart(
+                    tracing={},
                     http=HTTPOptions(location=Location.NO_SERVER),
                     middlewares=None,
                     callback=None,

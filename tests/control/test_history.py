@@ -229,6 +229,20 @@ async def test_old_revisions_lose_their_code_beyond_the_budget(stage: Stage) -> 
 
 
 @staged()
+async def test_code_in_use_beyond_the_budget_costs_no_looks_at_all_revisions(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(history_revisions._Revising, "applications", lambda _: looks.append(1) or set())
+    await run(stage, "1", graph={"front": ()}, both={"code": b"x" * (2 << 20)})
+    await stage.update("front", num_replicas=2)
+    await stage.update("front", num_replicas=1)
+    assert not looks
+    await run(stage, "2", graph={"front": ()}, both={"code": b"y" * (2 << 20)})
+    assert looks
+
+
+@staged()
 async def test_code_of_the_same_version_that_was_replaced_is_not_taken_for_the_old_one(stage: Stage) -> None:
     await run(stage, "1")
     await stage.change("delete_application", name="default")

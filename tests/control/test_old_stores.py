@@ -49,6 +49,7 @@ def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> Non
             None,
             None,
             start_id="test",
+            tracing={},
             opens_with_route=False,
             history_bytes=1 << 20,
             logging=None,

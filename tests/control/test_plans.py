@@ -10,9 +10,10 @@ from control_harness import app_spec, state_of
 from scripted_builder import config, instance_config
 from tables import each_case
 
-from daskserve.control.declared.apply import Origin, apply
+from daskserve.control.declared.apply import apply
 from daskserve.control.declared.plan import plan
 from daskserve.control.declared.settling import settled
+from daskserve.control.records.declared import Origin
 from daskserve.control.records.state import State
 from daskserve.options.specs import ApplicationSpec
 

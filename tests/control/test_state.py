@@ -42,9 +42,14 @@ endpoints = st.builds(
     st.sets(st.sampled_from(TAGS)),
 )
 others: st.SearchStrategy[Record] = st.one_of(
-    st.sampled_from(TAGS).map(backend),
-    st.sampled_from(TAGS).flatmap(
-        lambda tag: st.sampled_from(["1", "2"]).map(lambda v: CodeRecord(f"{tag}@{v}", tag, b""))
+    st.builds(
+        lambda tag, v: backend(tag, code_key=f"{tag}@{v}"), st.sampled_from(TAGS), st.sampled_from("12")
+    ),
+    st.builds(
+        lambda tag, v, size: CodeRecord(f"{tag}@{v}", tag, b"x" * size),
+        st.sampled_from(TAGS),
+        st.sampled_from("12"),
+        st.integers(0, 3),
     ),
     st.sampled_from(["g1", "g2"]).map(goal),
     st.builds(
@@ -149,6 +154,9 @@ class Indexes(RuleBasedStateMachine):
         for tag in TAGS:
             expected = {each.name for each in self._kind("code") if each.backend == tag}
             assert {each.name for each in self.state.codes_of(tag)} == expected
+        used = {each.code_key for each in self._kind("backend")}
+        unused = [each.size_bytes for each in self._kind("code") if each.name not in used]
+        assert self.state.codes.unused_bytes == sum(unused)
 
 
 TestIndexes = Indexes.TestCase

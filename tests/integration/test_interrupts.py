@@ -236,6 +236,7 @@ async def start_late(connection: DaskConnection) -> None:
         owns_cluster=False,
         grace_s=0.0,
         payload=ControllerStart(
+            tracing={},
             http=HTTPOptions(location=Location.NO_SERVER),
             middlewares=None,
             callback=None,

@@ -70,8 +70,8 @@ def test_an_option_without_a_counterpart_is_none_or_refused(name: str) -> None:
 
 def test_options_of_an_instance_that_cannot_matter_are_warned_of() -> None:
     check_ray_options("serve.start()", grpc_options=None, logging_config=None)
-    with pytest.warns(UserWarning, match=r"tracing_config of serve.start\(\) is Ray Serve's name"):
-        check_ray_options("serve.start()", tracing_config={"a": 1})
+    with pytest.warns(UserWarning, match=r"controller_options of serve.start\(\) is Ray Serve's name"):
+        check_ray_options("serve.start()", controller_options={"a": 1})
     with pytest.warns(UserWarning, match="no gRPC proxies"):
         check_ray_options("serve.start()", grpc_options={"port": 9000})
     for refused in ({"grpc_options": {"grpc_servicer_functions": ["a.b"]}}, {"grpc_options": 1}):

@@ -134,13 +134,14 @@ def test_a_start_message_holds_every_default() -> None:
         False,
         None,
         False,
+        {},
     )
     decoded = ReplicaStart.decode(start.encode())
     assert vars(decoded.config) == dump_config(BackendConfig())
     assert decoded.config.health_check_period_s == BackendConfig().health_check_period_s
     again = dataclasses.replace(decoded, config=read_config(vars(decoded.config)))
     assert again.encode() == start.encode()
-    proxy = ProxyStart.decode(ProxyStart(HTTPOptions(), None, False, True, "h", logging=None).encode())
+    proxy = ProxyStart.decode(ProxyStart(HTTPOptions(), None, False, True, "h", {}, None).encode())
     assert HTTPOptions(**vars(proxy.options)) == HTTPOptions()
     assert vars(proxy.options) == dump_http(HTTPOptions())
 

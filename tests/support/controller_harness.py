@@ -268,7 +268,7 @@ class Stage:
 
     async def open(self) -> ActorAddress:
         message = ControllerStart(
-            self.http, None, None, self.start_id, self.opens_with_route, self.history_bytes, None
+            self.http, None, None, self.start_id, self.opens_with_route, self.history_bytes, {}, None
         )
         return await self.cluster.start(message.encode())
 

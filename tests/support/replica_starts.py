@@ -23,6 +23,7 @@ def replica_start(
 ) -> ReplicaStart:
     """Return the start message of ``b#AAAAAA``; ``options`` are those of `BackendConfig`."""
     return ReplicaStart(
+        tracing={},
         backend_tag="b",
         replica_tag="b#AAAAAA",
         code=pickling.dump_bytes((definition, args, kwargs or {})),

@@ -163,6 +163,7 @@ class Simulation:
         for _ in range(workers):
             self._add_worker()
         message = ControllerStart(
+            tracing={},
             http=HTTPOptions(location=self.location),
             middlewares=None,
             callback=None,

@@ -32,6 +32,7 @@ from daskserve.cli.serving.targets import (
     served_file,
     served_path,
 )
+from daskserve.cli.serving.tracing import given_tracing, tracing_options
 from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import RunTarget
@@ -114,6 +115,7 @@ def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @log_options
 @address_option
 @http_options
+@tracing_options
 @click.option(
     "--blocking/--non-blocking",
     default=True,
@@ -203,6 +205,7 @@ def run(
         host(
             served.source,
             {**served.http_options, **given_http_options(others)},
+            tracing_config=({**served.tracing_config, **given_tracing(others)} or None),
             address=cluster,
             stay=stay,
             report=click.echo,

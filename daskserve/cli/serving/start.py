@@ -11,6 +11,7 @@ from daskserve.cli.instance import address_option, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, log_options, use_log_level, use_log_options
+from daskserve.cli.serving.tracing import given_tracing, tracing_options
 from daskserve.client.hosting.detached import DetachedInstance, start_detached
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import UnavailableError
@@ -35,6 +36,7 @@ from daskserve.errors import UnavailableError
 @log_level_option
 @log_options
 @http_options
+@tracing_options
 @json_option
 def start(
     address: str | None, store: str, name: str, log_level: str | None, as_json: bool, **others: Any
@@ -51,7 +53,13 @@ def start(
     known_address = address or dask.config.get("scheduler-address", None)
     given = given_http_options(others)
     with errors_as_messages():
-        found = start_detached(given, address=known_address, store=store, name=name)
+        found = start_detached(
+            given,
+            address=known_address,
+            store=store,
+            name=name,
+            tracing_config=given_tracing(others) or None,
+        )
         try:
             if found.differences:
                 text = f"An instance is already running; its HTTP options do not change: {found.differences}."
@@ -64,13 +72,15 @@ def start(
 def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> None:
     """Print where an instance runs."""
     name, address = found.client.instance_name, found.client.scheduler_address
-    urls = found.client.http_urls()
+    urls, page = found.client.http_urls(), found.client.page_link
     if as_json:
         facts = {"instance": name, "scheduler_address": address, "http_urls": urls}
-        print_json({**facts, "is_new": found.is_new})
+        print_json({**facts, "page": page, "is_new": found.is_new})
         return
     where = f" at {', '.join(urls)}" if urls else ""
     click.echo(f"Instance {name!r} {'runs' if found.is_new else 'runs already'}{where}.")
+    if page is not None:
+        click.echo(f"Watch it at {page}")
     if owns_cluster:
         click.echo(
             f"It has a Dask cluster of its own: use it with --address {address}, or set "

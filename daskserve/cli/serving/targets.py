@@ -51,6 +51,7 @@ class Served:
 
     source: Source
     http_options: Mapping[str, Any] = field(default_factory=dict)
+    tracing_config: Mapping[str, Any] = field(default_factory=dict)
     logging_config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +89,8 @@ def served_file(name: str, timeout_s: float | None) -> Served:
         http["location"] = whole.proxy_location
     capacity = None if whole.target_capacity is None else float(whole.target_capacity)
     logs = {} if whole.logging_config is None else whole.logging_config.to_plain()
-    return Served(Source(tuple(whole.applications), timeout_s, capacity=capacity), http, logs)
+    source = Source(tuple(whole.applications), timeout_s, capacity=capacity)
+    return Served(source, http, whole.tracing_config, logs)
 
 
 def served_path(

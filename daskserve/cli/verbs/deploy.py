@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,34 @@ class Declaration:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target of a command as it was given: a file or an import path, and its options."""
+
+    target: str
+    arguments: tuple[str, ...]
+    application: str
+    route_prefix: str
+    merge: bool
+
+    def read(self) -> Declaration:
+        """Return what it declares; see `declaration`."""
+        return declaration(self.target, self.arguments, self.application, self.route_prefix)
+
+    @property
+    def merges(self) -> bool:
+        """Whether all that it does not name stays, as always with an import path."""
+        return self.merge or not (self.target == "-" or is_config_file(self.target))
+
+
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the target of a command, a file or an import path, and its options."""
+    """Add the target of a command and its options, which it gets as a `Target`."""
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        target = Target(**{each.name: values.pop(each.name) for each in fields(Target)})
+        return command(target, **values)
+
     options = (
         click.argument("target"),
         click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
@@ -72,9 +99,10 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "and this one does not name is deleted.",
         ),
     )
+    whole: Callable[..., Any] = gathered
     for option in reversed(options):
-        command = option(command)
-    return command
+        whole = option(whole)
+    return whole
 
 
 def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
@@ -111,11 +139,7 @@ def _text_of(file: str) -> str:
 @click.option("--version", metavar="GIT_SHA", default="", help="Version of the file, for the history.")
 @json_option
 def deploy(
-    target: str,
-    arguments: tuple[str, ...],
-    application: str,
-    route_prefix: str,
-    merge: bool,
+    target: Target,
     address: str | None,
     name: str | None,
     dry_run: bool,
@@ -133,11 +157,10 @@ def deploy(
     An import path is like a file with one application, and --merge.
     """
     with errors_as_messages():
-        wanted = declaration(target, arguments, application, route_prefix)
-        merge = merge or (wanted.source == target and not is_config_file(target))
+        wanted = target.read()
         _warn(wanted.warnings)
         with _instance_for(wanted.config, address, name, may_start=not dry_run) as client:
-            plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=merge)
+            plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=target.merges)
             if client is None:
                 raise NotRunningError(
                     "No instance runs there, so all would be new. Deploy without --dry-run."
@@ -149,7 +172,7 @@ def deploy(
                 return
             number = client.deploy_config(
                 wanted.config,
-                merge=merge,
+                merge=target.merges,
                 expected_version=plan.version,
                 source=wanted.source,
                 version=version,
@@ -181,11 +204,7 @@ def _tell(found: dict[str, Any], *, as_json: bool) -> None:
 @click.option("--exit-code", is_flag=True, help="Exit with 4 if there are changes.")
 @json_option
 def diff(
-    target: str,
-    arguments: tuple[str, ...],
-    application: str,
-    route_prefix: str,
-    merge: bool,
+    target: Target,
     address: str | None,
     name: str | None,
     exit_code: bool,
@@ -196,11 +215,10 @@ def diff(
     A worker builds the applications for that. If one cannot be built, the exit code is 1.
     """
     with errors_as_messages():
-        wanted = declaration(target, arguments, application, route_prefix)
-        merge = merge or (wanted.source == target and not is_config_file(target))
+        wanted = target.read()
         _warn(wanted.warnings)
         with connected(address, name) as client:
-            plan = client.plan_config(wanted.config, merge=merge)
+            plan = client.plan_config(wanted.config, merge=target.merges)
             _warn_of_http(client, wanted.config)
         _show(plan, as_json=as_json)
         if plan.failed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import string
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.instance.ending import end_instance
+from daskserve.client.views.page_link import page_of
+from daskserve.client.views.progress import announce
 from daskserve.client.views.status import Status
 from daskserve.client.warning import warn_caller
 from daskserve.cluster.dask.connection import DaskConnection
@@ -40,6 +42,7 @@ from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig, over
 from daskserve.options.start_messages import ControllerStart
+from daskserve.options.tracing import TracingConfig, checked_tracing
 
 logger = logging.getLogger("daskserve.api")
 
@@ -63,7 +66,7 @@ async def _start(
     dashboard: bool = True,
     logging_config: LoggingConfig | Mapping[str, Any] | None = None,
     grpc_options: Any = None,
-    tracing_config: Any = None,
+    tracing_config: TracingConfig | Mapping[str, Any] | None = None,
     controller_options: Any = None,
 ) -> ClientT:
     """Start an instance and return its client once every proxy listens.
@@ -101,7 +104,9 @@ async def _start(
     logging_config : LoggingConfig or dict, optional
         How the instance logs, over ``daskserve.logging`` of Dask's configuration. None, and nothing there: as
         Python's ``logging`` is configured in the workers, without an access log.
-    grpc_options, tracing_config, controller_options
+    tracing_config : TracingConfig or dict, optional
+        Traces by OpenTelemetry. Default: none.
+    grpc_options, controller_options
         Accepted for compatibility with Ray Serve. Options without any effect cause a warning; others raise
         `TypeError`.
 
@@ -121,12 +126,12 @@ async def _start(
     check_ray_options(
         "serve.start()",
         grpc_options=grpc_options,
-        tracing_config=tracing_config,
         controller_options=controller_options,
     )
     return await start_with(
         form,
         options,
+        tracing=checked_tracing(tracing_config),
         detached=detached,
         dask_client=dask_client,
         address=address,
@@ -154,6 +159,8 @@ async def start_with(
     is_default: bool = False,
     opens_with_route: bool = False,
     logging_config: LoggingConfig | Mapping[str, Any] | None = None,
+    report: Callable[[str], Any] = announce,
+    tracing: Mapping[str, Any] | None = None,
 ) -> ClientT:
     """Start an instance with checked arguments; see `start`.
 
@@ -163,6 +170,8 @@ async def start_with(
         Whether `connect` finds the instance, and `run` uses it in other programs.
     opens_with_route : bool
         Whether the proxies start only once there is a route, so that this does not wait for them.
+    report
+        Is called with the address of the page of a cluster that this starts.
     """
     logs = instance_logging(logging_config)
     for risk in options.risks():
@@ -193,8 +202,11 @@ async def start_with(
             message,
             opens_with_route=opens_with_route,
             logs=logs,
+            tracing=tracing or {},
         )
         await form.run(cluster_connection, starting)
+        if found is None and (page := page_of(cluster_connection.dashboard_link)):
+            report(f"Watch it at {page}")
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
@@ -286,6 +298,7 @@ async def _start_on(
     *,
     opens_with_route: bool,
     logs: Mapping[str, Any] | None,
+    tracing: Mapping[str, Any],
 ) -> None:
     timeouts = settings.timeouts()
     controller = ControllerStart(
@@ -296,6 +309,7 @@ async def _start_on(
         opens_with_route=opens_with_route,
         history_bytes=settings.controller().history_bytes,
         logging=logs,
+        tracing=tracing,
     )
     await start_instance(
         cluster_connection,

@@ -22,6 +22,7 @@ from daskserve.context import current_replica
 from daskserve.options.fields.base import parse_options
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart
+from daskserve.options.tracing import TracingConfig, checked_tracing
 
 if TYPE_CHECKING:
     from daskserve.cluster.local.cluster import LocalCluster
@@ -38,6 +39,7 @@ async def running_cluster(
     http_options: HTTPOptions | Mapping[str, Any] | None,
     timeout_s: float,
     instance: InstanceName = "local",
+    tracing_config: TracingConfig | Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Yield a local cluster whose instance runs; without ``http_options``, it has no HTTP proxies."""
     # Imported here: most programs run no actors.
@@ -56,6 +58,7 @@ async def running_cluster(
         opens_with_route=False,
         history_bytes=settings.controller().history_bytes,
         logging=None,
+        tracing=checked_tracing(tracing_config),
     )
     cluster = LocalCluster(load_factories(), workers=workers, instance=instance)
     try:

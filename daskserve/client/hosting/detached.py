@@ -15,6 +15,7 @@ from daskserve.client.functions.instances import checked_http, start_with
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.common.types import DEFAULT_INSTANCE
 from daskserve.errors import AlreadyRunningError
+from daskserve.options.tracing import checked_tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,21 @@ async def _start_detached(
     address: str | None,
     store: str,
     name: str = DEFAULT_INSTANCE,
+    tracing_config: Mapping[str, Any] | None = None,
 ) -> DetachedInstance:
     """Start a detached instance of a cluster, or find it; without an address, start a cluster, too."""
     options = checked_http(http_options)
     check_name(name, "name")
+    more: dict[str, Any] = {"store": store, "name": name, "tracing": checked_tracing(tracing_config)}
     if address is None:
-        started = await start_with(form, options, detached=True, store=store, name=name)
+        # The caller reports the address of the page with the others.
+        started = await start_with(form, options, detached=True, report=lambda line: None, **more)
         return DetachedInstance(started, True)
     # Not by its address: the connection outlives a start that finds an instance.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(
-            form, options, detached=True, store=store, name=name, dask_client=cluster_connection.client
+            form, options, detached=True, dask_client=cluster_connection.client, **more
         )
         return DetachedInstance(started, True)
     except AlreadyRunningError:

@@ -27,6 +27,7 @@ from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
 from daskserve.loops.blocking import finish
 from daskserve.options.specs import ApplicationSpec
+from daskserve.options.tracing import checked_tracing
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ async def _host(
     stay: HostingMode,
     report: Callable[[str], Any],
     reread: Callable[[], Source] | None = None,
+    tracing_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
@@ -79,11 +81,14 @@ async def _host(
         Is called with a line for each thing that is started.
     reread
         Returns the source again, once a file has changed.
+    tracing_config
+        The options of traces of an instance that is started.
     """
     source.check()
     reread = reread or partial(replace, source)
     source = _followed(source, stay)
     options = checked_http(http_options)
+    tracing = checked_tracing(tracing_config)
     cluster_connection = None if address is None else await dial_connection(form, address)
     instance = ""
     try:
@@ -100,14 +105,23 @@ async def _host(
             check_ports(options)  # the proxy starts much later
         # A mistake in a module that this process imports starts nothing.
         built = None if cluster_connection is None else source.build("")
+        lines: list[str] = []
         client = await start_with(
-            form, options, detached=not stay.is_blocking, is_default=True, opens_with_route=True
+            form,
+            options,
+            detached=not stay.is_blocking,
+            is_default=True,
+            opens_with_route=True,
+            report=lines.append,
+            tracing=tracing,
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths
         hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker=in_worker)
         if cluster_connection is None:
             report(f"Started a Dask cluster at {client.scheduler_address}.")
+        for line in lines:
+            report(line)
         await hosting.run_first(built)
     finally:
         if cluster_connection is not None and cluster_connection.is_open:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol, TextIO, TypeAlias
 
 from daskserve.client.views.status import Status
@@ -90,6 +91,17 @@ def _make(stream: TextIO) -> Display:
         return RichDisplay(stream)
     except ImportError:
         return LineDisplay(stream)
+
+
+def announce(text: str) -> None:
+    """Print a line on a terminal or in a notebook; log it elsewhere."""
+    if find_display() is None:
+        logger.info("%s", text)
+        return
+    # A notebook shows its errors in red.
+    stream = sys.stdout if in_notebook() else sys.stderr
+    with suppress(OSError, ValueError):
+        LineDisplay(stream).update(text)
 
 
 def waits_for(status: Status, goal: GoalId) -> str:

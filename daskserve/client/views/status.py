@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any, ClassVar, Self
 
+from daskserve.client.views.links import html_links
 from daskserve.client.views.table import Table, html_table, table
 from daskserve.common.formatting import shown
 from daskserve.common.types import described, short_tag
@@ -229,6 +230,9 @@ class Status(_FromPlain):
         Workers that get no actors, each with the reason and the remedy.
     problems : dict
         Stored records that could not be read, each with the reason; ``store`` is what is wrong with all.
+    links : dict
+        Where the instance can be looked at in a browser: its ``page``, its ``panels``, and ``Dask``'s
+        dashboard; empty if the scheduler has no HTTP server.
     """
 
     instance: str = ""
@@ -246,6 +250,7 @@ class Status(_FromPlain):
     target_capacity: float | None = None
     target_capacity_direction: str | None = None
     applications: Mapping[str, ApplicationStatus] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "actors": _all(ActorStatus),
@@ -308,13 +313,16 @@ class Status(_FromPlain):
         return "\n\n".join(each if isinstance(each, str) else table(*each) for each in self._parts())
 
     def _repr_html_(self) -> str:
-        """Return the same as HTML, for notebooks; the texts of users are escaped."""
-        return "\n".join(
+        """Return the same as HTML with links, for notebooks; the texts of users are escaped."""
+        parts = [
             f"<p>{'<br>'.join(map(escape, each.splitlines()))}</p>"
             if isinstance(each, str)
             else html_table(*each)
             for each in self._parts()
-        )
+        ]
+        if links := html_links(self.links):
+            parts.insert(1, f"<p>{links}</p>")
+        return "\n".join(parts)
 
     def _parts(self) -> list[str | Table]:
         """Return the paragraphs and tables that are shown."""

@@ -34,6 +34,7 @@ from daskserve.errors import (
 from daskserve.payload.packed_errors import load_error
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.collector import PROCESS
+from daskserve.telemetry.tracing.process import disable
 
 #: The scheduler handler that the supervisor plugin adds.
 SUPERVISOR_OP = "daskserve"
@@ -212,6 +213,7 @@ class DaskCluster(ProcessView):
         self._mark_ended()
         if self._listener is not None:
             await self._listener.stop()
+        disable(self.shared)
         for each in self.shared.values():
             PROCESS.remove(each)
         if has_ended:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import subprocess
 import tempfile
 import threading
@@ -44,24 +45,38 @@ CHECK_S = 0.5
 #: Interval of the checks whether a new scheduler has written its address.
 CHECK_FILE_S = 0.05
 _LOCALHOST = "127.0.0.1"
+#: Port of the scheduler's HTTP server, where it is free: the one that Dask's users know.
+DASHBOARD_PORT = 8787
 
 
 def _dashboard(wanted: bool) -> dict[str, Any]:
+    # Dask would use another port, too, but with a warning.
+    port = DASHBOARD_PORT if wanted and _is_free(DASHBOARD_PORT) else 0
     return {
         "dashboard": wanted and find_spec("bokeh") is not None,
-        "dashboard_address": f"{_LOCALHOST}:0",
+        "dashboard_address": f"{_LOCALHOST}:{port}",
     }
 
 
-def _worker_options(size: LocalClusterSize, has_dashboard: bool) -> dict[str, Any]:
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As Tornado listens: connections of an earlier cluster, which are closing, are no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOCALHOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _worker_options(size: LocalClusterSize) -> dict[str, Any]:
     return {
         "nthreads": size.threads_per_worker,
         "host": _LOCALHOST,
         "silence_logs": logging.WARNING,
         "memory_limit": 1 / size.n_workers,  # as a fraction of this machine's memory
-        **_dashboard(has_dashboard),
         # The scheduler's dashboard shows every worker; one in each worker takes 0.4 s to load.
-        "dashboard": False,
+        **_dashboard(False),
     }
 
 
@@ -132,7 +147,7 @@ async def _wait_for_workers(
 async def _start_local(
     size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> tuple[SpecCluster, Client]:
-    options = _worker_options(size, has_dashboard)
+    options = _worker_options(size)
     spec = {"cls": WorkerKeeper, "options": {"worker_options": options}}
     cluster = QuietCluster(
         workers=dict.fromkeys(range(size.n_workers), spec),
@@ -216,7 +231,7 @@ async def _start_detached(
                 },
             )
             address = await _read_address(file, processes[0], asynchronous=asynchronous)
-        options = _worker_options(size, has_dashboard)
+        options = _worker_options(size)
         for number in range(size.n_workers):
             spawn("distributed.Nanny", {**options, "name": str(number)}, address)
         client = Client(address, asynchronous=asynchronous)

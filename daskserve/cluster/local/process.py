@@ -35,6 +35,7 @@ from daskserve.common.types import (
 )
 from daskserve.errors import InstanceError, StaleEpochError
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.tracing.process import disable
 
 #: Limit of the pauses between two tries of the direct way to a worker.
 RETRY_DIRECT_S = 30.0
@@ -88,6 +89,7 @@ class LocalProcess(ProcessView):
     def kill(self) -> None:
         """Kill the process: end its subscriptions and connections."""
         self.state.kill()
+        disable(self.shared)
         self.routes.close()
         for unsubscribe in self._subscriptions:
             unsubscribe()
@@ -96,6 +98,7 @@ class LocalProcess(ProcessView):
     async def stop_listening(self) -> None:
         """Stop the long-poll client, if there is one."""
         self.routes.close()
+        disable(self.shared)
         if self._listener is not None:
             await self._listener.stop()
 

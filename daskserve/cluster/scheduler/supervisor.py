@@ -45,6 +45,7 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.handler import Api
 from daskserve.cluster.scheduler.http.discovery import Targets
+from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
@@ -96,6 +97,7 @@ class Supervisor(SchedulerPlugin):
     def __init__(self) -> None:
         self._instances: dict[InstanceName, Instance] = {}
         self._tasks = TaskSet(logger)
+        self._is_closed = False
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -115,11 +117,12 @@ class Supervisor(SchedulerPlugin):
         targets = Targets(scheduler, self._hosts.facts_of, guard)
         access = ControllerAccess(self._instances, self._hosts)
         api = Api(scheduler, access, guard)
+        page = Page(scheduler, self._instances, access, guard, self._tasks.spawn)
         panels = Panels(
             scheduler, self._instances.keys, lambda instance: access.call(instance, "live_metrics", {})
         )
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, api, panels)
+        self._installed = (self._capacity, targets.route, api, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -141,7 +144,6 @@ class Supervisor(SchedulerPlugin):
         )
         #: Ids of ``serve.start()`` calls that were cancelled before they arrived here.
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
-        self._is_closed = False
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
         self._reconnects = ReconnectingInstances(
             scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn

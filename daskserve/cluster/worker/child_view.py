@@ -61,6 +61,8 @@ class ChildView:
 
     def __init__(self, instance: InstanceName, access: ClusterAccess, parts: Sequence[Any] = ()) -> None:
         self.instance = instance
+        #: See `daskserve.cluster.protocols.base.Process.shared`.
+        self.shared: dict[str, Any] = {}
         self._parts = parts
         self._access = access
         self._lock = threading.Lock()

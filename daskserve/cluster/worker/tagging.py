@@ -15,6 +15,7 @@ from daskserve.context import current_replica, current_request
 from daskserve.telemetry.logs.formats import json_of, place_of
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import PRINTED, Tags
+from daskserve.telemetry.tracing.current import current_trace_id
 
 #: Length at which a line that user code prints is cut.
 MAX_LINE = 8192
@@ -54,7 +55,13 @@ def current_tags() -> Tags | None:
     if request is None:
         return Tags(application, deployment, replica.replica_tag, component="replica")
     return Tags(
-        application, deployment, replica.replica_tag, request.request_id, "", request.route, "replica"
+        application,
+        deployment,
+        replica.replica_tag,
+        request.request_id,
+        current_trace_id(),
+        request.route,
+        "replica",
     )
 
 

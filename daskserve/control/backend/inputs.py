@@ -71,7 +71,7 @@ class Step:
     def is_own(self, backend: BackendRecord) -> bool:
         """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
         return all(
-            key.startswith("replica/") or (key == backend.key and record is not None)
+            key.startswith(("replica/", "deaths/")) or (key == backend.key and record is not None)
             for key, record in self.change.items()
         )
 
@@ -95,3 +95,10 @@ def replica_tag(backend: str, seed: int, number: int) -> str:
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest()
     letters = "".join(string.ascii_letters[byte % len(string.ascii_letters)] for byte in digest)
     return f"{backend}#{letters}"
+
+
+def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
+    """Return how long a replica may finish its requests, in seconds."""
+    if backend.is_forced or replica.is_forced:
+        return 0.0
+    return backend.config.experimental_graceful_shutdown_timeout_s

@@ -17,7 +17,8 @@ from daskserve.common.types import ReplicaState, ReplicaTag, WorkerAddress
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs, progress, rollout_steps
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
-from daskserve.control.backend.inputs import Step, StepInputs, replica_tag, unplaced
+from daskserve.control.backend.deaths import keep_deaths
+from daskserve.control.backend.inputs import Step, StepInputs, grace_of, replica_tag, unplaced
 from daskserve.control.backend.ranks import all_know_theirs, has_wrong_rank_info, ranks_to_change
 from daskserve.control.backend.reconfiguring import next_to_reconfigure
 from daskserve.control.backend.rest import is_at_rest
@@ -38,13 +39,6 @@ from daskserve.errors import CodeLoadError, ReplicaStartError, RequestTimeoutErr
 START_RETRY_S, MAX_START_RETRY_S = 0.5, 30.0
 #: How long a rollout without room waits for another worker of an adaptive cluster before it drains a replica.
 NEW_WORKER_S = 20.0
-
-
-def grace_of(backend: BackendRecord, replica: ReplicaRecord) -> float:
-    """Return how long a replica may finish its requests, in seconds."""
-    if backend.is_forced or replica.is_forced:
-        return 0.0
-    return backend.config.experimental_graceful_shutdown_timeout_s
 
 
 class _Stepper:
@@ -492,5 +486,8 @@ def step(inputs: StepInputs, backend: BackendRecord) -> Step:
 def full_step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the same as `step`, without the look whether there is anything to do."""
     if backend.canary is not None:
-        return rollout_steps.step_both(inputs, backend, _run)
-    return _run(inputs, backend, inputs.state.replicas_of(backend.tag))[0]
+        step = rollout_steps.step_both(inputs, backend, _run)
+    else:
+        step = _run(inputs, backend, inputs.state.replicas_of(backend.tag))[0]
+    keep_deaths(inputs, backend, step)
+    return step

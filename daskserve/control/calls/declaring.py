@@ -16,6 +16,7 @@ from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying
 from daskserve.control.declared import views
 from daskserve.control.declared.plan import completed, planned
+from daskserve.control.records.declared import Origin
 from daskserve.control.verbs import restart as restart_verb
 from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.errors import BadRequestError
@@ -47,7 +48,7 @@ class DeclaringVerbs(DecidingVerbs):
         source, version : str
             The name of the file, and its version.
         """
-        origin = applying.Origin(by, source, version)
+        origin = Origin(by=by, source=source, version=version)
         return await self._apply(config, merge, expected_version, origin, request_id)
 
     @verb
@@ -59,7 +60,7 @@ class DeclaringVerbs(DecidingVerbs):
             {applying.APPLICATIONS: []},
             False,
             expected_version,
-            applying.Origin(by),
+            Origin(by=by),
             request_id,
             is_whole=True,
         )
@@ -69,7 +70,7 @@ class DeclaringVerbs(DecidingVerbs):
         config: Mapping[str, Any],
         merge: bool,
         expected: int | None,
-        origin: applying.Origin,
+        origin: Origin,
         request_id: str,
         *,
         is_whole: bool = False,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.common.types import BackendTag, GoalId
-from daskserve.control.records.declared import ConfigRecord
+from daskserve.control.records.declared import ConfigRecord, Origin
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 from daskserve.control.verbs import applications as app_verbs
@@ -26,15 +26,6 @@ from daskserve.errors import AlreadyRegisteredError, BadRequestError, VersionCon
 #: The key of a configuration that holds its applications.
 APPLICATIONS = "applications"
 CAPACITY = "target_capacity"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Who declares: the program, the name of the file, and the version of the file."""
-
-    by: str = ""
-    source: str = ""
-    version: str = ""
 
 
 @dataclass(slots=True)
@@ -97,9 +88,7 @@ def apply(
         now=now,
         request_id=request_id,
         instance=instance,
-        by=origin.by,
-        source=origin.source,
-        version=origin.version,
+        **asdict(origin),
     )
     change: Change = {}
     if not merges or config.get(CAPACITY) is not None:
@@ -125,9 +114,7 @@ def _declared(
         config=config,
         generation=number,
         declared_at=now,
-        by=origin.by,
-        source=origin.source,
-        version=origin.version,
+        **asdict(origin),
     )
 
 

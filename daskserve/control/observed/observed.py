@@ -266,10 +266,11 @@ class Observed:
 
     def usable_workers(self) -> list[WorkerInfo]:
         """Return the workers that may get new actors, as far as is known."""
+        away = self.unresponsive
         return [
             info
-            for address, info in self.workers.items()
-            if address not in self.unresponsive and not info.is_retiring
+            for info in self.workers.values()
+            if not (info.is_retiring or (away and info.address in away))
         ]
 
     def host_of(self, worker: WorkerAddress) -> str:
@@ -279,7 +280,8 @@ class Observed:
 
     def cleared_workers(self) -> list[WorkerInfo]:
         """Return the usable workers without those that joined again before their loss was handled."""
-        return [info for info in self.usable_workers() if info.address not in self.lost_workers]
+        usable, lost = self.usable_workers(), self.lost_workers
+        return [info for info in usable if info.address not in lost] if lost else usable
 
     def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
         """Return the event that has happened to a replica since its record was written; None without one.

@@ -18,6 +18,7 @@ is the bundles of all its replicas.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,7 +165,16 @@ def ranks(
     state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> Callable[[WorkerAddress], WorkerRank]:
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
-    known, avoided = {each.address: each for each in workers}, set(avoid)
+    return _ranks(state, {each.address: each for each in workers}, demand, avoid)
+
+
+def _ranks(
+    state: ResourceUsage,
+    known: Mapping[WorkerAddress, WorkerInfo],
+    demand: Demand,
+    avoid: Iterable[WorkerAddress],
+) -> Callable[[WorkerAddress], WorkerRank]:
+    avoided = set(avoid)
     same, total_on = state.workers_of(demand.backend), state.bundles_on()
     on_hosts = _count_on_hosts(known.values(), same)
 
@@ -204,11 +214,11 @@ def place(
     avoid
         The workers of the controller and the proxies.
     """
-    known = list(workers)
-    rank = ranks(state, known, demand, avoid)
-    on_hosts = _count_on_hosts(known, state.workers_of(demand.backend))
+    known = {each.address: each for each in workers}
+    rank = _ranks(state, known, demand, avoid)
+    on_hosts = _count_on_hosts(known.values(), state.workers_of(demand.backend))
     if len(demand.bundles) > 1:
-        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank)
+        return fit(_room_of(state, list(known.values()), demand), demand.bundles, demand.strategy, rank)
     best: WorkerRank | None = None
     for crowd, worker in _likely_first(state, known):
         if best is not None and not demand.is_packed and (0, 0, FREE, crowd, worker.address) >= best:
@@ -220,14 +230,16 @@ def place(
     return None if best is None else (best[-1],)
 
 
-def _likely_first(state: ResourceUsage, workers: Iterable[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
+def _likely_first(
+    state: ResourceUsage, known: Mapping[WorkerAddress, WorkerInfo]
+) -> Iterator[tuple[int, WorkerInfo]]:
     """Yield workers by the number of bundles on them, and by address, with that number.
 
     Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
     unless these lack room or have replicas of the same backend.
     """
-    known, crowds = {each.address: each for each in workers}, state.bundles_on()
-    crowded = [(crowds.get(address, 0), address) for address in known]
+    crowds = state.bundles_on()
+    crowded = list(zip(map(crowds.get, known, itertools.repeat(0)), known, strict=True))
     heapq.heapify(crowded)
     while crowded:
         crowd, address = heapq.heappop(crowded)

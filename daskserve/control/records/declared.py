@@ -10,8 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Who declares: the program, the name of the file, and the version of the file, such as a Git commit."""
+
+    by: str = ""
+    source: str = ""
+    version: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class ConfigRecord:
+class ConfigRecord(Origin):
     """The declared configuration of one application.
 
     The application is built and deployed while ``settled`` is not ``generation``.
@@ -31,8 +40,6 @@ class ConfigRecord:
         The goal of its deploy; empty if that has changed nothing.
     declared_at : float
         In seconds since the epoch.
-    by, source, version : str
-        The program that declared it, the name of the file, and the version of the file, such as a Git commit.
     """
 
     KIND: ClassVar[str] = "config"
@@ -44,9 +51,6 @@ class ConfigRecord:
     error: str = ""
     goal: str = ""
     declared_at: float = 0.0
-    by: str = ""
-    source: str = ""
-    version: str = ""
 
     @property
     def key(self) -> str:
@@ -59,7 +63,7 @@ class ConfigRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclarationRecord:
+class DeclarationRecord(Origin):
     """The last change of what is declared; see `ConfigRecord`.
 
     Attributes
@@ -78,9 +82,6 @@ class DeclarationRecord:
     request_id: str = ""
     instance: Mapping[str, Any] = field(default_factory=dict, repr=False)
     declared_at: float = 0.0
-    by: str = ""
-    source: str = ""
-    version: str = ""
 
     @property
     def key(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from daskserve.common.types import BackendTag, ReplicaTag
+from daskserve.control.records.deaths import DeathsRecord
 
 
 class EventKind(enum.StrEnum):
@@ -128,6 +129,8 @@ class EventLog:
         self._numbers: list[int] = []
         #: The number of events in all rows.
         self.count = 0
+        #: The last replicas of each backend that were lost or failed.
+        self.deaths: dict[BackendTag, DeathsRecord] = {}
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -22,6 +22,7 @@ from daskserve.common.types import (
     WorkerAddress,
     described,
 )
+from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord
 from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.models import ModelsRecord
@@ -462,6 +463,7 @@ Record: TypeAlias = (
     | RevisionRecord
     | EventsRecord
     | ModelsRecord
+    | DeathsRecord
 )
 #: Store key -> the new record, or None to remove it. One change is one transaction.
 Change: TypeAlias = dict[str, Record | None]

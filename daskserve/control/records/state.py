@@ -5,6 +5,7 @@ Only `State.apply` changes it, after the change is in the store. This module mak
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
 from daskserve.common.types import (
@@ -17,6 +18,7 @@ from daskserve.common.types import (
 )
 from daskserve.control.records.applications import Applications
 from daskserve.control.records.bundles import places_of
+from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
 from daskserve.control.records.models import ModelsRecord
@@ -38,25 +40,49 @@ _REPLICA = "replica/"
 
 
 class Codes(dict[str, CodeRecord]):
-    """All code by name, with an index by backend; ``size_bytes`` is its size, with that of parcels."""
+    """All code by name, with an index by backend.
+
+    Attributes
+    ----------
+    unused_bytes : int
+        The size of the code that is not the present one of a backend, with that of parcels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.size_bytes = 0
+        self.unused_bytes = 0
         self._of: dict[BackendTag, dict[str, None]] = {}
+        #: How many backends use a code, which may be missing.
+        self._users: Counter[str] = Counter()
 
     def keep(self, code: CodeRecord) -> None:
         """Add a record."""
         self.forget(code.name)
         self[code.name] = code
         self._of.setdefault(code.backend, {})[code.name] = None
-        self.size_bytes += code.size_bytes
+        self.unused_bytes += self._unused(code.name)
+
+    def use(self, name: str) -> None:
+        """Note that a backend uses a code from now on."""
+        self.unused_bytes -= self._unused(name)
+        self._users[name] += 1
+
+    def release(self, name: str) -> None:
+        """Note that a backend no longer uses a code."""
+        self._users[name] -= 1
+        if not self._users[name]:
+            del self._users[name]
+        self.unused_bytes += self._unused(name)
+
+    def _unused(self, name: str) -> int:
+        code = self.get(name)
+        return 0 if code is None or name in self._users else code.size_bytes
 
     def forget(self, name: str) -> None:
         """Remove a record, if it is there."""
+        self.unused_bytes -= self._unused(name)
         code = self.pop(name, None)
         if code is not None:
-            self.size_bytes -= code.size_bytes
             names = self._of[code.backend]
             del names[name]
             if not names:
@@ -110,6 +136,7 @@ class State:
             self.proxies,
             self.goals,
             self.models,
+            self.events.deaths,
         )
         found: dict[str, Record] = {record.key: record for kind in kinds for record in kind.values()}
         listed = (self.apps, self.declared, self.revisions, self.events)
@@ -193,6 +220,7 @@ class State:
     def _keep(self, record: Record) -> None:
         if isinstance(record, BackendRecord):
             self.backends[record.tag] = record
+            self.codes.use(record.code_key)
             self.apps.add(record)
             if record.autoscaling is not None:
                 self._autoscaled.add(record.tag)
@@ -210,6 +238,8 @@ class State:
             self.capacity = record
         elif isinstance(record, ModelsRecord):
             self.models[record.backend] = record
+        elif isinstance(record, DeathsRecord):
+            self.events.deaths[record.backend] = record
         elif isinstance(record, RevisionRecord):
             self.revisions.keep(record)
         elif isinstance(record, EventsRecord):
@@ -227,6 +257,7 @@ class State:
             backend = self.backends.pop(name, None)
             if backend is not None:
                 self.apps.remove(backend)
+                self.codes.release(backend.code_key)
             self._autoscaled.discard(name)
         elif kind == "code":
             self.codes.forget(name)
@@ -242,6 +273,8 @@ class State:
             self.capacity = CapacityRecord()
         elif kind == "models":
             self.models.pop(name, None)
+        elif kind == DeathsRecord.KIND:
+            self.events.deaths.pop(name, None)
         elif kind == "revision":
             self.revisions.forget(name)
         elif kind == "event":

@@ -100,7 +100,7 @@ def deployment_status(
     return {
         "status": word,
         "status_trigger": trigger,
-        "replica_states": dict(Counter(_replica_word(observed, backend, each) for each in facts.replicas)),
+        "replica_states": dict(Counter(replica_word(observed, backend, each) for each in facts.replicas)),
         "actor_of": backend.actor_of[0] if backend.actor_of else "",
         "message": message or (f"waits for {', '.join(map(short_tag, awaited))}" if awaited else ""),
         "dead_replicas": views.dead_replicas(observed, backend.tag),
@@ -217,7 +217,7 @@ def _last_change(backend: BackendRecord) -> str:
     return backend.last_change
 
 
-def _replica_word(observed: Observed, backend: BackendRecord, replica: ReplicaRecord) -> str:
+def replica_word(observed: Observed, backend: BackendRecord, replica: ReplicaRecord) -> str:
     """Return the state of a replica as users see it."""
     if replica.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING):
         return "STOPPING"

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from daskserve.common.types import ActorKind, BackendTag, Reachability, ReplicaState, WorkerAddress
+from daskserve.common.types import (
+    ActorKind,
+    BackendTag,
+    Reachability,
+    ReplicaState,
+    ReplicaTag,
+    WorkerAddress,
+)
 from daskserve.control.backend import progress
 from daskserve.control.observed.observed import Activity, Observed
 from daskserve.control.proxies import take_over
@@ -125,17 +132,35 @@ def _is_of(facts: Mapping[str, Any], proxy: ProxyRecord) -> bool:
 
 def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
     """Return every actor of the instance: kind, name, state, worker, host, pid."""
+    found = system_actors(state, observed, instance, controller)
+    for replica in state.replicas.values():
+        ready = observed.ready.get(replica.tag)
+        found.append(
+            {
+                "kind": ActorKind.REPLICA.value,
+                "name": replica.tag,
+                "state": replica.state.value,
+                **_where(observed, replica.worker),
+                "pid": ready.get("pid") if ready is not None else None,
+                "message": replica_message(observed, replica.tag),
+                "rank": replica.rank[0] if replica.rank else None,
+                "metadata": dict(replica.metadata),
+                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
+            }
+        )
+    return found
 
-    def where(worker: str | None) -> dict[str, Any]:
-        info = observed.workers.get(worker or "")
-        return {"worker": worker, "host": info.host if info else None}
 
-    found = [
+def system_actors(
+    state: State, observed: Observed, instance: str, controller: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the controller and the proxies as `actors` does."""
+    found: list[dict[str, Any]] = [
         {
             "kind": ActorKind.CONTROLLER.value,
             "name": f"{instance}/controller",
             "state": "RUNNING",
-            **where(controller["worker"]),
+            **_where(observed, controller["worker"]),
             "pid": controller["pid"],
             "message": observed.stray(controller["worker"]),
         }
@@ -147,27 +172,22 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "kind": ActorKind.PROXY.value,
                 "name": proxy.tag,
                 "state": proxy_state(proxy, observed),
-                **where(proxy.worker),
+                **_where(observed, proxy.worker),
                 "pid": facts.get("pid") if facts and _is_of(facts, proxy) else None,
                 "message": proxy_message(proxy, observed),
             }
         )
-    for replica in state.replicas.values():
-        ready = observed.ready.get(replica.tag)
-        found.append(
-            {
-                "kind": ActorKind.REPLICA.value,
-                "name": replica.tag,
-                "state": replica.state.value,
-                **where(replica.worker),
-                "pid": ready.get("pid") if ready is not None else None,
-                "message": observed.unhealthy.get(replica.tag) or _work(observed.busy.get(replica.tag)),
-                "rank": replica.rank[0] if replica.rank else None,
-                "metadata": dict(replica.metadata),
-                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
-            }
-        )
     return found
+
+
+def _where(observed: Observed, worker: WorkerAddress | None) -> dict[str, Any]:
+    info = observed.workers.get(worker or "")
+    return {"worker": worker, "host": info.host if info else None}
+
+
+def replica_message(observed: Observed, tag: ReplicaTag) -> str:
+    """Return why a replica is not healthy, or what it does while it starts or stops; empty otherwise."""
+    return observed.unhealthy.get(tag) or _work(observed.busy.get(tag))
 
 
 def _work(busy: Activity | None) -> str:

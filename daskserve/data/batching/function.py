@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daskserve.common.formatting import as_whole, shown
 from daskserve.context import current_replica, current_request
@@ -23,6 +23,10 @@ from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
 from daskserve.data.version_counts import counted_batch
+from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -30,7 +34,7 @@ logger = logging.getLogger("daskserve.replica")
 class _Item:
     """One call: its instance, arguments and stream."""
 
-    __slots__ = ("args", "instance", "kwargs", "stream")
+    __slots__ = ("args", "instance", "kwargs", "span", "stream")
 
     def __init__(
         self, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], stream: BatchStream | None
@@ -39,6 +43,8 @@ class _Item:
         self.args = args
         self.kwargs = kwargs
         self.stream = stream
+        #: The span of its wait and its batch, if it is sampled.
+        self.span: RecordedSpan | None = None
 
 
 RequestQueue = BatchQueue[_Item, Any]
@@ -189,15 +195,18 @@ class _BatchRunner:
         named = {name: [item.kwargs[name] for item in items] for name in first.kwargs}
         return self.function(*own, *columns, **named)
 
+    def _begin_spans(self, items: Sequence[_Item]) -> SpansOfBatch:
+        return SpansOfBatch(self.function.__qualname__, [item.span for item in items])
+
     async def _run(self, items: list[_Item]) -> list[Any]:
-        with counted_batch() as outcomes:
+        with self._begin_spans(items), counted_batch() as outcomes:
             results = as_results(self.function.__qualname__, await self._begin(items), len(items))
             outcomes.extend(results)
             return results
 
     async def _run_streams(self, items: list[_Item]) -> list[Any]:
         streams = [item.stream for item in items if item.stream is not None]
-        with counted_batch():
+        with self._begin_spans(items), counted_batch():
             await distribute(self.function.__qualname__, self._begin(items), streams)
         return [END] * len(items)
 
@@ -307,9 +316,11 @@ class BatchedFunction(_Settings):
         return self._submit(state, _Item(instance, args, kwargs, None), key)
 
     async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
+        item.span = span_of_item(self.__qualname__)
         return await self._queue(state).submit(item, key)
 
     async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
+        item.span = span_of_item(self.__qualname__)
         queue = self._queue(state)
         stream = item.stream
         assert stream is not None

@@ -68,10 +68,14 @@ from daskserve.errors import (
     UserCodeError,
 )
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.payload.importing import call_imported
 from daskserve.payload.packed_errors import PackedError, known_of, packed_here
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.carrier import TRACE
+from daskserve.telemetry.tracing.enabling import enable
+from daskserve.telemetry.tracing.process import tracing_of
 from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
@@ -155,6 +159,7 @@ class LocalCode:
             start_thread=self._context.start_thread,
         )
         executor.is_watched = False
+        enable(self._context, start.tracing, call_imported)
         keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None
@@ -275,7 +280,13 @@ class LocalCode:
             kind = request_class_for(envelope.head) if "stream" in envelope.head else CallRequest
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
-        request = kind(envelope, serving.slots, serving.metrics)
+        request: LocalRequest
+        if TRACE in envelope.head:
+            from daskserve.data.replica.requests.traced import traced_request
+
+            request = traced_request(kind, envelope, serving, tracing_of(self._context.cluster.shared))
+        else:
+            request = kind(envelope, serving.slots, serving.metrics)
         request.code = serving
         return CountedRequest(request) if self._loaded.splits else request
 

@@ -25,7 +25,6 @@ INSTEAD: Mapping[str, str] = {
     "workers, and ask for it in 'placement_group_bundles'",
     "placement_group_fallback_strategy": "Dask's workers have no labels; list all workers that are good "
     "enough in 'workers' of actor_options",
-    "tracing_config": "user code may use any tracing library on the workers; leave it out",
     "grpc_options": "there are no gRPC proxies; use HTTP, or handles from Python",
     "controller_options": "the controller runs in one of Dask's workers; leave it out",
     "dedicated_cpu": "the proxies run in Dask's workers; choose them with 'location' of http_options",
@@ -43,7 +42,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "get_multiplexed_model_id": "there is no multiplexing; pass the model's name as an argument",
     "get_replica_rank": "use serve.get_replica_context().rank",
     "get_world_size": "use serve.get_replica_context().world_size",
-    "get_trace_context": "there is no tracing; serve.context.get_request_context() has the id of the request",
     "DeploymentHandle": "use serve.Handle, or daskserve.handle.DeploymentHandle",
     "DeploymentResponse": "use serve.Response, or daskserve.handle.DeploymentResponse",
     "DeploymentResponseGenerator": "use serve.ResponseGenerator",
@@ -64,7 +62,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "AutoscalingPolicy": "give the function, or its import path, as 'policy' of autoscaling_config",
     "GangPlacementStrategy": "write 'PACK' or 'SPREAD'",
     "GangRuntimeFailurePolicy": "write 'RESTART_GANG'",
-    "TracingConfig": "user code may use any tracing library on the workers; leave it out",
     "ApplicationStatus": "a status is text, such as 'RUNNING'; see serve.status()",
     "DeploymentStatus": "a status is text, such as 'HEALTHY'; see serve.status()",
     "ProxyStatus": "a status is text, such as 'HEALTHY'; see serve.status().proxies",

@@ -132,7 +132,7 @@ def flame_svg(profile: Mapping[str, Any], *, is_alone: bool = True) -> str:
         f'viewBox="0 0 {WIDTH} {height}" font-family="ui-monospace,monospace" font-size="11" role="img" '
         f'aria-label="Flame graph of {_safe(str(profile.get("replica", "")))}">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="6" y="17" font-size="13" fill="#222">{_safe(title)}</text>',
+        f'<text x="6" y="17" font-size="13" fill="#222">{_safe(title) if is_alone else ""}</text>',
         '<text x="6" y="34" fill="#555">Warm: on a processor. Cool: waits. As wide as its share of the '
         "samples.</text>",
     ]

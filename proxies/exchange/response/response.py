@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
+from daskserve.common.types import DONE, MATCHED_ROUTE, WHOLE_RESPONSE, Message
 from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.stream import GONE
 
@@ -21,6 +21,8 @@ class Response:
         A header of the response, unless the application sets it; empty for none.
     status : int
         The status of the application's response, once it was begun; 0 before.
+    matched_route : str
+        The route of the application that has matched, such as ``/items/{id}``; empty if it tells none.
     is_complete : bool
         Whether the application has sent the last part.
     is_closed : bool
@@ -33,6 +35,7 @@ class Response:
     _start: Message | None = None
     request_id = b""
     status = 0
+    matched_route = ""
     is_complete = is_closed = is_gone = False
 
     def has_started(self) -> bool:
@@ -67,6 +70,8 @@ class Response:
             raise RuntimeError("a response was started a second time")
         if not isinstance(message["status"], int):
             raise TypeError(f"the status of a response is a number, not {message['status']!r}")
+        if MATCHED_ROUTE in message:
+            self.matched_route = message[MATCHED_ROUTE]
         if kind == WHOLE_RESPONSE:
             sent = self._send_whole(message)
             if sent is not None:

@@ -363,7 +363,9 @@ async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Sit
         history={},
         rollback=changed,
         restart=changed,
-        **dict.fromkeys(("rollout_status", "pause_rollout", "promote_rollout", "abort_rollout"), changed),
+        **dict.fromkeys(
+            ("explain", "rollout_status", "pause_rollout", "promote_rollout", "abort_rollout"), changed
+        ),
         **dict.fromkeys(("list_models", "load_model", "unload_model", "set_default_model")),
         scale=3,
         config_schema={},

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tables import case
 
-from daskserve.common.types import WHOLE_RESPONSE, Message
-from daskserve.data.replica.user_code.joined_response import JoinedResponse, ResponseSink
+from daskserve.common.types import MATCHED_ROUTE, WHOLE_RESPONSE, Message
+from daskserve.data.replica.user_code.joined_response import MAX_ROUTE, JoinedResponse, ResponseSink
 
 TYPE = (b"content-type", b"text/plain")
 
@@ -54,6 +55,34 @@ def passed_on(*messages: Message) -> list[Message]:
 
     asyncio.run(main())
     return found
+
+
+def test_the_first_message_tells_the_route_that_the_application_has_matched() -> None:
+    def first(scope: dict[str, Any], *messages: Message) -> Message:
+        found: list[Message] = []
+
+        async def main() -> None:
+            response = JoinedResponse(Sink(found), scope)
+            for message in messages:
+                await response.send(message)
+
+        asyncio.run(main())
+        return found[0]
+
+    scope = {"route": SimpleNamespace(path="/items/{id}")}
+    given = start()
+    assert first(scope, given, body()) == {
+        "type": WHOLE_RESPONSE,
+        "status": 200,
+        "headers": (TYPE,),
+        "body": b"abc",
+        MATCHED_ROUTE: "/items/{id}",
+    }
+    assert MATCHED_ROUTE not in given
+    assert first(scope, given, body(more_body=True))[MATCHED_ROUTE] == "/items/{id}"
+    assert len(first({"route": SimpleNamespace(path="/" * 999)}, given, body())[MATCHED_ROUTE]) == MAX_ROUTE
+    for other in ({}, {"route": "/items"}, {"route": SimpleNamespace(path=7)}):
+        assert MATCHED_ROUTE not in first(other, given, body())
 
 
 def test_a_start_and_its_only_body_become_one_message() -> None:

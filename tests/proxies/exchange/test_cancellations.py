@@ -157,6 +157,7 @@ class Plant:
 
     async def _start_replica(self, tag: str, backend: str, worker: str, code: Any, event_loop: str) -> None:
         start = ReplicaStart(
+            tracing={},
             backend_tag=backend,
             replica_tag=tag,
             code=dump_bytes((code, (), {})),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tables import each_case
 
-from daskserve.proxies.ingress.metrics import MAX_ROUTES, NO_ROUTE, SYSTEM_ROUTES, IngressMetrics
+from daskserve.proxies.ingress.metrics import MAX_MATCHED, MAX_ROUTES, NO_ROUTE, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.routes import Route
 from daskserve.telemetry.histogram import HistogramCounts
 
@@ -60,6 +60,25 @@ def test_websockets_are_counted_and_how_long_they_were_open_is_not() -> None:
     metrics.observe(ROUTE, "WEBSOCKET", 101, 86400.0, "")
     assert series(metrics, "http_requests") == {("i", "/a", "e", "WEBSOCKET", "101"): 1}
     assert series(metrics, "http_request_duration_seconds") == {("i", "/a", "e"): 0}
+
+
+def test_routes_within_an_application_are_counted_apart_up_to_a_limit() -> None:
+    metrics = IngressMetrics()
+    for _ in range(3):
+        metrics.observe(ROUTE, "GET", 200, 0.01, "", "/items/{id}")
+        metrics.observe(ROUTE, "GET", 404, 0.01, "")  # no route of the application has matched
+        metrics.observe(Route("/", "root", frozenset()), "GET", 200, 0.01, "", "/items/{id}")
+    assert series(metrics, "http_requests") == {
+        ("i", "/a/items/{id}", "e", "GET", "200"): 3,
+        ("i", "/a", "e", "GET", "404"): 3,
+        ("i", "/items/{id}", "root", "GET", "200"): 3,
+    }
+    assert metrics.totals()["endpoints"] == {"e": [6, 0], "root": [3, 0]}
+    for number in range(2 * MAX_MATCHED):
+        metrics.observe(ROUTE, "GET", 200, 0.01, "", f"/made/up/{number}")
+    found = series(metrics, "http_requests")
+    assert len(found) == MAX_MATCHED + 3
+    assert found["i", "/a", "e", "GET", "200"] == MAX_MATCHED + 1
 
 
 def test_metrics_of_deleted_routes_are_dropped_beyond_a_limit() -> None:

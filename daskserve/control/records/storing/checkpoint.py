@@ -18,7 +18,7 @@ logger = logging.getLogger("daskserve.controller")
 #: caller has been told, and what it asked for, is in others.
 PASSING = ("replica/", "proxy/")
 #: Those with which a transaction may wait: an event is about what it is written with.
-_MAY_WAIT = (*PASSING, "event/")
+_MAY_WAIT = (*PASSING, "event/", "deaths/")
 
 
 def read(records: Mapping[str, bytes]) -> tuple[Change, dict[str, CorruptRecordError]]:

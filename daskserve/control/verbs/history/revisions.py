@@ -177,7 +177,7 @@ class _Revising:
         new = self.revision(self.after, app, goal, number)
         is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
         if not new.changes and not is_under_way and current(revisions) is not None:
-            return  # only what replicas have told of themselves differs
+            return  # only the facts that replicas have reported differ
         self.put(new)
         self.trim(name)
 
@@ -293,8 +293,8 @@ class _Revising:
                     self.release(each)
 
     def keep_within_budget(self) -> None:
-        if self.state.codes.size_bytes + self.new_code_bytes() <= self.budget_bytes:
-            return
+        if self.state.codes.unused_bytes + self.newly_unused_bytes() <= self.budget_bytes:
+            return  # whatever the code in use takes
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         names = {*self.state.codes, *(key.removeprefix("code/") for key in self.change if key[:5] == "code/")}
@@ -317,8 +317,17 @@ class _Revising:
     def applications(self) -> set[str]:
         return self.known.keys() | self.state.revisions.applications.keys()
 
-    def new_code_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.change.values() if isinstance(each, CodeRecord))
+    def newly_unused_bytes(self) -> int:
+        """Return how much code the change leaves unused, or adds without a use, at most."""
+        used = {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
+        changed = (key.removeprefix("backend/") for key in self.change if key.startswith("backend/"))
+        before = (self.state.backends.get(tag) for tag in changed)
+        left = {each.code_key for each in before if each is not None}
+        known = [code for name in left - used if (code := self.state.codes.get(name)) is not None]
+        added = [
+            each for each in self.change.values() if isinstance(each, CodeRecord) and each.name not in used
+        ]
+        return sum(each.size_bytes for each in (*known, *added))
 
     def release(self, revision: RevisionRecord) -> set[str]:
         """Remove the codes that no revision needs any more; return their names.

@@ -7,9 +7,9 @@ loop of that process's connection. Callers may be on any thread or loop.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from html import escape
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, cast, overload
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
 from daskserve.cluster.worker.present import find_connection
@@ -32,6 +32,7 @@ from daskserve.context import current_request
 from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
 from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
+from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
@@ -50,9 +51,7 @@ from daskserve.internals import ipython
 from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 from daskserve.telemetry.collector import PROCESS
-
-#: The part of a call that user code can read as its request's context: ids of `CallOptions`, the route.
-Facts: TypeAlias = Mapping[str, Any] | None
+from daskserve.telemetry.tracing.carrier import TRACE
 
 
 async def routers_of(cluster: Process) -> Routers:
@@ -66,6 +65,7 @@ async def routers_of(cluster: Process) -> Routers:
             cluster.connection.rng,
             cluster.routes,
             waiting_calls_of(cluster),
+            cluster.shared,
         )
         cluster.shared["routers"] = routers
         PROCESS.add(routers)
@@ -218,6 +218,7 @@ class Handle:
         cluster, connection, options = self._process, self._process.connection, self._options
         request_id, deadline = identity_of(self._options, connection, current_request.get())
         head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
+        head |= head_of(facts_of_call(None, None, connection, cluster.shared) or {})
         envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
 
         async def reserve(receive: Receive, send: Send) -> None:
@@ -261,14 +262,13 @@ class Handle:
         if choice.is_stream is not self._options.stream:
             raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
         request_id, _ = identity_of(self._options, connection, current)
+        facts = facts_of_call(self._facts, None, connection, cluster.shared)
         payload, values = pack(self._options, connection, args, kwargs)
         future: PendingCall[Any] = PendingCall()
         choice.claim(future, None if pipe is None else pipe.put)
 
         async def make_message() -> Message:
-            head, filled = await self._settled(
-                cluster, request_id, self._facts, payload, values, pipe is not None
-            )
+            head, filled = await self._settled(cluster, request_id, facts, payload, values, pipe is not None)
             return {"type": "call.dispatch", "head": head, "payload": filled}
 
         choice.send(make_message())
@@ -282,9 +282,10 @@ class Handle:
         cluster, connection, current = self._process, self._process.connection, current_request.get()
         request_id, deadline = identity_of(self._options, connection, current)
         payload, values = pack(self._options, connection, args, kwargs)
+        facts = facts_of_call(self._facts, None, connection, cluster.shared)
 
         async def send() -> Sequence[ReplicaOutcome]:
-            head, filled = await handle._settled(cluster, request_id, handle._facts, payload, values, False)
+            head, filled = await handle._settled(cluster, request_id, facts, payload, values, False)
             router = await self._known_router(cluster)
             head |= {"broadcast": True, "stream": False}
             return await send_to_all(
@@ -329,11 +330,7 @@ class Handle:
         current = current_request.get()
         request_id, deadline = identity_of(self._options, connection, current)
         payload, values = pack(self._options, connection, args, kwargs)
-        facts = self._facts
-        if current is not None and current.route:
-            facts = {**(facts or {}), "route": current.route}
-        if current is not None and current.is_shown:
-            facts = {**(facts or {}), "is_shown": True}
+        facts = facts_of_call(self._facts, current, connection, self._process.shared)
         if deadline is None and pipe is None and values is None:
             future = self._start_direct(connection, payload, request_id, facts)
         else:
@@ -376,7 +373,8 @@ class Handle:
             if routers is not None:
                 router = routers.router(self._endpoint)
                 replicas = router.only  # set only if the endpoint is known and exists, and the instance runs
-                if replicas is not None:
+                # A call with a trace takes the way on which its spans are made.
+                if replicas is not None and (facts is None or TRACE not in facts):
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
                     if Call(connection, router, envelope, future, self._caller).start(replicas):
@@ -396,7 +394,7 @@ class Handle:
                 "http_headers": dict(options.http_headers),
             }
         if facts is not None:
-            head["facts"] = facts
+            head |= head_of(facts)
         return head
 
     async def _call(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import Cluster, Routes
 from daskserve.common.clock import Clock, stopwatch
@@ -38,11 +40,16 @@ from daskserve.errors import (
 )
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.carrier import TRACE
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.routing import Way
 
 #: How long an unreachable replica is suspended, unless the controller publishes it again.
 UNREACHABLE_BACKOFF_S = 1.0
 #: How long a replica is suspended after its connection broke: time for the scheduler to report its end.
 DISCONNECTED_BACKOFF_S = 0.05
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplicaSet:
@@ -191,8 +198,15 @@ class ReplicaSet:
             self._serve_waiting()
 
     def _note_refusal(
-        self, replica: PooledReplica, error: ReplicaBusyError | ActorLostError, *, was_queued: bool
+        self,
+        replica: PooledReplica,
+        error: ReplicaBusyError | ActorLostError,
+        *,
+        was_queued: bool,
+        way: Way | None = None,
     ) -> None:
+        if way is not None:
+            way.refused(error, replica.tag)
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
             self.pool.note_busy(replica, error.ongoing, now, was_queued=was_queued)
@@ -201,14 +215,14 @@ class ReplicaSet:
                 replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
             )
 
-    async def send(
+    def send(
         self,
         envelope: Envelope,
         receive: Receive,
         send: Send,
         *,
         refused: ReplicaBusyError | ActorLostError | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Send a request to a replica; wait until one has room.
 
         A request that a replica has already ``refused`` goes to the front of the queue.
@@ -224,6 +238,18 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
+        if TRACE in envelope.head:
+            return _send_traced(self, self._cluster, envelope, receive, send, refused)
+        return self._send(envelope, receive, send, refused)
+
+    async def _send(
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        refused: ReplicaBusyError | ActorLostError | None,
+        way: Way | None = None,
+    ) -> None:
         replay = trial = queued_since = None
         pool, metrics, is_socket = self.pool, self.metrics, False
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
@@ -235,16 +261,16 @@ class ReplicaSet:
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
         is_rejected = refused is not None
-        metrics.sent += not is_rejected
-        if refused is not None:
-            metrics.note_retry(refused)
+        metrics.begin(refused)
         while True:
             if trial is not None:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
                 replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            replica = replica or await self._wait(is_rejected, trial)
+            replica = replica or await _turn_of(self, self._wait(is_rejected, trial), way)
+            if way is not None:
+                way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
             replica.sockets += is_socket
             try:
@@ -256,7 +282,7 @@ class ReplicaSet:
                 else:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
-                self._note_refusal(replica, error, was_queued=has_queued_request)
+                self._note_refusal(replica, error, was_queued=has_queued_request, way=way)
                 if replay is None and envelope.kind is EnvelopeKind.HTTP:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
@@ -377,6 +403,46 @@ class ReplicaSet:
         self.pool.update({}, 1, str)
         self._alarm.cancel()
         self.fail_waiting()
+
+
+async def _send_traced(
+    replicas: ReplicaSet,
+    cluster: Cluster,
+    envelope: Envelope,
+    receive: Receive,
+    send: Send,
+    refused: ReplicaBusyError | ActorLostError | None,
+) -> None:
+    from daskserve.telemetry.tracing.routing import way_of  # OpenTelemetry takes long to import
+
+    way = way_of(getattr(cluster, "shared", _NOTHING), envelope.head, backend_of(replicas.tag))
+    if way is None:
+        await replicas._send(envelope, receive, send, refused)
+        return
+    failure: BaseException | None = None
+    envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+    try:
+        await replicas._send(envelope, receive, send, refused, way)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        way.end(failure)
+        del failure  # else an error's traceback holds this frame, and this frame the error
+
+
+def _turn_of(
+    replicas: ReplicaSet, turn: Coroutine[Any, Any, PooledReplica], way: Way | None
+) -> Coroutine[Any, Any, PooledReplica]:
+    if way is None:
+        return turn
+    return way.wait(
+        turn,
+        waiting=replicas.waiting,
+        ongoing=replicas.in_flight,
+        replicas=replicas.pool.size,
+        is_known=replicas.max_queued is not None,
+    )
 
 
 def check_queue(replicas: ReplicaSet) -> None:

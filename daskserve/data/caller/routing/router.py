@@ -20,6 +20,7 @@ from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
     SILENT_WORKERS,
+    TRACING,
     ActorAddress,
     BackendTag,
     BodyUse,
@@ -53,6 +54,8 @@ from daskserve.loops.tasks import TaskSet
 from daskserve.telemetry.live import LIVE_METRICS
 from daskserve.telemetry.table import MetricSample
 
+#: The key of the share of calls that begin a trace, among what the parts of an instance share in a process.
+SAMPLING = "sampling_ratio"
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
 #: Maximum number of deployments whose calls to one endpoint are counted apart in one process.
@@ -274,7 +277,9 @@ class Routers:
         rng: random.Random,
         routes: Routes,
         waiting_calls: WaitingCalls | None = None,
+        shared: dict[str, Any] | None = None,
     ) -> None:
+        self._shared = {} if shared is None else shared
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
@@ -296,6 +301,7 @@ class Routers:
         self._silent: frozenset[WorkerAddress] = frozenset()
         self._routes = routes
         routes.watch(self._note_route, self._uses_worker)
+        self._watches[TRACING] = listener.watch(TRACING, self._note_sampling)
         self._watches[SILENT_WORKERS] = listener.watch(SILENT_WORKERS, self._note_silent)
         self._watches[LIVE_METRICS] = listener.watch(LIVE_METRICS, self._reports.note_watched)
         #: The requests under which processes were lost, to all backends.
@@ -443,6 +449,9 @@ class Routers:
             if self._routes.to(worker) is not None:
                 logger.warning("Worker %s does not answer; the requests that it has are given up", worker)
             self._routes.break_off(worker)
+
+    def _note_sampling(self, ratio: float | None) -> None:
+        self._shared[SAMPLING] = ratio
 
     def _note_route(self, worker: WorkerAddress, route: Reachability) -> None:
         for each in self._sets.values():

@@ -99,6 +99,11 @@ class CodeRun:
         self.is_cancelled = False
         self.is_ended = False
 
+    @property
+    def context(self) -> Context:
+        """The context variables of the code."""
+        return self._context
+
     def drive(self) -> Awaitable[None] | None:
         """Return what the listener's task has to await for the code to go on; None if nothing."""
         return None

@@ -42,13 +42,17 @@ from daskserve.data.replica.process.inspection import ChildInspection
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
-from daskserve.data.replica.requests.slots import Slots
+from daskserve.data.replica.requests.slots import Slots, found_at
 from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.payload.importing import call_imported
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.carrier import TRACE
+from daskserve.telemetry.tracing.enabling import enable
+from daskserve.telemetry.tracing.process import Tracing, tracing_of
 from daskserve.telemetry.user import UserSample
 
 logger = logging.getLogger("daskserve.replica")
@@ -84,6 +88,26 @@ class ForwardedRequest(ReplicaRequest):
     def message(self, value: Load) -> Message | None:
         self._code.note_queued(value.queued)
         return None
+
+
+class TracedForward(ForwardedRequest):
+    """A request whose wait for a slot has a span; the child makes the spans of the rest."""
+
+    __slots__ = ("_found", "_tracing")
+
+    def __init__(self, code: ChildCode, envelope: Envelope, tracing: Tracing) -> None:
+        super().__init__(code, envelope)
+        self._tracing = tracing
+        self._found = found_at(code.slots, list)
+
+    def granted(self) -> None:
+        super().granted()
+        state = self._found.get("state")
+        if state is not None:
+            span = self._tracing.under(self.envelope.head[TRACE], "queue", state)
+            if span is not None:
+                span.start_ns = self._found["start"]
+                span.end()
 
 
 class ChildModels(Models):
@@ -167,6 +191,7 @@ class ChildCode:
             cannot be installed.
         """
         start = self._start
+        enable(self._context, start.tracing, call_imported)
         interpreter = await interpreter_of(start.environment, settings.process_variables())
         # The installation has a time limit of its own.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
@@ -216,6 +241,8 @@ class ChildCode:
         """Return a request, not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        if TRACE in envelope.head and (tracing := tracing_of(self._context.cluster.shared)) is not None:
+            return TracedForward(self, envelope, tracing)
         return ForwardedRequest(self, envelope)
 
     def running(self) -> tuple[ChildProcess, ChildRunner]:

@@ -34,6 +34,11 @@ from daskserve.errors import UnavailableError
 from daskserve.loops.threads import StartThread
 from daskserve.payload.pickling import load_bytes
 from daskserve.telemetry.logs.process import process_logs
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.process import disable, tracing_of
+
+#: How long the export of the last spans may take, after which the process ends.
+LAST_SPANS_S = 1.0
 
 
 class ChildReplica(Replica):
@@ -42,6 +47,7 @@ class ChildReplica(Replica):
     def __init__(self, context: ContextWith[HasConnection]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free
+        self._shared = context.cluster.shared
         #: The requests within `handle`, by number, each with a future that is done when it leaves.
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
@@ -61,7 +67,11 @@ class ChildReplica(Replica):
         stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
         stats["models"] = self._code.models.facts()
-        return {**await super().statistics(), **tell(self.samples(), self.user_samples()), **stats}
+        return {**await super().statistics(), **tell(self._all_samples(), self.user_samples()), **stats}
+
+    def _all_samples(self) -> list[MetricSample]:
+        tracing = tracing_of(self._shared)
+        return [*self.samples(), *(() if tracing is None else tracing.samples())]
 
     @verb
     async def send_away(self) -> None:
@@ -172,6 +182,7 @@ class ReplicaServer:
             await self._replica.end(grace_s, is_planned=is_planned)
             gc.collect()  # objects in reference cycles may have destructors, and the process ends next
         if self._view is not None:
+            await asyncio.to_thread(disable, self._view.shared, LAST_SPANS_S)
             await asyncio.to_thread(self._view.close)
 
 

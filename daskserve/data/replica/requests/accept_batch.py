@@ -16,7 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from daskserve.common.types import Payload, Receive, nothing_to_receive
 from daskserve.data.batching.results import as_results
@@ -32,6 +32,9 @@ from daskserve.data.replica.user_code.responses import (
 )
 from daskserve.data.version_counts import counted_batch
 from daskserve.errors import UserCodeError
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -60,6 +63,8 @@ class BatchItem:
     scope: MutableMapping[str, Any] | None = None
     body: bytes = b""
     payload: Payload | None = None
+    #: The span of its wait and its batch, if it is sampled.
+    span: RecordedSpan | None = None
 
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
         """Return the argument that user code gets for it."""

@@ -22,6 +22,7 @@ from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.telemetry.tracing.batches import SpansOfBatch
 
 #: Keeps the slot of a request, and returns a function that releases it; see
 #: `daskserve.data.replica.requests.replica_request.ReplicaRequest.hold`.
@@ -103,12 +104,17 @@ class ReplicaBatches:
         answer: Any = answer_batch if method.is_async else answer_batch_in_thread
         parts = (servable.bound(method), servable.describe(method), items)
         result = BatchResult()
-        run = executor.start(method.is_async, answer, parts, executor.context.copy(), result)
+        context = executor.context.copy()
+        spans = SpansOfBatch(method.name, [item.span for item in items])
+        context.run(spans.__enter__)
+        run = executor.start(method.is_async, answer, parts, context, result)
         result.releases = [hold() for _, hold in entries]
         try:
             outcomes: list[ItemOutcome] = await result.wait(run)
         except PackedError as error:  # one that would have ended the thread or the loop
             outcomes = [error] * len(items)
+        finally:
+            spans.end()
         return await self._pack(executor, items, outcomes)
 
     async def _pack(

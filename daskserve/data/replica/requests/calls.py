@@ -22,6 +22,7 @@ from daskserve.data.replica.requests.streaming import (
 from daskserve.data.replica.user_code.definitions import CALL, Method
 from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
+from daskserve.telemetry.tracing.batches import span_of_item
 
 #: What the access log has as the status of a call whose caller left.
 CANCELLED = 499
@@ -86,7 +87,10 @@ def _note(request: CallRequest, status: int) -> None:
 
 
 async def _submit(request: CallRequest, method: Method) -> None:
-    item = BatchItem(request.envelope.head, payload=request.envelope.payload)
+    head, payload = request.envelope.head, request.envelope.payload
+    item = BatchItem(
+        head, payload=payload, span=None if request.span is None else span_of_item(method.name, request.span)
+    )
     request.accept(await request.code.batches.submit(method, item, request.hold))
 
 

@@ -23,6 +23,7 @@ from daskserve.data.replica.user_code.responses import (
     finish_in_thread,
 )
 from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.tracing.batches import span_of_item
 
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
@@ -92,7 +93,7 @@ class LocalHTTPRequest(LocalRequest):
             assert send is not None
             return self._prepare(method, receive, send)
         set_context(self)
-        if runs_in_task and method.is_async and not method.is_asgi:
+        if runs_in_task and method.is_async and not (method.is_asgi or self.is_traced):
             # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
             parts = (method, scope, receive, b"")
             self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
@@ -150,7 +151,12 @@ class LocalHTTPRequest(LocalRequest):
         if method.accepts_batches and not method.is_asgi:
             set_context(self)
             _open_pipe(self, first)
-            item = BatchItem(self._scope, self._scope, body or b"")
+            item = BatchItem(
+                self._scope,
+                self._scope,
+                body or b"",
+                span=None if self.span is None else span_of_item(method.name, self.span),
+            )
             try:
                 self.accept(await self.code.batches.submit(method, item, self.hold))
             except PackedError as error:

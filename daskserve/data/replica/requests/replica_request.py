@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import Envelope, Load, Message, OnAnswer, Receive, Send
@@ -55,6 +55,9 @@ from daskserve.errors import ServeError
 from daskserve.loops.deadlines import is_over
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.replica import ReplicaMetrics
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 
 class InvalidRequestTransition(ServeError):
@@ -407,6 +410,11 @@ class LocalRequest(ReplicaRequest):
     """A request whose user code runs in this process."""
 
     __slots__ = ("_method", "code", "context", "runs_in_task")
+
+    #: Whether it has a trace context: see `daskserve.data.replica.requests.traced`.
+    is_traced = False
+    #: Its span, if it is sampled.
+    span: RecordedSpan | None = None
 
     # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
     # each request.

@@ -15,12 +15,15 @@ back for the same moment: an error of another deployment may have a better one, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from daskserve.common.types import DONE, WHOLE_RESPONSE, Message
+from daskserve.common.types import DONE, MATCHED_ROUTE, WHOLE_RESPONSE, Message
 
 _INTERNAL_ERROR = b"Internal Server Error"
+#: Characters of a route that are told; it becomes a label.
+MAX_ROUTE = 200
 
 
 class ResponseSink(Protocol):
@@ -43,6 +46,8 @@ class JoinedResponse:
     ----------
     sink : ResponseSink
         Takes the messages that are passed on.
+    scope : mapping
+        The scope of the request, in which Starlette and FastAPI leave the route that they have matched.
 
     Attributes
     ----------
@@ -52,10 +57,11 @@ class JoinedResponse:
         An answer of Starlette's to an error, while it is held back.
     """
 
-    __slots__ = ("_passing", "_sink", "held", "start")
+    __slots__ = ("_passing", "_scope", "_sink", "held", "start")
 
-    def __init__(self, sink: ResponseSink) -> None:
+    def __init__(self, sink: ResponseSink, scope: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._sink = sink
+        self._scope = scope
         self._passing: Awaitable[None] | None = None
         self.start: Message | None = None
         self.held: Message | None = None
@@ -78,6 +84,10 @@ class JoinedResponse:
                 return self._send_later(message)
             if self._sink.is_started or message["type"] != "http.response.start":
                 return self._sink.send(message)
+            # A new dictionary, because the application's may be one that it uses again.
+            route = getattr(self._scope.get("route"), "path", None)
+            if type(route) is str:
+                message = {**message, MATCHED_ROUTE: route[:MAX_ROUTE]}
             self.start = message
             if not _has_length(message):
                 asyncio.get_running_loop().call_soon(self._pass_on)
@@ -125,7 +135,10 @@ def _has_length(start: Message) -> bool:
 
 def join(start: Message, message: Message) -> Message | None:
     """Return the whole response that two messages make; None if they make none, or not a valid one."""
-    if message["type"] != "http.response.body" or message.get("more_body", False) or len(start) > 3:
+    if message["type"] != "http.response.body" or message.get("more_body", False):
+        return None
+    route = start.get(MATCHED_ROUTE)
+    if len(start) > 3 + (route is not None):
         return None
     status, body = start["status"], message.get("body", b"")
     if type(body) is not bytes or status in (204, 304):
@@ -137,4 +150,7 @@ def join(start: Message, message: Message) -> Message | None:
             headers.append((name, value))
         elif value != b"%d" % len(body):
             return None
-    return {"type": WHOLE_RESPONSE, "status": status, "headers": tuple(headers), "body": body}
+    whole = {"type": WHOLE_RESPONSE, "status": status, "headers": tuple(headers), "body": body}
+    if route is not None:
+        whole[MATCHED_ROUTE] = route
+    return whole

@@ -267,7 +267,7 @@ class Servable:
         if scope["type"] != "http":
             await self._bound[CALL](scope, pipe.receive, pipe.send)
             return ConvertedResponse()
-        response = JoinedResponse(pipe)
+        response = JoinedResponse(pipe, scope)
         try:
             await self._bound[CALL](scope, pipe.receive, response.send)
             # An application that has received a disconnect need not answer.

@@ -22,14 +22,8 @@ from daskserve.cluster.scheduler.http.api.openapi import (
     document,
     page,
 )
-from daskserve.cluster.scheduler.http.api.operations import (
-    NUMBER,
-    Asked,
-    Document,
-    Operation,
-    by_path,
-    may_take_s,
-)
+from daskserve.cluster.scheduler.http.api.operations import Operation, by_path, may_take_s
+from daskserve.cluster.scheduler.http.api.requests import NUMBER, Asked, Document
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings

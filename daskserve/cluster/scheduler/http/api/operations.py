@@ -6,7 +6,6 @@ has, too, are Ray Serve's.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from daskserve.cluster.scheduler.http.api import inspecting, logs
+from daskserve.cluster.scheduler.http.api.requests import MAX_SHOWN, Asked, Document
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
@@ -22,10 +22,6 @@ from daskserve.options.specs import deployment_tag
 SMALL_BYTES = 4096
 #: Maximum size of a configuration; one of a thousand applications has about 500 KB.
 MAX_CONFIG_BYTES = 8 << 20
-#: A number that a request names: one that fits into 64 bits.
-NUMBER = re.compile("[0-9]{1,18}")
-#: Characters of a wrong value that an error shows.
-MAX_SHOWN = 40
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
 #: How long one answer waits for the first rates, which need two counts a second apart.
@@ -34,71 +30,6 @@ LIVE_WAIT_S = 4.0
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """An answer that is not JSON.
-
-    Attributes
-    ----------
-    policy : str
-        Its Content-Security-Policy.
-    """
-
-    content_type: str
-    text: str
-    policy: str = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request.
-
-    Attributes
-    ----------
-    path : dict
-        The names in the path.
-    query : dict
-        The last value of each parameter.
-    expected : int or None
-        The version in ``If-Match``.
-    by : str
-        Who asks.
-    """
-
-    path: Mapping[str, str]
-    query: Mapping[str, str]
-    body: bytes = b""
-    content_type: str = ""
-    expected: int | None = None
-    by: str = ""
-
-    def flag(self, name: str) -> bool:
-        """Return a parameter that is true or false."""
-        value = self.query.get(name, "false").lower()
-        if value not in ("true", "false", "1", "0", ""):
-            raise BadRequestError(f"The parameter {name}={value!r} must be true or false.")
-        return value in ("true", "1", "")
-
-    def number(self, name: str) -> int | None:
-        """Return a parameter that is a number; None without it."""
-        value = self.query.get(name)
-        if value is None:
-            return None
-        if not NUMBER.fullmatch(value):
-            raise BadRequestError(f"The parameter {name}={value[:MAX_SHOWN]!r} must be a number.")
-        return int(value)
-
-    def fields(self) -> Mapping[str, Any]:
-        """Return the fields of a body, which may be empty."""
-        try:
-            found = json.loads(self.body or b"{}")
-        except (ValueError, RecursionError):
-            raise BadRequestError("the body is not JSON") from None
-        if not isinstance(found, dict):
-            raise BadRequestError("the body must be a JSON object")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +140,9 @@ def _without_snapshot(asked: Asked, value: Any) -> Any:
     return {name: each for name, each in value.items() if name != "snapshot"}
 
 
-def _scale(asked: Asked) -> tuple[str, Message]:
-    name = asked.path.get("deployment", "")
-    return "scale", {"application": asked.path["application"], "name": name, "number": number_in(asked.body)}
+def _scale(asked: Asked, **by: str) -> tuple[str, Message]:
+    name, number = asked.path.get("deployment", ""), number_in(asked.body)
+    return "scale", {"application": asked.path["application"], "name": name, "number": number, **by}
 
 
 def _scaled(asked: Asked, number: Any) -> Any:
@@ -298,8 +229,9 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
 
 ALL = "/api/serve/applications/"
 ONE = "/api/serve/applications/{application}"
-ROLLOUT = f"{ONE}/deployments/{{deployment}}/rollout"
-MODELS = f"{ONE}/deployments/{{deployment}}/models"
+NAMED = f"{ONE}/deployments/{{deployment}}"
+ROLLOUT = f"{NAMED}/rollout"
+MODELS = f"{NAMED}/models"
 _MERGE: Mapping[str, tuple[str, str]] = {
     "merge": ("boolean", "Leave all that the configuration does not name as it is.")
 }
@@ -394,6 +326,17 @@ OPERATIONS: Sequence[Operation] = (
         "Replace the replicas of a deployment by ones of the same code.",
         _change("restart", "application", "deployment"),
         _accepted,
+    ),
+    Operation(
+        "GET", f"{NAMED}/explain", "Why a deployment has as many replicas as it has.", _models("explain")
+    ),
+    Operation(
+        "POST",
+        f"{NAMED}/num_replicas",
+        "Set the number of replicas of a deployment without autoscaling, until it is deployed again.",
+        lambda asked: _scale(asked, by=asked.by),
+        _scaled,
+        "number",
     ),
     *_rollout_operations(
         ROLLOUT, "deployment", "Give the old version all traffic, and take the change back."

@@ -62,7 +62,7 @@ class LinePanel:
             line_color="colour",
             line_dash="dash",
             line_width=2,
-            legend_group="name",
+            legend_field="name",
             source=self.source,
         )
         self.root.legend.location = "top_left"
@@ -105,7 +105,7 @@ class ReplicaPanel:
             height=0.8,
             fill_color="colour",
             line_color="white",
-            legend_group="deployment",
+            legend_field="deployment",
             source=self.source,
         )
         self.root.legend.location = "top_right"

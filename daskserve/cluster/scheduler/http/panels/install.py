@@ -35,7 +35,8 @@ class Panels:
         ask: Callable[[str], Awaitable[Mapping[str, Any]]],
     ) -> None:
         self._scheduler: Any = scheduler
-        self._feed = PanelFeed(instances, ask, LoopClock())
+        self._make_feed = lambda: PanelFeed(instances, ask, LoopClock())
+        self._feed = self._make_feed()
         self._pages: Any = None
         self._plots: list[dict[str, str]] = []
 
@@ -61,6 +62,7 @@ class Panels:
         if server is None:
             return
         variables = dashboard.template_variables(self._scheduler)
+        self._feed = self._make_feed()  # one that no session of before leaves
         pages = documents(self._feed, {"prefix": server.prefix or "/", **variables})
         self._pages = AddedPages(server, pages)
         # One list for all pages of the scheduler: its menu.

@@ -93,9 +93,10 @@ class Series:
     def replicas(self, colours: Sequence[str]) -> Columns:
         """Return the present replicas as bars: one row for each worker, one part for each deployment."""
         data: Columns = {name: [] for name in ("worker", "left", "right", "deployment", "count", "colour")}
+        shown = self.busiest()
         pairs: Iterable[tuple[str, str]] = self._answers[-1]["replicas"] if self._answers else ()
-        counts = Counter(pairs)
-        names = sorted({deployment for _, deployment in counts})
+        counts = Counter((worker, name if name in shown else OTHERS) for worker, name in pairs)
+        names = [*shown, OTHERS]
         workers = sorted({worker for worker, _ in counts})
         for worker in workers[:MAX_WORKERS]:
             left = 0

@@ -1,0 +1,81 @@
+"""A request to the REST API as its operations read it, and an answer that is not JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from daskserve.errors import BadRequestError
+
+#: A number that a request names: one that fits into 64 bits.
+NUMBER = re.compile("[0-9]{1,18}")
+#: Characters of a wrong value that an error shows.
+MAX_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An answer that is not JSON.
+
+    Attributes
+    ----------
+    policy : str
+        Its Content-Security-Policy.
+    """
+
+    content_type: str
+    text: str
+    policy: str = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request.
+
+    Attributes
+    ----------
+    path : dict
+        The names in the path.
+    query : dict
+        The last value of each parameter.
+    expected : int or None
+        The version in ``If-Match``.
+    by : str
+        Who asks.
+    """
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+    body: bytes = b""
+    content_type: str = ""
+    expected: int | None = None
+    by: str = ""
+
+    def flag(self, name: str) -> bool:
+        """Return a parameter that is true or false."""
+        value = self.query.get(name, "false").lower()
+        if value not in ("true", "false", "1", "0", ""):
+            raise BadRequestError(f"The parameter {name}={value!r} must be true or false.")
+        return value in ("true", "1", "")
+
+    def number(self, name: str) -> int | None:
+        """Return a parameter that is a number; None without it."""
+        value = self.query.get(name)
+        if value is None:
+            return None
+        if not NUMBER.fullmatch(value):
+            raise BadRequestError(f"The parameter {name}={value[:MAX_SHOWN]!r} must be a number.")
+        return int(value)
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return the fields of a body, which may be empty."""
+        try:
+            found = json.loads(self.body or b"{}")
+        except (ValueError, RecursionError):
+            raise BadRequestError("the body is not JSON") from None
+        if not isinstance(found, dict):
+            raise BadRequestError("the body must be a JSON object")
+        return found

@@ -1,0 +1,1 @@
+"""The page on which people watch the instances of a cluster, on the scheduler's HTTP server."""

@@ -1,0 +1,1 @@
+"""Traces by OpenTelemetry: the context that travels with requests, spans, and their export."""

@@ -1,0 +1,90 @@
+"""Spans of calls that are answered together: one for each call, and one for their batch.
+
+The span of a batch belongs to the trace of its first sampled call, and has links to the spans of all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
+
+
+def span_of_item(name: str, above: RecordedSpan | None = None) -> RecordedSpan | None:
+    """Begin the span of one call, under a span or the current one; None if that is not recorded."""
+    if above is None:
+        module = sys.modules.get("daskserve.telemetry.tracing.span")
+        if module is None:
+            return None
+        current = sys.modules["opentelemetry.trace"].get_current_span()
+        if not isinstance(current, module.RecordedSpan):
+            return None
+        above = current
+    return above.child(f"batched call {name}", {"daskserve.step": "batched_call"})
+
+
+class SpansOfBatch:
+    """The spans of a batch and of its calls, within a block in which the batch runs.
+
+    The batch runs in the context of whatever call has started it, and leaves the trace of that call.
+    """
+
+    __slots__ = ("_batch", "_name", "_size", "_spans")
+
+    def __init__(self, name: str, spans: Sequence[RecordedSpan | None]) -> None:
+        self._name = name
+        self._size = len(spans)
+        self._spans = [each for each in spans if each is not None]
+        self._batch: RecordedSpan | None = None
+
+    def __enter__(self) -> SpansOfBatch:
+        if self._spans:
+            self.begin()
+        if "opentelemetry.context" in sys.modules:
+            self.enter()
+        return self
+
+    def begin(self) -> None:
+        """Begin the span of the batch."""
+        if not self._spans:
+            return
+        first = self._spans[0]
+        size = {"daskserve.batch.size": self._size}
+        self._batch = batch = first.child(f"batch {self._name}", {"daskserve.step": "batch", **size})
+        for each in self._spans:
+            batch.add_link(each.get_span_context())
+            each.add_event("batch begins", size)
+            if each is not first:
+                each.add_link(batch.get_span_context())
+
+    def enter(self) -> None:
+        """Make the batch the current span, or leave a trace that is not its own."""
+        from daskserve.telemetry.tracing.context import enter, is_empty
+
+        if self._batch is not None or not is_empty():
+            enter((), self._batch)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        self.end(exc_val)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End all spans."""
+        if self._batch is None:
+            return
+        if error is not None:
+            from daskserve.telemetry.tracing.span import error_type, note_failure
+
+            self._batch.record_exception(error)
+            note_failure(self._batch, error_type(error))
+        self._batch.end()
+        for each in self._spans:
+            each.end()

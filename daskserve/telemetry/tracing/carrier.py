@@ -1,0 +1,98 @@
+"""The trace context of a request, as W3C headers carry it and as it travels between processes.
+
+It is a short list of text, under a key of the request's head: ``traceparent``, ``tracestate`` and
+``baggage``, as in https://www.w3.org/TR/trace-context/ and https://www.w3.org/TR/baggage/. A request without
+a trace has no such key. This module needs no OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+#: The key of a request's head, for a call and for HTTP.
+TRACE: Final = "daskserve.trace"
+#: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", when it began]``, in nanoseconds.
+Carrier: TypeAlias = Sequence[str]
+_LENGTH = 55
+#: Stands for a ``traceparent`` where a program without spans of its own calls: the replica begins the trace.
+NEW: Final = "new"
+
+TRACEPARENT = b"traceparent"
+TRACESTATE = b"tracestate"
+BAGGAGE = b"baggage"
+#: The headers that the ingress reads.
+TRACE_HEADERS = frozenset((TRACEPARENT, TRACESTATE, BAGGAGE))
+#: More is dropped: what a client sends travels with each call that its request causes.
+MAX_TRACESTATE_BYTES = 512
+MAX_BAGGAGE_BYTES = 8192
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PRINTABLE = re.compile(r"[\x20-\x7e]*")
+SAMPLED = 1
+
+
+class Parent(NamedTuple):
+    """The span that a new one belongs under; both ids are 0 for the first span of a trace."""
+
+    trace_id: int
+    span_id: int
+    flags: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+
+NO_PARENT = Parent(0, 0, 0)
+
+
+def parse_parent(text: str) -> Parent:
+    """Return what a ``traceparent`` says; `NO_PARENT` if it is not valid."""
+    found = _TRACEPARENT.fullmatch(text)
+    if found is None:
+        return NO_PARENT
+    version, trace, span, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more):
+        return NO_PARENT
+    parent = Parent(int(trace, 16), int(span, 16), int(flags, 16))
+    return parent if parent.trace_id and parent.span_id else NO_PARENT
+
+
+def parent_in(carrier: Carrier) -> Parent:
+    """Return the parent in a carrier; `NO_PARENT` if there is none."""
+    text = carrier[0] if carrier else ""
+    if len(text) != _LENGTH:
+        return NO_PARENT
+    # Written by `traceparent`, so it need not be checked again.
+    return Parent(int(text[3:35], 16), int(text[36:52], 16), int(text[53:], 16))
+
+
+def traceparent(parent: Parent) -> str:
+    """Return the text of a ``traceparent``; empty without a parent."""
+    if not parent.trace_id:
+        return ""
+    return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"
+
+
+def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
+    """Return the trace context of a request's headers; None without one.
+
+    Values that are not valid count as absent: an answer does not depend on them.
+    """
+    found: dict[bytes, list[str]] = {}
+    for name, value in headers:
+        if name in TRACE_HEADERS:
+            found.setdefault(name, []).append(value.decode("latin-1").strip())
+    parents = found.get(TRACEPARENT, [])
+    parent = parse_parent(parents[0]) if len(parents) == 1 else NO_PARENT
+    baggage = _joined(found.get(BAGGAGE, []), MAX_BAGGAGE_BYTES)
+    if not parent.trace_id:
+        return ["", "", baggage] if baggage else None
+    return [traceparent(parent), _joined(found.get(TRACESTATE, []), MAX_TRACESTATE_BYTES), baggage]
+
+
+def _joined(values: Sequence[str], limit: int) -> str:
+    text = ",".join(value for value in values if value)
+    return text if len(text) <= limit and _PRINTABLE.fullmatch(text) else ""

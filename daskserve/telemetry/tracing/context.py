@@ -1,0 +1,77 @@
+"""OpenTelemetry's context of user code: put into its context variables, and read from them for calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry import baggage, context, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags, TraceState
+
+from daskserve.telemetry.tracing.carrier import NO_PARENT, Carrier, Parent, parent_in, traceparent
+from daskserve.telemetry.tracing.span import RecordedSpan
+
+
+def enter(carrier: Carrier, span: Span | None = None) -> None:
+    """Make a request's trace context that of the current code; ``span`` is the one to nest under."""
+    found = Context()
+    if len(carrier) > 2 and carrier[2]:
+        found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
+    parent = parent_in(carrier)
+    if span is not None:
+        found = trace.set_span_in_context(span, found)
+    elif parent.trace_id:
+        state = TraceState.from_header([carrier[1]]) if carrier[1] else None
+        remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)
+        found = trace.set_span_in_context(NonRecordingSpan(remote), found)
+    context.attach(found)  # the context variables are the request's own, so nothing is detached
+
+
+def outgoing() -> Carrier | None:
+    """Return the trace context for a call of the current code; None without one."""
+    if not context.get_current():
+        return None
+    parent, state = current_parent()
+    carried: dict[str, str] = {}
+    if baggage.get_all():
+        W3CBaggagePropagator().inject(carried)
+    text = carried.get("baggage", "")
+    return [traceparent(parent), state, text] if parent.trace_id or text else None
+
+
+def current_parent() -> tuple[Parent, str]:
+    """Return the current span as the parent of others, and its ``tracestate``."""
+    span = trace.get_current_span()
+    if isinstance(span, RecordedSpan):
+        return span.identity, span.tracestate
+    found = span.get_span_context()
+    if not found.is_valid:
+        return NO_PARENT, ""
+    return Parent(found.trace_id, found.span_id, int(found.trace_flags)), found.trace_state.to_header()
+
+
+def is_empty() -> bool:
+    """Return whether the current code belongs to no trace."""
+    return not context.get_current()
+
+
+def carrier_of(span: Span, baggage_text: str) -> Carrier:
+    """Return the trace context of requests that a span causes."""
+    if isinstance(span, RecordedSpan):
+        return [traceparent(span.identity), span.tracestate, baggage_text]
+    found = span.get_span_context()
+    parent = Parent(found.trace_id, found.span_id, int(found.trace_flags))
+    return [traceparent(parent), found.trace_state.to_header(), baggage_text]
+
+
+def program_span(carrier: Carrier, name: str, attributes: Mapping[str, Any], kind: SpanKind) -> Span | None:
+    """Begin a span of a program that has set up OpenTelemetry itself; None in other programs."""
+    provider = trace.get_tracer_provider()
+    parent = parent_in(carrier)
+    if isinstance(provider, trace.ProxyTracerProvider) or not parent.is_sampled:
+        return None
+    remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags))
+    above = trace.set_span_in_context(NonRecordingSpan(remote), Context())
+    return provider.get_tracer("daskserve").start_span(name, above, kind, dict(attributes))

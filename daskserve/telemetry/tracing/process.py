@@ -1,0 +1,223 @@
+"""The spans of one instance in one process: which requests are sampled, and where their spans go.
+
+A request only makes plain records. A thread turns them into spans of OpenTelemetry's SDK and passes them to
+its processors, which export them in batches. So neither the import of an exporter nor a collector that is
+away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from daskserve.common.clock import system_rng
+from daskserve.telemetry.collector import PROCESS
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.carrier import NEW, NO_PARENT, SAMPLED, Carrier, Parent, parent_in
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.export import Export
+    from daskserve.telemetry.tracing.span import RecordedSpan
+
+logger = logging.getLogger("daskserve.tracing")
+
+#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
+MAX_PENDING = 2048
+#: How long the thread lets spans gather.
+GATHER_S = 0.2
+#: How long the last spans may take when the instance ends.
+FLUSH_S = 5.0
+#: The key of `Tracing` among what the parts of an instance share in a process.
+KEY = "tracing"
+
+
+class Tracing:
+    """Makes and keeps the spans of an instance in this process.
+
+    Parameters
+    ----------
+    config : mapping
+        The values of `daskserve.options.tracing.TracingConfig`.
+    resource : mapping
+        What the spans say of the process.
+    call_imported : callable
+        See `daskserve.telemetry.tracing.export.open_export`.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        config: Mapping[str, Any],
+        resource: Mapping[str, Any],
+        call_imported: Callable[[str, str], Any],
+    ) -> None:
+        from daskserve.telemetry.tracing.span import RecordedSpan
+
+        self._span = RecordedSpan
+        self.instance = instance
+        self.config = config
+        self.resource = resource
+        self._call_imported = call_imported
+        self.ratio: float = config["sampling_ratio"]
+        self._rng = system_rng()
+        self._pending: deque[RecordedSpan] = deque()
+        self._wakes, self._closing = threading.Event(), threading.Event()
+        self._is_awake = False
+        self.is_closed = False
+        self._thread: threading.Thread | None = None
+        self.ended = self.dropped = 0
+        self.export: Export | None = None
+        self._errors = ErrorLog(logger)
+
+    def __repr__(self) -> str:
+        return f"<Tracing of {self.instance!r}, {self.ended} spans, {self.dropped} dropped>"
+
+    def start(self) -> None:
+        """Begin to export."""
+        self._thread = threading.Thread(target=self._work, name="daskserve-traces", daemon=True)
+        self._thread.start()
+        PROCESS.add(self)
+
+    def close(self) -> None:
+        """Export what is left, in the background; later spans are dropped. Idempotent."""
+        self.is_closed = True
+        self._closing.set()
+        self._wakes.set()
+        PROCESS.remove(self)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until `close` has exported what was left."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # ---- on the request path
+
+    def draws(self) -> bool:
+        """Return whether a request that belongs to no trace is sampled."""
+        return self._rng.random() < self.ratio
+
+    def span(
+        self,
+        name: str,
+        parent: Parent,
+        attributes: dict[str, Any],
+        kind: Any = None,
+        tracestate: str = "",
+        start_ns: int = 0,
+    ) -> RecordedSpan:
+        """Begin a span; without a parent, it is the first one of a new trace."""
+        bits = self._rng.getrandbits
+        if not parent.trace_id:
+            parent = Parent(bits(128) | 1, 0, 1)
+        if kind is None:
+            return self._span(
+                self, name, parent, bits(64) | 1, attributes, tracestate=tracestate, start_ns=start_ns
+            )
+        return self._span(self, name, parent, bits(64) | 1, attributes, kind, tracestate, start_ns)
+
+    def under(
+        self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
+    ) -> RecordedSpan | None:
+        """Begin a span under the one in a carrier; None if its trace is not sampled."""
+        parent = parent_in(carrier)
+        if parent.flags & SAMPLED:
+            return self.span(name, parent, attributes, kind, carrier[1])
+        if carrier and carrier[0] == NEW:
+            return self.span(name, NO_PARENT, attributes, kind, start_ns=int(carrier[3]))
+        return None
+
+    def keep(self, span: RecordedSpan) -> None:
+        """Have a span that has ended exported."""
+        if len(self._pending) >= MAX_PENDING or self.is_closed:
+            self.dropped += 1
+            return
+        self.ended += 1
+        self._pending.append(span)
+        if not self._is_awake:
+            self._is_awake = True
+            self._wakes.set()
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        from daskserve.telemetry.tracing.export import open_export
+
+        try:
+            self.export = open_export(self.resource, self.config["exporter_import_path"], self._call_imported)
+        except Exception as error:
+            logger.error(
+                "The spans of instance %r are dropped: %s",
+                self.instance,
+                error,
+                exc_info=not _is_plain(error),
+            )
+        while True:
+            self._wakes.wait()
+            if not self.is_closed:
+                self._closing.wait(GATHER_S)
+            self._wakes.clear()
+            self._is_awake = False
+            self._drain()
+            if self.is_closed:
+                break
+        if self.export is not None:
+            try:
+                self.export.close(FLUSH_S)
+            except Exception as error:
+                self._errors.log(error, "The exporter of traces could not be closed")
+
+    def _drain(self) -> None:
+        while self._pending:
+            span = self._pending.popleft()
+            if self.export is None:
+                self.dropped += 1
+                continue
+            try:
+                self.export.put(span)
+            except Exception as error:  # a processor of the user's
+                self.dropped += 1
+                self._errors.log(error, "A span could not be exported")
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metric samples; see `daskserve.telemetry.table.Source`."""
+        labels, export = (self.instance,), self.export
+        late = 0 if export is None else export.dropped
+        found: list[MetricSample] = [
+            ("trace_spans", labels, self.ended + self.dropped),
+            ("trace_spans_dropped", labels, self.dropped + late),
+        ]
+        if export is not None:
+            found += [
+                ("trace_spans_exported", labels, export.exported),
+                ("trace_spans_failed", labels, export.failed),
+            ]
+        return found
+
+
+def _is_plain(error: Exception) -> bool:
+    """Return whether a message says all, without a traceback."""
+    return isinstance(error, ImportError)
+
+
+def tracing_of(shared: Mapping[str, Any]) -> Tracing | None:
+    """Return the tracing of an instance in this process, given what its parts share; None without it."""
+    return shared.get(KEY)
+
+
+def disable(shared: Mapping[str, Any], timeout_s: float = 0.0) -> None:
+    """End the traces of an instance in this process, if there are any; idempotent.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long to wait for the export of what is left.
+    """
+    tracing = tracing_of(shared)
+    if tracing is not None:
+        tracing.close()
+        if timeout_s:
+            tracing.join(timeout_s)

@@ -1,0 +1,95 @@
+"""The spans of a request's way to a replica: where it waited, for what, and which replicas refused it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+
+from opentelemetry.trace import Span, SpanKind
+
+from daskserve.telemetry.tracing.carrier import TRACE, Carrier, parent_in
+from daskserve.telemetry.tracing.context import carrier_of, program_span
+from daskserve.telemetry.tracing.process import tracing_of
+from daskserve.telemetry.tracing.span import error_type, exception_attributes, note_failure
+
+T = TypeVar("T")
+
+
+class Way:
+    """One request on its way to a replica of a deployment, and back.
+
+    The spans are those of this process: recorded, or, in a program that has set up OpenTelemetry itself, of
+    its SDK.
+    """
+
+    def __init__(self, shared: Mapping[str, Any], span: Span, carrier: Carrier) -> None:
+        self._shared = shared
+        self._span = span
+        #: The trace context with which the request goes on.
+        self.carrier: Carrier = carrier_of(span, carrier[2] if len(carrier) > 2 else "")
+        self._attempts = 0
+
+    async def wait(
+        self, turn: Awaitable[T], *, waiting: int, ongoing: int, replicas: int, is_known: bool
+    ) -> T:
+        """Return what a wait for a free replica returns."""
+        attributes = {
+            "daskserve.step": "queue",
+            "daskserve.queue.place": "router",
+            "daskserve.queue.waiting_before": waiting,
+            "daskserve.queue.ongoing": ongoing,
+            "daskserve.queue.replicas": replicas,
+            "daskserve.queue.reason": "every replica is full"
+            if replicas
+            else "no replica runs"
+            if is_known
+            else "the replicas are not known yet",
+        }
+        span = _begin(self._shared, self.carrier, "queue", attributes, SpanKind.INTERNAL)
+        if span is None:
+            return await turn
+        try:
+            return await turn
+        except BaseException as error:
+            note_failure(span, error_type(error))
+            raise
+        finally:
+            span.end()
+
+    def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
+        """Note that the request is sent to a replica."""
+        self._attempts += 1
+        self._span.set_attribute("daskserve.replica", replica)
+        self._span.set_attribute("daskserve.worker", worker)
+        if is_queued:
+            self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
+
+    def refused(self, error: BaseException, replica: str) -> None:
+        """Note that a replica was full or lost, so that the request goes to another one."""
+        self._span.add_event("retry", {**exception_attributes(error), "daskserve.replica": replica})
+        self._span.set_attribute("daskserve.retries", self._attempts)
+
+    def end(self, error: BaseException | None) -> None:
+        """Note the end of the request."""
+        if error is not None:
+            note_failure(self._span, error_type(error))
+        self._span.end()
+
+
+def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
+    """Begin the way of a request whose head has a trace context; None if its trace is not sampled."""
+    carrier: Carrier = head[TRACE]
+    attributes = {"daskserve.step": "route_to_replica", "daskserve.deployment": deployment}
+    if isinstance(method := head.get("method"), str) and "type" not in head:
+        attributes["rpc.method"] = method or "__call__"
+    span = _begin(shared, carrier, f"route_to_replica {deployment}", attributes, SpanKind.CLIENT)
+    return None if span is None else Way(shared, span, carrier)
+
+
+def _begin(
+    shared: Mapping[str, Any], carrier: Carrier, name: str, attributes: dict[str, Any], kind: SpanKind
+) -> Span | None:
+    tracing = tracing_of(shared)
+    if tracing is not None:
+        return tracing.under(carrier, name, attributes, kind)
+    return program_span(carrier, name, attributes, kind) if parent_in(carrier).is_sampled else None

@@ -1,0 +1,115 @@
+"""Spans of user code: the tracers that ``opentelemetry.trace.get_tracer`` returns in the workers.
+
+OpenTelemetry has one global provider for each process, which can be set once. A worker may serve several
+instances one after another, so the provider set here looks for the present one when a span begins: the one
+whose request the code answers, else the latest. If the process has a provider already, it stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
+
+from daskserve.telemetry.tracing.carrier import Parent
+from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
+
+
+class UserTracer(Tracer):
+    """Begins spans of user code."""
+
+    def __init__(self, provider: UserTracerProvider, scope: str) -> None:
+        self._provider = provider
+        self._scope = scope
+
+    def start_span(
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Link] | None = None,
+        start_time: int | None = None,
+        record_exception: bool = True,
+        set_status_on_exception: bool = True,
+    ) -> Span:
+        above = trace.get_current_span(context)
+        known = above.get_span_context()
+        tracing = self._provider.tracing_of(above)
+        if tracing is None or not known.is_valid or not known.trace_flags.sampled:
+            # Only requests begin traces: a framework begins a span for each request, sampled or not.
+            return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
+        parent = Parent(known.trace_id, known.span_id, 1)
+        state = known.trace_state.to_header()
+        span = tracing.span(name, parent, dict(attributes or {}), kind, state, start_time or 0)
+        span.attributes.setdefault("otel.scope.name", self._scope)
+        span.links += links or ()
+        return span
+
+    @contextmanager
+    def start_as_current_span(  # type: ignore[override]
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Link] | None = None,
+        start_time: int | None = None,
+        record_exception: bool = True,
+        set_status_on_exception: bool = True,
+        end_on_exit: bool = True,
+    ) -> Iterator[Span]:
+        span = self.start_span(name, context, kind, attributes, links, start_time)
+        with trace.use_span(
+            span,
+            end_on_exit=end_on_exit,
+            record_exception=record_exception,
+            set_status_on_exception=set_status_on_exception,
+        ):
+            yield span
+
+
+class UserTracerProvider(TracerProvider):
+    """The global provider of a worker; it refers weakly to what traces the instances there."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[SpanMaker] = WeakSet()
+        self._lock = threading.Lock()
+
+    def get_tracer(
+        self,
+        instrumenting_module_name: str,
+        instrumenting_library_version: str | None = None,
+        schema_url: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Tracer:
+        return UserTracer(self, instrumenting_module_name)
+
+    def add(self, tracing: SpanMaker) -> None:
+        """Consider an instance."""
+        with self._lock:
+            self._all.add(tracing)
+
+    def tracing_of(self, span: Span) -> SpanMaker | None:
+        """Return what records a span under this one; without one, the latest that is open."""
+        if isinstance(span, RecordedSpan):
+            return span.tracing
+        with self._lock:
+            known = [each for each in self._all if not each.is_closed]
+        return known[-1] if known else None
+
+
+def watch_user_spans(tracing: SpanMaker) -> None:
+    """Have the spans of user code exported with those of an instance, unless the process has a provider."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        provider = UserTracerProvider()
+        trace.set_tracer_provider(provider)
+    if isinstance(provider, UserTracerProvider):
+        provider.add(tracing)

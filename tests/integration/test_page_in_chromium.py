@@ -1,0 +1,441 @@
+"""The page in a real browser: what a real cluster shows, and what a scripted stream makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chromium import HAS_CHROMIUM, Tab, chromium
+from dask_processes import ExternalCluster
+from scraping import dashboard
+from tornado.web import Application, RequestHandler
+
+import daskserve as serve
+from daskserve.cluster.scheduler.controllers import Instance
+from daskserve.cluster.scheduler.http.page.feed import Feed
+from daskserve.cluster.scheduler.http.page.handlers import (
+    InstancesHandler,
+    PageHandler,
+    Sources,
+    StreamHandler,
+)
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not HAS_CHROMIUM, reason="needs Debian's package chromium"),
+]
+
+#: A tag, a text in the other direction, and one that is long.
+HOSTILE = (
+    "<img src=x onerror=document.title='owned'>",
+    "\u202etxt.exe\u202c שלום",
+    "x" * 10_000,
+    "'\"`${1}</script>",
+)
+
+
+class OpenGuard:
+    """Lets all requests pass."""
+
+    def refusal(self, request: Any) -> None:
+        return None
+
+
+class ScriptedFeeds:
+    """A feed whose parts a test sets."""
+
+    readers = 0
+
+    def __init__(self) -> None:
+        self.feed = Feed("one", None)  # type: ignore[arg-type]
+
+    def enter(self, instance: str) -> Any:
+        self.readers += 1
+        return self.feed
+
+    def leave(self, instance: str) -> None:
+        self.readers -= 1
+
+    def set(self, **parts: Any) -> None:
+        self.feed._set({name.replace("__", "/", 1): each for name, each in parts.items()})
+
+
+class Posts(RequestHandler):
+    """Answers the REST API, and notes what was asked for."""
+
+    def initialize(self, notes: list[tuple[str, str, bytes]]) -> None:
+        self._notes = notes
+
+    def post(self, path: str) -> None:
+        self._notes.append(("POST", path, self.request.body))
+        if "refused" in path:
+            self.set_status(400)
+        self.write({"message": "It is autoscaled." if "refused" in path else "Done."})
+
+    def get(self, path: str) -> None:
+        if "history" in path:
+            revision = {
+                "number": 1,
+                "state": "SUPERSEDED",
+                "at": time.time(),
+                "by": HOSTILE[0],
+                "changes": [],
+                "reason": "",
+                "can_return": True,
+            }
+            self.write({"current": 2, "revisions": [revision, {**revision, "number": 2, "state": "RUNNING"}]})
+        else:
+            self.set_status(404)
+
+
+class Site:
+    def __init__(self, url: str, feeds: ScriptedFeeds, tab: Tab, notes: list[tuple[str, str, bytes]]) -> None:
+        self.url, self.feeds, self.tab, self.notes = url, feeds, tab, notes
+
+    async def go(self, place: str) -> None:
+        await self.tab.ask(f"location.hash = {json.dumps('#/one' + place)}")
+
+
+def deployment(name: str, status: str = "HEALTHY", **more: Any) -> dict[str, Any]:
+    replica = {
+        "id": f"{name}#abc",
+        "state": "RUNNING",
+        "worker": "tcp://w",
+        "worker_name": "0",
+        "host": "h",
+        "pid": 1,
+        "since": time.time(),
+        "is_old": False,
+        "message": "",
+    }
+    known = {
+        "tag": name,
+        "status": status,
+        "message": "",
+        "replica_states": {"RUNNING": 1},
+        "dead_replicas": [],
+        "actor_of": "",
+        "wanted": 1,
+        "running": 1,
+        "version": "",
+        "deployed_at": time.time(),
+        "needs": [],
+        "max_ongoing": 100,
+        "autoscaling": None,
+        "replicas": [replica],
+        "rollout": None,
+        "is_ingress": True,
+    }
+    return {**known, **more}
+
+
+def application(name: str, **deployments: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "status": "RUNNING",
+        "message": "",
+        "route_prefix": "/",
+        "last_deployed_time_s": time.time(),
+        "deployments": deployments,
+        "traffic": {},
+    }
+
+
+INSTANCE = {
+    "instance": "one",
+    "http_urls": ["http://127.0.0.1:8000"],
+    "actors": [],
+    "problems": {},
+    "workers": 1,
+    "epoch": 1,
+    "owns_store": True,
+}
+ONLINE = {"is_online": True, "message": ""}
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    """Yield a page whose stream the test writes."""
+    feeds, notes = ScriptedFeeds(), []
+    arguments = {
+        "guard": OpenGuard(),
+        "sources": Sources({"one": Instance("one", None, False, 5.0, b"", SimpleNamespace())}, feeds),
+    }  # type: ignore[arg-type]
+    application = Application(
+        [
+            (r"/daskserve/?", PageHandler, arguments),
+            (r"/daskserve/(?P<name>style\.css|script\.js|icon\.svg)", PageHandler, arguments),
+            (r"/daskserve/instances", InstancesHandler, arguments),
+            (r"/daskserve/(?P<instance>[^/]+)/stream", StreamHandler, arguments),
+            (r"/daskserve/one/(api/.*)", Posts, {"notes": notes}),
+        ]
+    )
+    server = application.listen(0, "127.0.0.1")
+    port = next(iter(server._sockets.values())).getsockname()[1]
+    try:
+        async with chromium() as tab:
+            await tab.resize(1280, 800)
+            feeds.set(instance=INSTANCE, controller=ONLINE)
+            url = f"http://127.0.0.1:{port}/daskserve"
+            await tab.open(url)
+            await tab.until("site.parts.size >= 2")
+            yield Site(url, feeds, tab, notes)
+            assert tab.troubles == []
+    finally:
+        server.stop()
+        await server.close_all_connections()
+
+
+async def test_names_of_users_are_never_markup() -> None:
+    async with site() as page:
+        for number, name in enumerate(HOSTILE):
+            bad = deployment(
+                name,
+                "UNHEALTHY",
+                tag=f"t{number}",
+                message=name,
+                dead_replicas=[
+                    {"name": name, "reason": name, "at": 1.0, "user_traceback": name, "last_lines": [name]}
+                ],
+            )
+            page.feeds.feed._set({f"app/{name}": application(name, **{name: bad})})
+        tab = page.tab
+        await tab.until(f"site.deployments.length === {len(HOSTILE)}")
+        for place in ("", "/graph", "/events", "/system"):
+            await page.go(place)
+            await tab.until("document.querySelector('main h1')")
+        for name in HOSTILE:
+            await tab.ask(f"location.hash = to('app', {json.dumps(name)}, {json.dumps(name)})")
+            await tab.until(f"document.querySelector('main h1').textContent === {json.dumps(name)}")
+            await tab.ask(f"location.hash = to('app', {json.dumps(name)})")
+            await tab.until("document.querySelector('main h1') && document.querySelector('.acts')")
+        assert await tab.ask("document.images.length") == 1  # that of the page itself
+        assert await tab.ask("document.title") != "owned"
+        # A long name makes no page wider than the window.
+        assert await tab.ask("document.documentElement.scrollWidth <= innerWidth")
+
+
+async def test_a_thousand_deployments_are_searched_sorted_and_scrolled() -> None:
+    async with site() as page:
+        tab = page.tab
+        parts = {
+            f"app/a{number:03}": application(
+                f"a{number:03}", model=deployment("model", tag=f"a{number:03}/model")
+            )
+            for number in range(1000)
+        }
+        parts |= {
+            f"live/a{number:03}/model": {
+                "requests_per_s": float(number),
+                "errors_per_s": 0.0,
+                "latency_p50_s": 0.01,
+                "latency_p99_s": 0.02,
+                "ongoing": 1,
+                "queued": 0,
+                "replicas": 1,
+                "by_replica": {},
+            }
+            for number in range(1000)
+        }
+        page.feeds.feed._set(parts)
+        await tab.until("site.deployments.length === 1000")
+        await tab.until("document.querySelectorAll('.rows .row').length > 3")
+        assert await tab.ask("document.querySelectorAll('.rows .row').length") < 60
+        assert await tab.ask("document.querySelector('.grid').getAttribute('aria-rowcount')") == "1001"
+        took_ms = await tab.ask(
+            "(() => { const began = performance.now(); for (let at = 0; at < 10; at++) draw(); "
+            "return (performance.now() - began) / 10; })()"
+        )
+        assert took_ms < 150, took_ms
+        await tab.ask(
+            "[...document.querySelectorAll('.headrow button')]"
+            ".find((each) => each.textContent.startsWith('Requests')).click()"
+        )
+        await tab.until("document.querySelector('.rows .row a').getAttribute('href').includes('a999')")
+        await tab.ask("scrollTo(0, document.documentElement.scrollHeight)")
+        await tab.until(
+            "[...document.querySelectorAll('.rows .row a')].some((each) => each.href.includes('a000'))"
+        )
+        await tab.ask(
+            "scrollTo(0, 0); $('search').value = 'a12'; $('search').oninput({ target: $('search') })"
+        )
+        await tab.until("document.querySelector('.grid').getAttribute('aria-rowcount') === '11'")
+        # By keys: from the first row to the last one.
+        await tab.ask("document.querySelector('.rows .row a').focus()")
+        await tab.press("End")
+        assert "a120" in await tab.until("document.activeElement.getAttribute('href')")
+
+
+async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_grey() -> None:
+    async with site() as page:
+        tab = page.tab
+        page.feeds.set(app__shop=application("shop", Front=deployment("Front")))
+        await tab.until("document.querySelector('.rows .chip.good')")
+        began = time.monotonic()
+        page.feeds.set(
+            app__shop=application("shop", Front=deployment("Front", "UNHEALTHY", message="no room"))
+        )
+        await tab.until(
+            "document.querySelector('.rows .chip.bad') && document.body.innerText.includes('no room')"
+        )
+        assert time.monotonic() - began < 1.0
+        assert await tab.ask("document.title.startsWith('(1)')")
+        assert await tab.until("$('spoken').textContent.includes('Front is unhealthy')")
+        page.feeds.set(controller={"is_online": False, "message": "The controller does not answer."})
+        await tab.until(
+            "$('main').classList.contains('stale') && $('banner').textContent.includes('does not answer')"
+        )
+        assert await tab.ask("document.querySelectorAll('.rows .row').length") == 1
+        page.feeds.set(controller=ONLINE)
+        await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
+
+
+async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:
+    async with site() as page:
+        tab = page.tab
+        rollout = {
+            "state": "PAUSED",
+            "version": "2",
+            "stable": "1",
+            "since": 1.0,
+            "began_at": 1.0,
+            "step": 1,
+            "why": "",
+            "steps": ["5%", "100%"],
+            "share": 0.05,
+            "gates": [],
+        }
+        page.feeds.set(
+            app__shop=application(
+                "shop", Front=deployment("Front", rollout=rollout), refused=deployment("refused")
+            )
+        )
+
+        async def act(place: str, button: str, confirm: str) -> None:
+            await page.go(place)
+            await tab.until(
+                "[...document.querySelectorAll('main button')]"
+                f".some((each) => each.textContent === {button!r})"
+            )
+            await tab.ask(
+                "[...document.querySelectorAll('main button')]"
+                f".find((each) => each.textContent === {button!r}).click()"
+            )
+            await tab.until("$('dialog').open")
+            assert page.notes == []
+            await tab.until(
+                f"document.querySelector('#dialog button[type=submit]').textContent === {confirm!r}"
+            )
+            await tab.ask("document.querySelector('#dialog button[type=submit]').click()")
+            async with asyncio.timeout(10):
+                while not page.notes:  # noqa: ASYNC110 - the handler only notes
+                    await asyncio.sleep(0.02)
+
+        front = "api/serve/applications/shop/deployments/Front"
+        for place, button, asked in (
+            ("/app/shop/Front", "Restart", f"{front}/restart"),
+            ("/app/shop/Front", "Scale", f"{front}/num_replicas"),
+            ("/app/shop/Front", "Promote", f"{front}/rollout/promote"),
+            ("/app/shop/Front", "Abort", f"{front}/rollout/abort"),
+            ("/app/shop", "Roll back", "api/serve/applications/shop/rollback"),
+        ):
+            await act(place, button, button)
+            assert page.notes.pop()[1] == asked
+            await tab.until("!$('dialog').open")
+        await act("/app/shop/refused", "Scale", "Scale")
+        page.notes.clear()
+        await tab.until("$('dialog').open && $('dialog').textContent.includes('It is autoscaled.')")
+        await tab.press("Escape")
+        await tab.until("!$('dialog').open")
+
+
+async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
+    packed = shutil.which("npm") and subprocess.run(
+        ["npm", "install", "--prefix", str(tmp_path), "axe-core@4"], capture_output=True, timeout=120
+    )
+    if not packed or packed.returncode:
+        pytest.skip("needs npm, and the package axe-core")
+    axe = (tmp_path / "node_modules/axe-core/axe.min.js").read_text()
+    async with site() as page:
+        tab = page.tab
+        dead = [
+            {
+                "name": "Front#a",
+                "reason": "it was lost",
+                "at": 1.0,
+                "user_traceback": "Traceback",
+                "last_lines": ["x"],
+            }
+        ]
+        rollout = {
+            "state": "PAUSED",
+            "version": "2",
+            "stable": "1",
+            "since": 1.0,
+            "began_at": 1.0,
+            "step": 1,
+            "why": "",
+            "steps": ["5%", "100%"],
+            "share": 0.05,
+            "gates": [],
+        }
+        back = deployment("Back", "UNHEALTHY", dead_replicas=dead, message="no room", is_ingress=False)
+        page.feeds.set(
+            app__shop=application(
+                "shop", Front=deployment("Front", rollout=rollout, needs=["Back"]), Back=back
+            )
+        )
+        await tab.until("site.deployments.length === 2")
+        # The policy of the page refuses scripts of others, so the checker comes by the browser's own door.
+        await tab.send("Page.setBypassCSP", enabled=True)
+        await tab.open(page.url)
+        await tab.until("site.deployments.length === 2")
+        await tab.ask(axe + ";1")
+        all_found: list[Any] = []
+        for is_dark in (False, True):
+            for size in ((1280, 800), (360, 740)):
+                await tab.resize(*size, is_dark=is_dark)
+                for place in (
+                    "",
+                    "/app/shop",
+                    "/app/shop/Front",
+                    "/app/shop/Back",
+                    "/graph",
+                    "/events",
+                    "/logs",
+                    "/system",
+                ):
+                    await page.go(place)
+                    await tab.until("document.querySelector('main h1')")
+                    await asyncio.sleep(0.3)
+                    found = await tab.ask(
+                        "axe.run().then((all) => all.violations.map((each) => [each.id, each.nodes"
+                        ".map((one) => one.html + one.failureSummary)]))"
+                    )
+                    all_found += [(place, size, is_dark, each) for each in found]
+        assert all_found == []
+
+
+async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalCluster) -> None:
+    def front(request: Any) -> str:
+        return "one"
+
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        await asyncio.to_thread(client.run, serve.deployment(front).bind(), name="shop", route_prefix="/")
+        async with chromium() as tab:
+            await tab.resize(1280, 800)
+            await tab.open(f"{dashboard(external.client)}/daskserve")
+            await tab.until("document.querySelector('.rows .chip.good')")
+            await tab.until("live('shop/front').requests_per_s === 0", 30)
+            await asyncio.to_thread(client.delete_application, "shop")
+            await tab.until("site.deployments.length === 0", 5)
+            assert tab.troubles == []

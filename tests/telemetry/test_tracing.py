@@ -1,0 +1,324 @@
+"""Traces in one process: spans under the right parents, contexts passed on, and exporters that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from opentelemetry import baggage, trace
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from tables import each_case
+
+import daskserve as serve
+from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
+from daskserve.telemetry.tracing.current import current_trace_id
+from daskserve.telemetry.tracing.process import MAX_PENDING, Tracing
+from daskserve.testing import local_instance
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = PARENT[:-2] + "00"
+
+
+class Collected(SpanExporter):
+    """Keeps the spans of all workers of this process."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.fails = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.may_go_on.wait(20)
+        if self.fails:
+            raise OSError("the collector is away")
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+COLLECTED = Collected()
+
+
+def exporter() -> SpanExporter:
+    return COLLECTED
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setattr(f"{__name__}.COLLECTED", found := Collected())
+    yield found
+    found.may_go_on.set()
+
+
+CONFIG = {"exporter_import_path": f"{__name__}:exporter", "sampling_ratio": 1.0}
+
+
+def get(url: str, **headers: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as response:
+        return json.load(response)
+
+
+def until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def path_of(span: ReadableSpan, spans: Sequence[ReadableSpan]) -> str:
+    """Return the names of a span and of those above it."""
+    by_id = {each.context.span_id: each for each in spans}
+    names = []
+    found: ReadableSpan | None = span
+    while found is not None:
+        names.append(found.name)
+        found = None if found.parent is None else by_id.get(found.parent.span_id)
+    return " < ".join(names)
+
+
+def current_span_id() -> str:
+    return format(trace.get_current_span().get_span_context().span_id, "016x")
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Model:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=5)
+    async def predict(self, values: list[int]) -> list[int]:
+        with trace.get_tracer("mine").start_as_current_span("matrix"):
+            await asyncio.sleep(0.01)
+        return [2 * each for each in values]
+
+    async def __call__(self, value: int) -> int:
+        return await self.predict(value)  # type: ignore[no-any-return]
+
+
+@serve.deployment
+class Middle:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    async def both(self, value: int) -> int:
+        return sum(await asyncio.gather(self.model.remote(value), self.model.remote(value + 1)))
+
+
+@serve.deployment
+class Front:
+    def __init__(self, middle: Any) -> None:
+        self.middle = middle
+
+    async def __call__(self, request: Any) -> dict[str, Any]:
+        trace.get_current_span().set_attribute("of.user", "yes")
+        return {
+            "sum": await self.middle.both.remote(1),
+            "trace": current_trace_id(),
+            "is_passed_on": current_span_id() in request.headers["traceparent"],
+            "baggage": dict(baggage.get_all()),
+        }
+
+
+def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(collected: Collected) -> None:
+    with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
+        client.run(Front.bind(Middle.bind(Model.bind())))
+        found = get(client.http_urls()[0], traceparent=PARENT, baggage="tenant=a", tracestate="v=1")
+        assert found == {
+            "sum": 6,
+            "trace": PARENT[3:35],
+            "baggage": {"tenant": "a"},
+            "is_passed_on": True,
+        }
+        until(lambda: len(collected.spans) >= 17)
+        text = client_metrics()
+    spans = collected.spans
+    assert {each.context.trace_id for each in spans} == {int(PARENT[3:35], 16)}
+    assert all(each.context.trace_state.to_header() == "v=1" for each in spans)
+    above = (
+        "user code __call__ < replica Model.__call__ < route_to_replica Model < user code both < "
+        "replica Middle.both < route_to_replica Middle < user code __call__ < replica Front < "
+        "route_to_replica Front < GET /"
+    )
+    paths = sorted(path_of(each, spans) for each in spans if each.name.startswith(("matrix", "batched")))
+    call = f"batched call Model.predict < {above}"
+    assert paths == [call, call, f"matrix < batch Model.predict < {call}"]
+    named = {each.name: each for each in spans}
+    assert len(named["batch Model.predict"].links) == 2
+    root = named["GET /"]
+    assert root.parent is not None
+    assert root.parent.span_id == int(PARENT[36:52], 16)
+    assert root.attributes is not None
+    assert root.attributes["http.response.status_code"] == 200
+    assert root.attributes["http.route"] == "/"
+    assert any((each.attributes or {}).get("of.user") == "yes" for each in spans)
+    # The same durations, and the trace as an example of them.
+    replica = named["replica Front"]
+    seconds = (replica.end_time - replica.start_time) / 1e9
+    [line] = [each for each in text.splitlines() if _is_bucket(each, "daskserve_replica_request", "Front")]
+    assert abs(float(line.split("# ")[1].split()[1]) - seconds) < 0.02
+    assert f'trace_id="{PARENT[3:35]}"' in line
+
+
+def client_metrics() -> str:
+    from prometheus_client import REGISTRY
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    return generate_latest(REGISTRY).decode()
+
+
+def a_request_waits() -> bool:
+    lines = client_metrics().splitlines()
+    return any(
+        each.startswith("daskserve_router_queued_requests{") and each.endswith(" 1.0") for each in lines
+    )
+
+
+def _is_bucket(line: str, name: str, deployment: str) -> bool:
+    return (
+        line.startswith(f"{name}_duration_seconds_bucket")
+        and f'deployment="{deployment}"' in line
+        and "# " in line
+    )
+
+
+@serve.deployment
+async def echo(request: Any) -> dict[str, Any]:
+    return {"trace": current_trace_id(), "context": serve.get_trace_context() is not None}
+
+
+def test_a_trace_that_is_not_sampled_is_passed_on_and_makes_no_spans(collected: Collected) -> None:
+    for config in (CONFIG, {**CONFIG, "enabled": False}, None):
+        with local_instance(http_options={"port": 0}, tracing_config=config) as client:
+            client.run(echo.bind())
+            url = client.http_urls()[0]
+            assert get(url, traceparent=UNSAMPLED) == {"trace": PARENT[3:35], "context": True}
+    assert collected.spans == []
+
+
+@serve.deployment(max_ongoing_requests=1)
+class Slow:
+    def __init__(self) -> None:
+        self.ends = asyncio.Event()
+
+    async def hold(self) -> None:
+        await self.ends.wait()
+
+    async def release(self) -> None:
+        self.ends.set()
+
+    async def free(self) -> None:
+        raise KeyError("no")
+
+
+def test_a_call_of_a_program_begins_a_trace_and_an_error_has_its_type(collected: Collected) -> None:
+    with local_instance(tracing_config=CONFIG) as client:
+        handle = client.run(Slow.bind())
+        first = handle.hold.remote()
+        second = handle.free.remote()
+        until(a_request_waits)
+        first.cancel()
+        with pytest.raises(KeyError):
+            second.result(timeout_s=10)
+        until(lambda: len(collected.spans) >= 6)
+    kinds = {(each.name, (each.attributes or {}).get("error.type")) for each in collected.spans}
+    assert ("replica Slow.hold", "cancelled") in kinds
+    assert ("replica Slow.free", "KeyError") in kinds
+    assert ("user code free", "KeyError") in kinds
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Caller:
+    def __init__(self, slow: Any) -> None:
+        self.slow = slow
+
+    async def __call__(self, request: Any) -> int:
+        await asyncio.gather(self.slow.hold.remote(), self.slow.hold.remote())
+        return 1
+
+
+def test_a_wait_says_for_what(collected: Collected) -> None:
+    with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
+        client.run(Caller.bind(Slow.bind()))
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(get, client.http_urls()[0])
+            until(a_request_waits)
+            client.get_deployment_handle("Slow", "default").broadcast("release").results(timeout_s=10)
+            assert asking.result() == 1
+        until(lambda: any(each.name == "GET /" for each in collected.spans))
+    waits = [each.attributes or {} for each in collected.spans if each.name == "queue"]
+    assert any(
+        each["daskserve.queue.ongoing"] == 1 and each["daskserve.queue.place"] == "router" for each in waits
+    )
+
+
+def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(collected: Collected) -> None:
+    collected.may_go_on.clear()
+    tracing = Tracing("one", {"sampling_ratio": 1, **CONFIG}, {}, lambda path, option: collected)
+    tracing.start()
+    for _ in range(3 * MAX_PENDING):
+        tracing.span("x", NO_PARENT, {}).end()
+    until(lambda: not tracing._pending)
+    for _ in range(MAX_PENDING):
+        tracing.span("x", NO_PARENT, {}).end()
+    until(lambda: not tracing._pending)
+    samples = {name: value for name, _, value in tracing.samples()}
+    assert samples["trace_spans"] == 4 * MAX_PENDING
+    assert samples["trace_spans_dropped"] >= 2 * MAX_PENDING
+    collected.fails = True
+    collected.may_go_on.set()
+    tracing.close()
+    tracing.join(10)
+    samples = {name: value for name, _, value in tracing.samples()}
+    assert samples["trace_spans_failed"] + samples["trace_spans_dropped"] == 4 * MAX_PENDING
+
+
+def test_an_exporter_that_cannot_be_made_only_costs_the_spans(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"exporter_import_path": "no_such_module:f", "sampling_ratio": 1}
+    with local_instance(http_options={"port": 0}, tracing_config=config) as client:
+        client.run(echo.bind())
+        assert get(client.http_urls()[0])["trace"]
+        until(lambda: "no_such_module" in caplog.text)
+
+
+@each_case(
+    ("headers", "carrier"),
+    [
+        ([], None),
+        ([("traceparent", PARENT)], [PARENT, "", ""]),
+        ([("traceparent", PARENT), ("traceparent", PARENT)], None),
+        ([("traceparent", "00-" + "0" * 32 + PARENT[35:])], None),
+        ([("traceparent", PARENT.upper()), ("baggage", "a=1")], ["", "", "a=1"]),
+        ([("traceparent", "ff" + PARENT[2:])], None),
+        ([("traceparent", PARENT + "-more")], None),
+        ([("traceparent", "01" + PARENT[2:] + "-more")], [PARENT, "", ""]),
+        ([("traceparent", PARENT), ("tracestate", "a=1"), ("tracestate", "b=2")], [PARENT, "a=1,b=2", ""]),
+        ([("traceparent", PARENT), ("tracestate", "a" * 600)], [PARENT, "", ""]),
+        ([("baggage", "a" * 9000)], None),
+        ([("baggage", "a\xff")], None),
+    ],
+)
+def test_headers_are_read_strictly(headers: list[tuple[str, str]], carrier: list[str] | None) -> None:
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    assert read_headers(encoded) == carrier
+
+
+def test_a_traceparent_is_the_text_of_a_parent() -> None:
+    assert traceparent(parse_parent(PARENT)) == PARENT
+    assert traceparent(NO_PARENT) == ""
+
+
+def test_a_histogram_keeps_one_example_of_each_bucket() -> None:
+    histogram = LatencyHistogram()
+    for value in (0.3, 0.4, 2.0):
+        histogram.observe(value)
+        histogram.note_trace(value, 7)
+    assert histogram.examples is not None
+    assert sorted(each.value for each in histogram.examples.values()) == [0.4, 2.0]
