@@ -28,6 +28,7 @@ PUBLIC = {
     "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
+    "LoggingConfig",
     "PlacementBundle",
     "PlacementGroup",
     "Response",

@@ -61,6 +61,7 @@ def test_an_instance_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "address": "tcp://h:1",
             "store": "sqlite:///s",
             "name": "blue",
+            "tracing_config": None,
         }
         found[0] = "max_headers is 100 instead of 9"
         result = CliRunner().invoke(main, [*call, "--json"])

@@ -42,7 +42,15 @@ EXCEPTIONS = {
     "daskserve/data/batching/decorator.py:max_batch_size": "`serve.batch` has options of its own",
     "daskserve/cluster/local/cluster.py:workers": "the number of workers of the in-process cluster",
     "proxies/ingress/errors.py:debug": "how one error is shown, not whether the instance shows errors",
-}
+} | dict.fromkeys(
+    (
+        "daskserve/control/calls/inspecting.py:memory",
+        "daskserve/data/replica/inspecting.py:memory",
+        "daskserve/data/replica/inspection.py:memory",
+        "daskserve/data/replica/process/inspection.py:memory",
+    ),
+    "whether a profile is of memory",
+)
 
 
 def restated(path: str, source: str) -> Iterator[str]:
