@@ -127,7 +127,7 @@ def test_a_wrong_or_doubled_location_is_an_error() -> None:
 @each_case(
     ("function", "name", "text"),
     [
-        ("run", "tracing_config", "user code may use any tracing library"),
+        ("run", "grpc_options", "there are no gRPC proxies"),
         ("run", "controller_options", "the controller runs in one of Dask's workers"),
         ("run_many", "proxy_location", "use 'location' of http_options"),
     ],
@@ -148,8 +148,8 @@ def test_arguments_of_ray_serve_that_are_none_are_left_out() -> None:
 
 
 def test_awaitable_forms_name_themselves_in_errors() -> None:
-    with pytest.raises(TypeError, match=r"serve.run_async\(\) has no argument 'tracing_config'"):
-        asyncio.run(serve.run_async(None, tracing_config={}))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"serve.run_async\(\) has no argument 'grpc_options'"):
+        asyncio.run(serve.run_async(None, grpc_options={}))  # type: ignore[call-arg]
 
 
 def test_an_argument_that_nobody_has_is_a_type_error() -> None:

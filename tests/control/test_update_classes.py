@@ -17,6 +17,7 @@ from daskserve.options.fields.base import Effect, effect_of
 #: Another value than the default of each option of a backend.
 VALUES: Mapping[str, Any] = {
     "num_replicas": 1,  # the same number, but set
+    "logging_config": {"log_level": "DEBUG"},
     "autoscaling_config": {"min_replicas": 1, "max_replicas": 3},
     "external_scaler_enabled": True,
     "max_batch_size": 3,

@@ -48,6 +48,8 @@ class ScriptedStore(MemoryStore):
         self.failures = 0
         self.commits = 0
         self.after_commit: Callable[[Mapping[str, bytes | None]], None] | None = None
+        #: The last record of each replica that there ever was.
+        self.last_of_replicas: dict[str, bytes] = {}
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
         if self.failures:
@@ -55,6 +57,8 @@ class ScriptedStore(MemoryStore):
             raise OSError("the store cannot be reached")
         await super().commit(epoch, change)
         self.commits += 1
+        replicas = {key: each for key, each in change.records.items() if key.startswith("replica/") and each}
+        self.last_of_replicas.update(replicas)
         if self.after_commit is not None:
             self.after_commit(change.records)
 
@@ -256,8 +260,13 @@ class Stage:
         self._requests = itertools.count()
 
     def check_written_ahead(self, incarnation: int, tag: str) -> None:
-        """Nothing may be made that the store does not know of; see `play`, as this runs in a task."""
-        record = self.store.records().get(f"replica/{tag}")
+        """Nothing may be made that the store does not know of; see `play`, as this runs in a task.
+
+        The record may be gone again: a start that is on its way may arrive after the replica was given up.
+        """
+        key = f"replica/{tag}"
+        data = self.store.last_of_replicas.get(key) or self.store.data.get(key)
+        record = None if data is None else decode(key, data)
         states = (ReplicaState.STARTING, ReplicaState.RUNNING)
         if (
             not isinstance(record, ReplicaRecord)

@@ -93,7 +93,7 @@ KINDS: Mapping[str, Kind] = {
             """,
         ),
         {"/text": ("it was the best", "it wa in french")},
-        ignored=("grpc_options", "logging_config"),
+        ignored=("grpc_options",),
     ),
     "pizza": Kind(
         "a graph with user configurations and a variable of the environment",

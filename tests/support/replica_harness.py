@@ -47,7 +47,7 @@ def make(
 def replica_of(start: ReplicaStart, clock: Clock | None = None) -> Replica:
     """Return the replica of a start message, not started."""
     spec = ActorSpec(ActorKind.REPLICA, "an-instance/replica/b#AAAAAA", 1, "an-instance", start.encode())
-    cluster: Any = types.SimpleNamespace(connection=None)
+    cluster: Any = types.SimpleNamespace(connection=None, shared={})
     context = ActorContext(spec, cluster, clock or LoopClock(), random.Random(0))
     return Replica(context, ChildCode if start.config.isolation == "process" else LocalCode)
 

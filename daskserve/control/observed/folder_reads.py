@@ -22,7 +22,8 @@ class FolderReads:
     """One per controller. A folder has one thread at most, however often its reading is given up."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="daskserve-models")
+        # Made at the first reading: most controllers have no models.
+        self._threads: ThreadPoolExecutor | None = None
         #: By URL: the reading that has not ended.
         self._reading: dict[str, asyncio.Future[Any]] = {}
 
@@ -32,6 +33,8 @@ class FolderReads:
         try:
             while (earlier := self._reading.get(url)) is not None:
                 await clock.wait_for(asyncio.wait([earlier]), deadline - clock.now())
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="daskserve-models")
             future = asyncio.get_running_loop().run_in_executor(self._threads, function)
             self._reading[url] = future
             future.add_done_callback(lambda done: self._ended(url, done))
@@ -47,4 +50,5 @@ class FolderReads:
 
     def close(self) -> None:
         """Start no more readings."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)

@@ -997,7 +997,7 @@ def test_verbs_are_those_that_can_be_called() -> None:
     replica = make(len)
     verbs = replica.verbs
     assert replica.verbs is verbs, "every call of a verb reads them"
-    assert set(verbs) == {"reconfigure", "want_models", "statistics", "probe"}
+    assert set(verbs) == {"reconfigure", "want_models", "statistics", "probe", "profile", "stacks"}
     assert all(asyncio.iscoroutinefunction(verb) for verb in verbs.values())
 
 
