@@ -95,8 +95,9 @@ def test_a_second_detached_instance_is_refused(external: ExternalCluster) -> Non
         assert fetch(f"{first.http_urls()[0]}/text").text == "first"
         # One of another name runs beside it, and is found by its name.
         other = serve.start(detached=True, name="blue", http_options={"port": 0}, dask_client=external.client)
-        assert serve.connect(address=external.address).instance_name == first.instance_name
-        assert serve.connect(address=external.address, name="blue").http_urls() == other.http_urls()
+        assert serve.connect(dask_client=external.client).instance_name == first.instance_name
+        blue = serve.connect(name="blue", dask_client=external.client)
+        assert blue.http_urls() == other.http_urls()
         other.shutdown()
 
 

@@ -23,7 +23,8 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
 
 
 def test_a_model_is_changed_and_served_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, called, fetched, changed, status = run("serve-a-model", tmp_path, monkeypatch)
+    started, handle, called, fetched, changed, status = run("serve-a-model", tmp_path, monkeypatch)
+    assert "Watch it at http" in "".join(started.values())
     assert "<th>handle of</th><td>prices/Price</td>" in handle["text/html"]
     assert (called["text/plain"], fetched["text/plain"]) == ("302804", "'{\"price\":302804}'")
     assert changed["text/plain"] == "100000"
