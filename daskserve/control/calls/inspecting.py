@@ -32,7 +32,9 @@ class InspectingVerbs:
     async def profile(self, replica: str, seconds: float = SECONDS, memory: bool = False) -> dict[str, Any]:
         """Return what the user code of a replica did for some time; see `Client.profile`."""
         if not 0 < seconds <= MAX_SECONDS:
-            raise BadRequestError(f"seconds={seconds:g} must be more than 0 and at most {MAX_SECONDS:g}.")
+            raise BadRequestError(
+                f"seconds={shown(seconds)} must be more than 0 and at most {shown(MAX_SECONDS)}."
+            )
         takes_s = seconds + (MEMORY_S if memory else ANSWER_S)
         return await self._ask(replica, "profile", takes_s, seconds=seconds, memory=memory)
 

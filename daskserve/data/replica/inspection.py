@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaTag, short_tag
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.errors import BadRequestError, InspectionError
@@ -48,7 +49,9 @@ class Inspection(Protocol):
 def checked_seconds(seconds: float) -> float:
     """Return the length of a profile, if it is one."""
     if not 0 < seconds <= MAX_SECONDS:
-        raise BadRequestError(f"seconds={seconds:g} must be more than 0 and at most {MAX_SECONDS:g}.")
+        raise BadRequestError(
+            f"seconds={shown(seconds)} must be more than 0 and at most {shown(MAX_SECONDS)}."
+        )
     return seconds
 
 

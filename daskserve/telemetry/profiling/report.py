@@ -49,8 +49,8 @@ def summary(profile: Mapping[str, Any]) -> str:
         )
     ticks = profile["ticks"]
     text = (
-        f"{ticks} looks in {shown(profile['seconds'])} s, every {1000 * profile['interval_s']:g} ms; user "
-        f"code was seen {profile['busy']} times. The profiler took {100 * profile['overhead']:.1f}% of a "
+        f"{ticks} looks in {shown(profile['seconds'])} s, every {shown(1000 * profile['interval_s'])} ms; "
+        f"user code was seen {profile['busy']} times. The profiler took {100 * profile['overhead']:.1f}% of a "
         "processor."
     )
     if profile["dropped"]:

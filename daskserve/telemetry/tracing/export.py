@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from daskserve.common import settings
 from daskserve.errors import BadRequestError
@@ -158,7 +158,7 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
         elif hasattr(each, "export"):
             counting = CountingExporter(each)
             export.counting.append(counting)
-            found.append(BatchSpanProcessor(counting))
+            found.append(BatchSpanProcessor(cast(Any, counting)))
         else:
             raise BadRequestError(
                 f"exporter_import_path={path!r} must return span processors or exporters of OpenTelemetry, "

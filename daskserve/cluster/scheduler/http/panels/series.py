@@ -6,6 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from daskserve.common.formatting import shown
+
 #: Seconds that are shown, and lines in a panel: the busiest deployments; others are added up.
 SHOWN_S, MAX_LINES = 300, 9
 #: Workers in a panel.
@@ -87,7 +89,7 @@ class Series:
                 data["what"].append(metric)
                 data["colour"].append(colours[number % len(colours)])
                 data["dash"].append(dash)
-                data["last"].append(f"{ys[-1]:.4g}" if ys and ys[-1] == ys[-1] else "")
+                data["last"].append(shown(ys[-1]) if ys and ys[-1] == ys[-1] else "")
         return data
 
     def replicas(self, colours: Sequence[str]) -> Columns:
