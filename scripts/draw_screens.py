@@ -148,7 +148,7 @@ def write(url: str, instance: str, start: float, end: float) -> None:
             "__rate_interval": "10s",
         }
         results = {panel.title: ask(url, panel, chosen, start, end) for panel in each.panels()}
-        for row in each.rows:
+        for row in (row for row in each.rows if "no data" not in row.title):
             (SCREENS / file_of(each, row)).write_text(screen(each, row, results, end - start))
 
 

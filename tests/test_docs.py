@@ -112,7 +112,7 @@ def test_each_dashboard_row_has_an_image_with_all_its_panels() -> None:
     shown = re.findall(r"\(screens/(.*?)\)", text)
     wanted = []
     for dashboard in DASHBOARDS:
-        for row in dashboard.rows:
+        for row in (row for row in dashboard.rows if "no data" not in row.title):
             name = f"{dashboard.uid.removeprefix('daskserve-')}-{row.title.lower().replace(' ', '-')}.svg"
             wanted.append(name)
             drawing = ElementTree.parse(ROOT / "docs/screens" / name)
