@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import distributed
 import pytest
 from dask_processes import ExternalCluster, fetch, poll_for
 from distributed import Client
@@ -255,3 +256,4 @@ def test_a_program_without_a_client_uses_the_scheduler_of_dasks_configuration(
             assert "configured" in found.status().applications
         finally:
             serve.shutdown()
+            distributed.default_client().close()  # later tests have none
