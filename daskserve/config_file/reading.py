@@ -55,7 +55,7 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     faults = Faults(name)
     document = _parsed(text.removeprefix("\ufeff"), faults)
     if too_many := excess(_applications(document)):
-        # First of all, because to check them all would take as long as it takes to refuse them.
+        # First, because checking that many takes long.
         faults.add(Place(1, 1), too_many)
         faults.check()
     checks = Checks(document, faults)

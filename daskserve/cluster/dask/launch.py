@@ -60,7 +60,7 @@ def _dashboard(wanted: bool) -> dict[str, Any]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As Tornado listens: connections of an earlier cluster, which are closing, are no hindrance.
+        # As Tornado does: closing connections of an earlier cluster do not occupy the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((_LOCALHOST, port))

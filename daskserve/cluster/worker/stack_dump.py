@@ -15,7 +15,7 @@ from pathlib import Path
 
 #: One that neither Python nor its libraries use; None where the system has none.
 SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-#: How long a dump may take, how often its file is looked at, and its greatest size.
+#: Timeout of a dump in seconds, interval between two reads of its file, and maximum size of the file.
 DUMP_S, LOOK_S, MAX_BYTES = 1.0, 0.02, 200_000
 
 

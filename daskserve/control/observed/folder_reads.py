@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 #: Time limit of one reading, with its wait for an earlier one of the same folder.
 READ_S = 60.0
-#: How many folders are read at a time: so many may hang before the others wait in vain.
+#: Maximum number of folders that are read at the same time. If that many hang, no other folder is read.
 MAX_THREADS = 8
 
 
@@ -46,7 +46,7 @@ class FolderReads:
         if self._reading.get(url) is future:
             del self._reading[url]
         if not future.cancelled():
-            future.exception()  # it has been told, or nobody waits for it any more
+            future.exception()  # marks it as retrieved: its reader has it, or has given up
 
     def close(self) -> None:
         """Start no more readings."""

@@ -1,7 +1,7 @@
 """The live metrics of an instance: the last second of each replica, proxy and router, while somebody watches.
 
 Replicas and proxies are asked with the watch of their workers, and routers send what they count with their
-reports of load. Nobody does either unless `LiveMetrics.is_watched`. Pure; time is an argument.
+reports of load, both only while `LiveMetrics.is_watched`. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class LiveMetrics:
     # taking in
 
     def look(self, now: float) -> None:
-        """Note that somebody looks."""
+        """Note that a client has asked."""
         self._looked_at = now
 
     def end(self, now: float) -> bool:
-        """Drop everything if nobody watches any more; return whether that is so."""
+        """Drop all counts if no client has asked recently; return whether they were dropped."""
         if self.is_watched(now) or self._looked_at == float("-inf"):
             return False
         self._looked_at = float("-inf")

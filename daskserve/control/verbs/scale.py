@@ -72,8 +72,9 @@ def tag_of(state: State, name: str, application: str) -> BackendTag:
         return name
     if not own:
         known = ", ".join(sorted(each.name for each in state.apps if each.deployments)) or "none"
+        what = f" with a deployment {name!r}" if name else ""
         raise NotFoundError(
-            f"There is no application {application!r} with a deployment {name!r}; the applications are: "
+            f"There is no application {application!r}{what}; the applications are: "
             f"{known}. A backend or deployment of no application is in {DEFAULT_APPLICATION!r}."
         )
     raise NotFoundError(f"Application {application!r} has no deployment {name!r}; it has: {', '.join(own)}.")

@@ -145,7 +145,7 @@ class LocalInspection:
     def _threads(self) -> Mapping[int, CodeThread]:
         """Return the threads of the replica's code, and those that the code may have started.
 
-        Of threads that several replicas of a process may have started, nobody knows to which they belong.
+        If a process has several replicas, threads that any of them may have started are left out.
         """
         executor = self._find_executor()
         if executor is None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -79,7 +79,8 @@ class UserTracerProvider(TracerProvider):
     """The global provider of a worker; it refers weakly to what traces the instances there."""
 
     def __init__(self) -> None:
-        self._all: WeakSet[SpanMaker] = WeakSet()
+        #: In the order in which they began.
+        self._all: WeakValueDictionary[int, SpanMaker] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def get_tracer(
@@ -94,14 +95,15 @@ class UserTracerProvider(TracerProvider):
     def add(self, tracing: SpanMaker) -> None:
         """Consider an instance."""
         with self._lock:
-            self._all.add(tracing)
+            self._all.pop(id(tracing), None)
+            self._all[id(tracing)] = tracing
 
     def tracing_of(self, span: Span) -> SpanMaker | None:
         """Return what records a span under this one; without one, the latest that is open."""
         if isinstance(span, RecordedSpan):
             return span.tracing
         with self._lock:
-            known = [each for each in self._all if not each.is_closed]
+            known = [each for each in self._all.values() if not each.is_closed]
         return known[-1] if known else None
 
 

@@ -45,7 +45,7 @@ class LiveFeed:
             self._tasks.spawn(self._run(), "live-metrics")
 
     def leave(self) -> None:
-        """End to watch."""
+        """Stop asking once the last watcher has left."""
         self.watchers -= 1
         if not self.watchers:
             self._tasks.cancel()

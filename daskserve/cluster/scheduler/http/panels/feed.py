@@ -52,13 +52,13 @@ class PanelFeed:
             self._tasks.spawn(self._run(), "panels")
 
     def leave(self) -> None:
-        """End to look."""
+        """Stop asking once the last session has ended."""
         self._watchers -= 1
         if not self._watchers:
             self._tasks.cancel()
 
     def close(self) -> None:
-        """Ask no longer, whoever looks."""
+        """Stop asking the controllers, even if sessions are open."""
         self._tasks.cancel()
 
     async def _run(self) -> None:
