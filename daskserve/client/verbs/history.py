@@ -31,8 +31,8 @@ class HistoryVerbs(Verbs):
     async def live_metrics(self, wait_s: float = 4.0) -> dict[str, Any]:
         """Return the rates, latencies and queues of the last second.
 
-        The instance counts only while a client asks for live metrics. A rate needs two counts that are a second
-        apart, so the first call takes two or three seconds; after that, call it once a second.
+        The instance counts only while a client asks for live metrics. A rate needs two counts that are a
+        second apart, so the first call takes two or three seconds; after that, call it once a second.
 
         Parameters
         ----------
