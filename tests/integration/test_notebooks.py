@@ -34,7 +34,7 @@ def test_a_model_is_changed_and_served_again(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.nightly
 def test_a_batch_runs_beside_live_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, scores, live, is_complete, *_ = run("batch-beside-live", tmp_path, monkeypatch)
+    scores, live, is_complete, *_ = run("batch-beside-live", tmp_path, monkeypatch)
     assert scores["text/plain"] == "(1000, [0, 1, 4, 9])"
     assert "live calls meanwhile" in live["text/plain"]
     assert is_complete["text/plain"] == "True"
