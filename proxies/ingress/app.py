@@ -320,6 +320,8 @@ class IngressApp:
                 "route": route.route,
             }
         }
+        if request.model_id:
+            head["extensions"]["daskserve"]["model_id"] = request.model_id
         if request.trace is not None:
             head[TRACE] = request.trace
         if has_denial:
@@ -344,6 +346,7 @@ class IngressApp:
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
         envelope.has_started = request.response.has_started
         envelope.is_direct = is_socket and self._is_direct
+        envelope.model_id = request.model_id
         if gathering is None:  # as for most
             return self._dispatch(endpoint, envelope, receive, request.response.send)
         return self._send(request, endpoint, envelope, receive, gathering)
@@ -382,6 +385,7 @@ class IngressApp:
             deadline=deadline,
             has_body=request.has_body,
             has_started=request.response.has_started,
+            model_id=request.model_id,
         )
         request_id = request.response.request_id.decode("latin-1")
         try:

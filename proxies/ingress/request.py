@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Literal
@@ -20,8 +21,22 @@ HOST = b"host"
 CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
 EXPECT = b"expect"
+#: Names the multiplexed model; proxies in front may have changed underscores to hyphens.
+MODEL_ID = frozenset(
+    b"serve%bmultiplexed%bmodel%bid" % each for each in itertools.product((b"_", b"-"), repeat=3)
+)
 _HEADERS_READ = frozenset(
-    (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT, *TRACE_HEADERS)
+    (
+        REQUEST_ID,
+        REQUEST_TIMEOUT,
+        SHARD_KEY,
+        HOST,
+        CONTENT_LENGTH,
+        TRANSFER_ENCODING,
+        EXPECT,
+        *TRACE_HEADERS,
+        *MODEL_ID,
+    )
 )
 
 #: An id that a client may choose: it stands in headers, in logs and in user code. Heroku and Rails have
@@ -49,6 +64,8 @@ class IngressRequest:
     has_trace_headers = False
     #: Whether its own id is not used.
     has_bad_id = False
+    #: The multiplexed model that it asks for.
+    model_id = ""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], response: Response) -> None:
         self.response = response
@@ -73,10 +90,20 @@ class IngressRequest:
                     self.shard_key = value
                 elif name == REQUEST_TIMEOUT:
                     self.timeout = value
+                elif name in MODEL_ID:
+                    self.model_id = text_of(value)
                 elif name == EXPECT:
                     self.has_body = ON_DEMAND
                 else:
                     self.has_body = self.has_body or value != b"0"
+
+
+def text_of(value: bytes) -> str:
+    """Return the text of a header."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def response_to(send: Send) -> Response:
