@@ -31,9 +31,7 @@ class PageSite(Site):
         super().__init__(prefix)
         self.tasks: list[asyncio.Task[Any]] = []
         scheduler = self.api._routes[0]._scheduler
-        self.page = Page(
-            scheduler, self.instances, self.api.access, self.api.feeds, self.guard, self._spawn
-        )
+        self.page = Page(scheduler, self.instances, self.api.access, self.api.feeds, self.guard, self._spawn)
         self.number = 0
         self.parts: dict[str, str] = {"instance": "{}"}
         self.error: Exception | None = None

@@ -1,4 +1,4 @@
-"""The live metrics of those who watch: a controller is asked once a second, however many do, if anybody does."""
+"""Live metrics for those who watch: a controller is asked once a second, however many do, if anybody does."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ class PageHandler(_Handler):
 class InstancesHandler(_Handler):
     """Answers with what a page needs before its stream.
 
-    That is the names of the instances and of the common one, the version of daskserve, and whether there may be
-    no further stream.
+    That is the names of the instances and of the common one, the version of daskserve, and whether there are
+    as many streams as there may be.
     """
 
     async def get(self) -> None:
