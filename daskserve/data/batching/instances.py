@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from daskserve.context import current_replica
 
-
 QueueT = TypeVar("QueueT")
 StateT = TypeVar("StateT")
 
