@@ -261,9 +261,7 @@ class Reconciler:
                 self._wake.set()
         return left
 
-    def _decide_some(
-        self, tags: Iterable[str]
-    ) -> tuple[list[tuple[BackendRecord, Step]], Change, list[str]]:
+    def _decide_some(self, tags: Iterable[str]) -> tuple[list[tuple[BackendRecord, Step]], Change, list[str]]:
         """Return the steps that are written together, their change, and the backends that are left."""
         taken: list[tuple[BackendRecord, Step]] = []
         change: Change = {}
