@@ -105,6 +105,7 @@ setup(
         "daskserve.dashboards",
         "daskserve.data",
         "daskserve.data.batching",
+        "daskserve.data.batching.continuous",
         "daskserve.data.caller",
         "daskserve.data.caller.calls",
         "daskserve.data.caller.routing",
