@@ -17,7 +17,7 @@ from daskserve.errors import ServeError
 
 
 def checked_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Return the name of an instance or an application, as the callback of its option."""
+    """Return the name of an instance, as the callback of its option."""
     try:
         check_name(value, "it")
     except ServeError as error:

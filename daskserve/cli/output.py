@@ -17,7 +17,13 @@ from typing import IO, Any
 import click
 from pydantic import ValidationError
 
-from daskserve.errors import ClusterUnreachableError, NotRunningError, ReplicaStartError, ServeError
+from daskserve.errors import (
+    ClusterUnreachableError,
+    ConfigFileError,
+    NotRunningError,
+    ReplicaStartError,
+    ServeError,
+)
 from daskserve.payload.shown_errors import shortened
 
 #: The name of the parameter that `json_option` adds.
@@ -104,7 +110,9 @@ def errors_as_messages() -> Iterator[None]:
         text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
         raise _command_error(error, text.rstrip()) from error
     except (ServeError, ValidationError, TypeError, ValueError) as error:
-        raise _command_error(error, spelled(str(error))) from error
+        # Names in files are not those of options.
+        text = str(error) if isinstance(error, ConfigFileError) else spelled(str(error))
+        raise _command_error(error, text) from error
 
 
 def _command_error(error: Exception, text: str) -> CommandError:
