@@ -134,6 +134,7 @@ setup(
         "daskserve.simulation",
         "daskserve.telemetry",
         "daskserve.telemetry.logs",
+        "daskserve.telemetry.payloads",
         "daskserve.telemetry.profiling",
         "daskserve.telemetry.tracing",
     ],
