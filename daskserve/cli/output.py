@@ -92,8 +92,18 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 
 
 def coloured(text: str) -> str:
-    """Return a text whose state words have colours, which `click.echo` drops where they do not belong."""
-    return _STATE.sub(lambda found: click.style(found[0], fg=COLOUR_OF[found[0]]), text)
+    """Return a text whose state words have colours, which `click.echo` drops where they do not belong.
+
+    The names of columns have none: RUNNING is one of them, too.
+    """
+    return "\n".join(
+        line if line.isupper() and "STATUS" in line else _STATE.sub(_styled, line)
+        for line in text.split("\n")
+    )
+
+
+def _styled(found: re.Match[str]) -> str:
+    return click.style(found[0], fg=COLOUR_OF[found[0]])
 
 
 def is_terminal() -> bool:

@@ -119,7 +119,8 @@ def rollback(
 @click.command()
 @instance_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def shutdown(address: str | None, name: str | None, yes: bool) -> None:
+@json_option
+def shutdown(address: str | None, name: str | None, yes: bool, as_json: bool) -> None:
     """End the instance on a cluster, with all its applications.
 
     Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
@@ -129,11 +130,16 @@ def shutdown(address: str | None, name: str | None, yes: bool) -> None:
             with connected(address, name) as client:
                 if not yes:
                     confirm_end(client)
+                ended = client.instance_name
                 client.shutdown()
         except NotRunningError:
             if name is not None:
                 raise
-            click.echo(str(Status()))
+            ended = None
+    if as_json:
+        print_json({"instance": ended, "ended": ended is not None})
+    elif ended is None:
+        click.echo(str(Status()))
 
 
 def confirm_end(client: Client) -> None:
