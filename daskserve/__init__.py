@@ -64,11 +64,14 @@ if TYPE_CHECKING:
         get_multiplexed_model_id,
         get_replica_context,
     )
+    from daskserve.data.batching.continuous.decorator import continuous_batch
+    from daskserve.data.batching.continuous.request import ActiveRequest
     from daskserve.data.batching.decorator import batch
     from daskserve.data.caller.calls.deployment_actor import get_deployment_actor
     from daskserve.data.caller.calls.handle import Handle
     from daskserve.data.caller.calls.response import Response
     from daskserve.data.caller.calls.response_stream import ResponseGenerator
+    from daskserve.data.caller.calls.resuming import resume_stream
     from daskserve.data.multiplexing.decorator import multiplexed
     from daskserve.data.replica.user_code.class_app import ingress
     from daskserve.errors import ServeError
@@ -111,9 +114,12 @@ _NAMES: Mapping[str, str] = {
     "data.caller.calls.handle": "Handle",
     "data.caller.calls.response": "Response",
     "data.caller.calls.response_stream": "ResponseGenerator",
+    "data.caller.calls.resuming": "resume_stream",
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
     "data.multiplexing.decorator": "multiplexed",
+    "data.batching.continuous.decorator": "continuous_batch",
+    "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
     "ReplicaContext GangContext PlacementBundle PlacementGroup",
@@ -128,6 +134,7 @@ _HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for na
 _PRIVATE_NAMES = frozenset({"_run", "_run_many"})
 
 __all__ = [
+    "ActiveRequest",
     "ActorOptions",
     "Application",
     "AsyncClient",
@@ -161,6 +168,7 @@ __all__ = [
     "connect",
     "connect_async",
     "context",
+    "continuous_batch",
     "delete",
     "delete_async",
     "deployment",
@@ -184,6 +192,7 @@ __all__ = [
     "ingress",
     "metrics",
     "multiplexed",
+    "resume_stream",
     "rollback",
     "rollback_async",
     "run",

@@ -199,6 +199,19 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("multiplexed_model_unloads", _C, _D, "Models that were unloaded."),
         MetricSpec("multiplexed_model_load_seconds", _T, _D, "Seconds per load.", LIFE_BUCKETS_S),
         MetricSpec("multiplexed_model_unload_seconds", _T, _D, "Seconds per unload.", LIFE_BUCKETS_S),
+        MetricSpec(
+            "continuous_step_duration_seconds",
+            _T,
+            (*_D, "method"),
+            "Seconds that a step of a continuous batch took.",
+        ),
+        MetricSpec("continuous_outputs", _C, (*_D, "method"), "Outputs of a continuous batch."),
+        MetricSpec(
+            "continuous_preemptions",
+            _C,
+            (*_D, "method"),
+            "Times that a request lost its slot for lack of memory.",
+        ),
     ),
     "Replicas, while they exist": (
         MetricSpec("replica_requests", _C, _R, "Requests that began."),
@@ -210,6 +223,13 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             _G,
             _R,
             "Requests waiting for a slot, and requests and calls waiting for their batch.",
+        ),
+        MetricSpec(
+            "continuous_active_requests", _G, (*_R, "method"), "Requests with a slot of a continuous batch."
+        ),
+        MetricSpec("continuous_queued_requests", _G, (*_R, "method"), "Requests that wait for such a slot."),
+        MetricSpec(
+            "continuous_queued_cost", _G, (*_R, "method"), "Sum of their costs by cost_fn, such as tokens."
         ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Cancelled calls that still run."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "Number of slots."),
@@ -287,6 +307,16 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             ("reason",),
             "Log records that were lost: handlers (queue) or the access log (access) were too slow, or a "
             "file or standard output could not be written.",
+        ),
+    ),
+    "Payload logs": (
+        MetricSpec("payload_log_requests", _C, _D, "Requests that were written to the sink of payloads."),
+        MetricSpec(
+            "payload_log_dropped",
+            _C,
+            (*_D, "reason"),
+            "Sampled requests that were not written: too many waited (queue), the redacting function failed "
+            "(redact), a value could not be shown (events), or the replica ended first (sink, stop).",
         ),
     ),
     "In every process": (

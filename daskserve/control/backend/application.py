@@ -18,9 +18,11 @@ from daskserve.control.records.records import (
     Change,
     EndpointRecord,
     GoalRecord,
+    GoalState,
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
+from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
 
 
@@ -144,19 +146,32 @@ def is_complete(
     backend: BackendRecord,
     replicas: Iterable[ReplicaRecord],
 ) -> bool:
-    """Return whether all deployments are up, given the current records of one of them."""
+    """Return whether all deployments are up, given the current records of one of them.
+
+    Applications that swap their routes are complete together.
+    """
     if app.is_deleting or not _is_up(observed, backend, replicas):
         return False
+    apps = (app, *endpoint_state.swapping(state, app))
     # The ingress comes last, so it tells soonest that the application is not complete.
-    others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
+    tags = (tag for each in apps for tag in reversed(each.tags))
+    others = (state.backends.get(tag) for tag in tags if tag != backend.tag)
     return all(each is not None and _is_up(observed, each, state.replicas_of(each.tag)) for each in others)
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     """Return the change that completes a deploy: the new route, and the end of dropped deployments.
 
-    ``backend`` is the current record of one of its deployments.
+    ``backend`` is the current record of one of its deployments. Applications that swap their routes with it
+    complete in the same change.
     """
+    change: Change = {}
+    for each in (app, *endpoint_state.swapping(state, app)):
+        change.update(_completed(state, each, backend))
+    return change
+
+
+def _completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     change: Change = {app.key: replace(app, goal=None)}
     goal = state.goals.get(app.goal or "")
     if goal is not None and goal.is_pending:
@@ -174,6 +189,22 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
             change[member.key] = settled
         change.update(_routed(state, tag, app.route if tag == app.ingress else None))
     return change
+
+
+def completes(backend: BackendRecord, change: Change) -> bool:
+    """Return whether the change of a step is the one with which a deploy of its application completes.
+
+    It is of that application alone: each of its records is in no other one's change.
+    """
+    app = change.get(f"app/{backend.application}") if backend.application else None
+    ended = [each for each in change.values() if isinstance(each, GoalRecord)]
+    return (
+        isinstance(app, AppRecord)
+        and app.goal is None
+        and not app.is_deleting
+        and bool(ended)
+        and all(each.application == app.name and each.state is GoalState.DONE for each in ended)
+    )
 
 
 def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:

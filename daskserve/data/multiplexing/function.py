@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from daskserve.context import current_replica
+from daskserve.data.batching.instances import is_importable
 from daskserve.data.multiplexing.loader import ModelLimits, ModelLoader
 from daskserve.errors import NotInReplicaError
 
@@ -34,7 +35,9 @@ class MultiplexedFunction:
     def __repr__(self) -> str:
         return f"<multiplexed {self.__qualname__} {self.limits!r}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if is_importable(self):
+            return self.__qualname__
         return MultiplexedFunction, (self.function, self.limits)
 
     @property

@@ -125,7 +125,7 @@ class LocalCode:
         self._loaded = LoadedModels(context.rng)
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
-        self._logs = ReplicaLogs(context.logs, start, context.clock)
+        self._logs = ReplicaLogs(context.logs, start, context)
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
@@ -292,6 +292,8 @@ class LocalCode:
         else:
             request = kind(envelope, serving.slots, serving.metrics)
         request.code = serving
+        if self._logs.payloads.is_on:
+            return self._logs.payloads.sampled(request, CountedRequest if self._loaded.splits else None)
         return CountedRequest(request) if self._loaded.splits else request
 
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
@@ -335,7 +337,7 @@ class LocalCode:
         await self._allow_app_threads(executor, servable, concurrency)
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
-        self._logs.configure(config.get("logging_config"))
+        await self._logs.configure(config)
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
             self._serving.on_disconnect = options.on_disconnect
@@ -387,7 +389,7 @@ class LocalCode:
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
         labels = (self._context.spec.instance, self._start.backend_tag, self._start.replica_tag)
-        return own + self.models.multiplexer.samples(labels)
+        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(labels)]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
@@ -449,7 +451,7 @@ class LocalCode:
         if self._executor is not None:
             await self._executor.close(CLOSE_GRACE_S)
         self._servable = None
-        self._logs.close()
+        await self._logs.close()
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"
