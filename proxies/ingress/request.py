@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+from urllib.parse import unquote_plus
 
 from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
@@ -104,6 +105,16 @@ def text_of(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
+
+
+def parameter_of(scope: Mapping[str, Any], name: str) -> str:
+    """Return the first value of a query parameter; empty if there is none."""
+    query = scope.get("query_string") or b""
+    for each in query.split(b"&"):
+        key, _, value = each.partition(b"=")
+        if unquote_plus(key.decode("latin-1")) == name:
+            return unquote_plus(value.decode("latin-1"))
+    return ""
 
 
 def response_to(send: Send) -> Response:
