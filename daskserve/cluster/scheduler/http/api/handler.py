@@ -142,7 +142,8 @@ class ApiHandler(GuardedHandler):
             bytes(self._body),
             self.request.headers.get("Content-Type", ""),
             self._expected() if operation.is_conditional else None,
-            f"{agent or 'a program'} at {self.request.remote_ip}",
+            # All browsers say that they are this one, and much more that nobody wants to read in events.
+            f"{'a browser' if agent.startswith('Mozilla/') else agent or 'a program'} at {self.request.remote_ip}",
         )
 
     def _expected(self) -> int | None:

@@ -249,7 +249,7 @@ async function connect() {
     retry = setTimeout(connect, 2000);
     return;
   }
-  let isNew = true;
+  let got = new Set();
   const opened = (source = new EventSource(`${BASE}${encodeURIComponent(site.instance)}/stream`));
   heard = Date.now();
   const on = (kind, use) => source.addEventListener(kind, (event) => {
@@ -259,10 +259,19 @@ async function connect() {
   });
   on("ping", (at) => { site.skew = at - Date.now() / 1000; });
   on("parts", (message) => {
-    // The numbers of events are those of one instance, and another one may have its name since.
-    if (isNew) site.events = [];
-    isNew = false;
-    accept(message);
+    if (got) {
+      for (const name in message.parts) got.add(name);
+      message.is_all = got.has("instance");
+    }
+    if (message.is_all && got) {
+      // Only now all parts are known: until then, what was seen before stays. The numbers of events are those
+      // of one instance, and another one may have its name since.
+      for (const name of site.parts.keys()) if (!got.has(name)) site.parts.delete(name);
+      site.events = [];
+      site.isDirty = true;
+      got = null;
+      accept({ ...message, is_all: false });
+    } else accept(message);
   });
   on("events", (list) => {
     const last = site.events.length ? site.events[site.events.length - 1].number : -1;
@@ -281,8 +290,7 @@ function lost(pause) {
 
 function accept({ is_all: isAll, parts }) {
   const before = site.byTag;
-  if (isAll && "instance" in parts) {
-    // Without it the scheduler itself has nothing yet: what was seen stays.
+  if (isAll) {
     for (const name of site.parts.keys()) if (!(name in parts)) site.parts.delete(name);
   }
   for (const name in parts) {
@@ -376,7 +384,7 @@ function draw() {
   const stale = site.link === "off" || site.link === "ended";
   $("main").classList.toggle("stale", stale && site.parts.has("instance"));
   drawHeader();
-  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${new Date(site.since).toLocaleTimeString()}. ` : ""}This page comes back by itself.` : "";
+  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page comes back by itself.` : "";
   render($("banner"), text && h("p", null, text));
   render($("main"), ...page());
   const bad = site.deployments.filter(isBad).length;
@@ -652,7 +660,7 @@ function deploymentPage() {
   return [
     h("div", { class: "head", key: "head" },
       h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / ", app ? h("a", { href: to("app", app) }, app) : "no application", " / Deployment"),
-        h("div", { class: "title" }, h("h1", { tabindex: -1 }, name), chip(each.status), each.is_ingress ? chip("", "Ingress") : null),
+        h("div", { class: "title" }, h("h1", { tabindex: -1 }, name), chip(each.status), each.is_ingress ? h("span", { class: "chip tag" }, "Ingress") : null),
         h("p", { class: "soft small" }, [each.version && `Version ${each.version}`, each.deployed_at && `deployed ${age(each.deployed_at)} ago`, each.needs.length && `calls ${each.needs.join(", ")}`, each.max_ongoing && `up to ${number(each.max_ongoing)} requests at a time in each replica`].filter(Boolean).join(" · "))),
       each.actor_of || !each.isThere ? null : h("div", { class: "acts" }, h("a", { class: "button", href: logsOf(each) }, "Logs"), action("Scale", () => scale(each)), action("Restart", () => confirmed({ title: `Restart ${name}?`, text: `Its ${plural(each.running, "replica")} are replaced by ones of the same code, a few at a time, without failing requests.`, button: "Restart", done: `${name} restarts.`, act: () => api(`${deploymentPath(each)}/restart`, { method: "POST" }) })))),
     each.message ? h("p", { class: `note ${SHORT[each.status] === "good" ? "warn" : SHORT[each.status] || ""}`, key: "message" }, each.message) : null,
@@ -689,7 +697,7 @@ const replicaColumns = (deployment) => [
 
 function rolloutBody(each) {
   const it = each.rollout;
-  const facts = [["State", chip(it.state === "STARTING" || it.state === "WATCHING" ? "UPDATING" : it.state, word(it.state))], ["Versions", `${it.version} beside ${it.stable}`], ["Since", `${age(it.began_at)} ago`]];
+  const facts = [["State", chip(["STARTING", "SERVING", "WATCHING"].includes(it.state) ? "UPDATING" : it.state, word(it.state))], ["Versions", `${it.version} beside ${it.stable}`], ["Since", `${age(it.began_at)} ago`]];
   if (it.why) facts.push(["Reason", it.why]);
   if (it.requests) facts.push(["Requests", `${number(it.requests.candidate.ended)} of the new version, ${number(it.requests.candidate.failed)} failed; ${number(it.requests.stable.ended)} of the old, ${number(it.requests.stable.failed)} failed`]);
   if (it.waiting) facts.push(["Waits for", it.waiting]);
@@ -1008,24 +1016,36 @@ function stacksText(answer) {
   return [...parts.filter(isBusy), ...parts.filter((each) => !isBusy(each))].map(([kind, each]) => `${kind} ${each.name}\n${each.frames.map(frameOf).join("\n")}`).join("\n\n") || "No thread runs code.";
 }
 
-/** Return the tree of a profile's stacks: each has the numbers of its functions, the outermost first, and a count. */
-function treeOf(answer) {
-  const root = { name: "all", count: 0, kids: new Map() };
-  for (const [numbers, count] of answer.stacks || []) {
+/**
+ * Return the tree of a profile's stacks: each has the numbers of its functions, the outermost first, and how often it
+ * was seen, and was on a processor.
+ */
+function treeOf(answer, isRunning) {
+  const root = { name: "all", count: 0, ran: 0, kids: new Map() };
+  for (const [numbers, seen, ran] of answer.stacks || []) {
+    const count = isRunning ? ran : seen;
+    if (!count) continue;
     root.count += count;
+    root.ran += ran;
     let node = root;
     for (const each of numbers) {
       const [name, file, line] = answer.functions[each];
-      if (!node.kids.has(each)) node.kids.set(each, { name, place: `${file}:${line}`, count: 0, kids: new Map(), parent: node });
+      if (!node.kids.has(each)) node.kids.set(each, { name, place: `${file}:${line}`, count: 0, ran: 0, kids: new Map(), parent: node });
       node = node.kids.get(each);
       node.count += count;
+      node.ran += ran;
     }
   }
   return root;
 }
-const flame = (answer, show) => flameOf(treeOf(answer), show);
-function flameOf(root, show) {
-  if (!root.count) return h("p", { class: "soft" }, "The replica ran no code of its user during these seconds.");
+/** Show a profile: all of the time, or that on a processor, because a thread that waits would hide what works. */
+function flame(answer, show, isRunning = false) {
+  const pick = (text, value) => h("button", { type: "button", key: text, "aria-pressed": String(value === isRunning), onclick: () => show(flame(answer, show, value)) }, text);
+  const draw = (root) => [h("div", { class: "choices", role: "group", "aria-label": "Which time counts", key: "time" }, pick("All time", false), pick("On a processor", true)), flameOf(root, (one) => show(draw(one)))];
+  return draw(treeOf(answer, isRunning));
+}
+function flameOf(root, go) {
+  if (!root.count) return h("p", { class: "soft", key: "none" }, "The replica ran no code of its user during these seconds.");
   const boxes = [];
   const place = (node, x, depth) => {
     const share = node.count / root.count;
@@ -1033,12 +1053,12 @@ function flameOf(root, show) {
     let own = node.count, start = x;
     for (const each of node.kids.values()) own -= each.count;
     const text = `${node.name}, ${number(Math.round(1000 * share) / 10)} %`;
-    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: `${text} ${node.place || ""}`, class: own > 0.05 * root.count ? "own" : "", style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => show(flameOf(node === root ? node.parent || root : node, show)) }, text));
+    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: `${text} ${node.place || ""}`, class: `${own > 0.05 * root.count ? "own" : ""} ${node.ran < node.count / 2 ? "waits" : ""}`, style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => go(node === root ? node.parent || root : node) }, text));
     for (const each of [...node.kids.values()].sort((one, two) => two.count - one.count)) { place(each, start, depth + 1); start += each.count / root.count; }
   };
   place(root, 0, 0);
   const depth = boxes.reduce((most, each) => Math.max(most, parseFloat(each.props.style.top)), 0);
-  return [h("p", { class: "soft small" }, "Wider is more time. Choose a frame to see it alone; choose the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
+  return [h("p", { class: "soft small" }, "Wider is more time; blue is time that waits. Choose a frame to see it alone, and the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
 }
 
 // ---- Start
