@@ -136,14 +136,15 @@ class ApiHandler(GuardedHandler):
             self._guard.refusals[BODY] += 1
             raise BadRequestError(f"the body has more than {operation.max_body_bytes} bytes")
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
+        if agent.startswith("Mozilla/"):
+            agent = "a browser"  # they all say that they are this one, and more than anyone wants to read
         return Asked(
             path,
             {name: self.get_query_argument(name) for name in self.request.query_arguments},
             bytes(self._body),
             self.request.headers.get("Content-Type", ""),
             self._expected() if operation.is_conditional else None,
-            # All browsers say that they are this one, and much more that nobody wants to read in events.
-            f"{'a browser' if agent.startswith('Mozilla/') else agent or 'a program'} at {self.request.remote_ip}",
+            f"{agent or 'a program'} at {self.request.remote_ip}",
         )
 
     def _expected(self) -> int | None:
