@@ -472,7 +472,7 @@ function means(ring, field, step) {
   return found.reverse();
 }
 const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring, field, { class: look, step: 4 }), h("span", null, text));
-const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, ` ${unit}`) : null), chart);
+const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, unit) : null), chart);
 
 /** Draw how many of a whole are in each state. */
 const shares = (list) => h("div", null, h("div", { class: "shares", "aria-hidden": "true" }, list.map(([look, count]) => h("span", { key: look, class: look, style: { "flex-grow": count } }))), h("p", { class: "soft small" }, list.filter(([, count]) => count).map(([, count, text]) => `${number(count)} ${text}`).join(" · ")));
@@ -632,7 +632,7 @@ function applicationPage() {
   const revisions = history && history.revisions ? [...history.revisions].reverse() : [];
   return [
     h("div", { class: "head", key: "head" },
-      h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route. ", ` Deployed ${age(app.last_deployed_time_s)} ago.`)),
+      h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route", ` · deployed ${age(app.last_deployed_time_s)} ago`)),
       h("div", { class: "acts" }, action("Roll back", () => rollBack(app)), action("Restart", () => confirmed({ title: `Restart ${app.name}?`, text: "All of its replicas are replaced by ones of the same code, a few at a time, without failing requests.", button: "Restart", done: `${app.name} restarts.`, act: () => api(`serve/applications/${encodeURIComponent(app.name)}/restart`, { method: "POST" }) })))),
     app.message ? h("p", { class: `note ${SHORT[app.status] || "warn"}`, key: "message" }, app.message) : null,
     card("Graph", {}, null, graph(app.deployments)),
@@ -664,18 +664,18 @@ function deploymentPage() {
         h("p", { class: "soft small" }, [each.version && `Version ${each.version}`, each.deployed_at && `deployed ${age(each.deployed_at)} ago`, each.needs.length && `calls ${each.needs.join(", ")}`, each.max_ongoing && `up to ${number(each.max_ongoing)} requests at a time in each replica`].filter(Boolean).join(" · "))),
       each.actor_of || !each.isThere ? null : h("div", { class: "acts" }, h("a", { class: "button", href: logsOf(each) }, "Logs"), action("Scale", () => scale(each)), action("Restart", () => confirmed({ title: `Restart ${name}?`, text: `Its ${plural(each.running, "replica")} are replaced by ones of the same code, a few at a time, without failing requests.`, button: "Restart", done: `${name} restarts.`, act: () => api(`${deploymentPath(each)}/restart`, { method: "POST" }) })))),
     each.message ? h("p", { class: `note ${SHORT[each.status] === "good" ? "warn" : SHORT[each.status] || ""}`, key: "message" }, each.message) : null,
-    h("div", { class: "tiles", key: "tiles" },
-      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, ` ${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), h("p", { class: "legend" }, h("span", null, "all"), h("span", { class: "second" }, "failed"))),
-      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, ` median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
-      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, ` ${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
-      h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, ` of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
+    !each.isThere ? null : h("div", { class: "tiles", key: "tiles" },
+      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, `${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), h("p", { class: "legend" }, h("span", null, "all"), h("span", { class: "second" }, "failed"))),
+      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, `median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
+      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, `${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
+      h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, `of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
     each.rollout ? card("Rollout", {}, each.rollout.steps ? h("div", { class: "acts" }, rolloutAction(each, "pause", "Pause"), rolloutAction(each, "promote", "Promote"), rolloutAction(each, "abort", "Abort")) : null, h("div", { class: "body" }, rolloutBody(each))) : null,
     each.dead.length ? card("Errors", {}, h("span", { class: "soft small" }, `${plural(each.dead.length, "replica")} lost or failed lately`), h("ul", { class: "items" }, [...each.dead].reverse().map((one) => h("li", { key: `${one.name}${one.at}` },
       h("div", { class: "title" }, h("h3", { class: "mono" }, shortId(one.name)), h("span", { class: "soft small", title: when(one.at) }, `${age(one.at)} ago`)),
       h("p", { class: "note bad" }, firstLines(one.reason)),
       one.user_traceback ? h("details", { open: one === each.dead[each.dead.length - 1] }, h("summary", null, "Traceback"), h("pre", { tabindex: 0, "aria-label": "Traceback" }, one.user_traceback)) : null,
       one.last_lines && one.last_lines.length ? h("details", null, h("summary", null, "Last lines of its log"), h("pre", { tabindex: 0, "aria-label": "Log" }, one.last_lines.join("\n"))) : null)))) : null,
-    card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
+    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
       card("Events", {}, null, eventList(site.events.filter((one) => one.deployment === each.tag), 20))),
@@ -851,7 +851,9 @@ function graph(list) {
     const from = places.get(each.from), to = places.get(each.to);
     const x1 = from.x + BOX.width, y1 = from.y + BOX.height / 2, x2 = to.x - 9, y2 = to.y + BOX.height / 2;
     const isBack = to.x <= from.x, bend = isBack ? BOX.gapX : (x2 - x1) / 2;
-    return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, x: (x1 + x2) / 2, y: (y1 + y2) / 2, look: look(each) };
+    // Nearer to the end, where the lines of one caller are apart.
+    const at = isBack ? { x: (x1 + x2) / 2, y: (y1 + y2) / 2 } : { x: x1 + 0.66 * (x2 - x1), y: y1 + 0.8 * (y2 - y1) };
+    return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, ...at, look: look(each) };
   });
   return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
     lines.map((each) => h("path", { key: `e${each.from}\n${each.to}`, class: `edge ${each.look}`, d: each.d })),
