@@ -420,7 +420,7 @@ async def _send_traced(
         await replicas._send(envelope, receive, send, refused)
         return
     failure: BaseException | None = None
-    envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+    envelope = envelope.with_head({**envelope.head, TRACE: way.carrier})
     try:
         await replicas._send(envelope, receive, send, refused, way)
     except BaseException as error:
