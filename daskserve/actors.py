@@ -30,7 +30,6 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
-from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 
@@ -101,6 +100,7 @@ class ProxyActor:
         self._health: HTTPServer | None = None
         self._ingress: IngressApp | None = None
         self._watches: list[Any] = []
+        self._access_log = self._open_access_log()
 
     async def start(self) -> dict[str, Any]:
         """Listen once the route table is known; return the port and the URLs."""
@@ -128,7 +128,7 @@ class ProxyActor:
             ),
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
-            access_log=self._access_log(),
+            access_log=self._access_log,
             tracing=enable(self._context, self._start.tracing, call_imported),
         )
         app = build_app(self._ingress, middlewares)
@@ -159,12 +159,13 @@ class ProxyActor:
             self._health.start()
         return {"port": self._server.port, "urls": list(self._server.urls)}
 
-    def _access_log(self) -> AccessLog | None:
+    def _open_access_log(self) -> AccessLog | None:
         logs = self._context.logs
         if logs is None:
             return None
-        found = logs.configure("proxy", Tags(component="proxy"), self._start.logging)
-        return AccessLog(logs, self._context.clock, is_on=found is not None and found.enable_access_log)
+        log = AccessLog(logs, self._context.clock, self._context.spec.name)
+        log.configure(self._start.logging)
+        return log
 
     async def stop(self, grace_s: float) -> None:
         """Close the port, and let running requests finish for up to ``grace_s``.
@@ -184,6 +185,8 @@ class ProxyActor:
                     self._ingress.start_draining()
                 await self._server.drain(grace_s)
             await self._server.stop()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def health(self) -> dict[str, Any]:
         """Return how many requests are under way; a proxy does not check its own health."""

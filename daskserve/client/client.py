@@ -29,7 +29,6 @@ from daskserve.client.verbs.models import ModelVerbs
 from daskserve.client.verbs.rollouts import RolloutVerbs
 from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.links import html_links, links_of
-from daskserve.client.views.page_link import page_of
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import shown
 from daskserve.common.types import GoalId, InstanceName, SnapshotId
@@ -76,7 +75,7 @@ class InstanceClient:
     @property
     def page_link(self) -> str | None:
         """The address of the page that shows the instances; None if the scheduler has no HTTP server."""
-        return page_of(self.dashboard_link)
+        return links_of(self.dashboard_link).get("page")
 
     @property
     def scheduler_address(self) -> str:

@@ -239,34 +239,11 @@ class Reconciler:
         Many replicas start at once when an application is deployed, and a transaction takes much longer than
         a step. So deployments that wait for one which has come up start in the same transaction. A step that
         changes more than its own backend and replicas is written alone, because it depends on the records of
-        others.
+        others. That with which an application is complete depends on those of the application, so it is
+        written with the steps of other ones.
         """
-        taken: list[tuple[BackendRecord, Step]] = []
-        change: Change = {}
         async with self._lock:
-            left = list(tags)
-            seen = set(tags)
-            while left:
-                backend = self._state.backends.get(left[0])
-                step = None if backend is None else self._decide(backend, change)
-                if backend is not None and step is not None:
-                    if change and not step.is_own(backend):
-                        break
-                    # Keep them even if the commit fails, because the store may still have these numbers.
-                    self._incarnation = step.incarnation
-                    change |= step.change
-                    taken.append((backend, step))
-                    if not step.is_own(backend):
-                        left.pop(0)
-                        break
-                    more = [
-                        tag
-                        for tag in app_state.released(self._state, backend, step.change)
-                        if tag not in seen
-                    ]
-                    seen.update(more)
-                    left += more
-                left.pop(0)
+            taken, change, left = self._decide_some(tags)
             causes = {key: why for _, step in taken for key, why in step.causes.items()}
             await self._commit(change, partial(self._learn, taken), causes)
         later = {backend.tag for backend, _ in taken}
@@ -283,6 +260,42 @@ class Reconciler:
                 self._dirty |= again
                 self._wake.set()
         return left
+
+    def _decide_some(self, tags: Iterable[str]) -> tuple[list[tuple[BackendRecord, Step]], Change, list[str]]:
+        """Return the steps that are written together, their change, and the backends that are left."""
+        taken: list[tuple[BackendRecord, Step]] = []
+        change: Change = {}
+        left = list(tags)
+        seen = set(left)
+        #: The applications of which a step has changed something, and those that are complete.
+        changed: set[str] = set()
+        complete: set[str] = set()
+        while left:
+            backend = self._state.backends.get(left[0])
+            name = "" if backend is None else backend.application
+            if name and name in complete:
+                break  # the next step sees that
+            step = None if backend is None else self._decide(backend, change)
+            if backend is not None and step is not None:
+                is_own = step.is_own(backend)
+                joins = is_own or (name not in changed and app_state.completes(backend, step.change))
+                if change and not joins:
+                    break
+                # Keep them even if the commit fails, because the store may still have these numbers.
+                self._incarnation = step.incarnation
+                change |= step.change
+                taken.append((backend, step))
+                if not joins:
+                    left.pop(0)
+                    break
+                if step.change:
+                    (changed if is_own else complete).add(name)
+                released = app_state.released(self._state, backend, step.change) if is_own else ()
+                more = [tag for tag in released if tag not in seen]
+                seen.update(more)
+                left += more
+            left.pop(0)
+        return taken, change, left
 
     def _decide(self, backend: BackendRecord, undone: Change) -> Step | None:
         """Return the step of a backend, given changes that are not applied yet; None if it fails."""

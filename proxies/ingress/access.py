@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from daskserve.common.clock import Clock
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.metrics import CLIENT_GONE
 from daskserve.proxies.ingress.request import IngressRequest
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import Access
+from daskserve.telemetry.logs.records import Access, Tags
 
 #: The client of a request over a socket without addresses.
 _NO_CLIENT = ("", 0)
@@ -18,14 +21,25 @@ class AccessLog:
 
     Parameters
     ----------
-    is_on : bool
-        Whether requests are logged whose application does not say.
+    name : str
+        The name of the proxy.
     """
 
-    def __init__(self, logs: ProcessLogs, clock: Clock, *, is_on: bool) -> None:
+    def __init__(self, logs: ProcessLogs, clock: Clock, name: str) -> None:
         self._logs = logs
         self._clock = clock
-        self._is_on = is_on
+        self._name = name
+        #: Whether requests are logged whose application does not say.
+        self._is_on = False
+
+    def configure(self, config: Mapping[str, Any] | None) -> None:
+        """Log as the instance does: the fields of `daskserve.options.logging.LoggingConfig` that it sets."""
+        found = self._logs.configure(self._name, Tags(component="proxy"), config)
+        self._is_on = found is not None and found.enable_access_log
+
+    def close(self) -> None:
+        """Forget the proxy; idempotent."""
+        self._logs.forget(self._name)
 
     def note(self, request: IngressRequest, scope: Scope, seconds: float) -> None:
         """Take a request that has ended."""
@@ -47,5 +61,6 @@ class AccessLog:
                 request.trace[0][3:35] if request.trace else "",
                 route.route,
                 route.endpoint,
+                proxy=self._name,
             )
         )

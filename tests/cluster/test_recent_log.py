@@ -17,6 +17,7 @@ from daskserve.cluster.worker.child import ChildProcess
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.options.environment import Interpreter
+from daskserve.telemetry.logs.records import Tags
 
 NAME = "daskserve.tests.recent_log"
 
@@ -56,9 +57,7 @@ def test_a_worker_keeps_the_last_lines_of_each_of_its_replicas(log: logging.Logg
     recent.forget("i/replica/b#2")
     assert recent.of("i/replica/b#2") == ()
     for number in range(REPLICAS):
-        token = current_replica.set(ReplicaContext("i", "b", f"c#{number}"))
-        recent.take(record("x"))
-        current_replica.reset(token)
+        recent.take(record("x"), Tags(replica=f"c#{number}"))
     assert recent.of("i/replica/b#1") == ()
 
 
@@ -69,7 +68,7 @@ def test_the_file_of_a_child_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         file = LogFile(descriptor)
         for number in range(500):
-            file.take(record("line %d", number))
+            file.take(record("line %d", number), Tags())
             assert os.fstat(descriptor).st_size <= 3000
         found = texts(read_file(descriptor))
         assert found == [f"line {number}" for number in range(500 - len(found), 500)]

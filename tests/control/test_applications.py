@@ -93,6 +93,29 @@ async def test_only_the_first_deploy_of_an_application_has_a_pending_route(stage
 
 
 @staged(workers=4)
+async def test_applications_that_come_up_together_complete_in_few_transactions(stage: Stage) -> None:
+    """A transaction takes much longer than a decision; one of each would be what a large file waits for."""
+    before = stage.store.commits
+    names = [f"a{number:02d}" for number in range(16)]
+    graph = {"{}-back": (), "{}-front": ("{}-back",)}
+    specs = [
+        app_spec(
+            name,
+            {tag.format(name): tuple(need.format(name) for need in needs) for tag, needs in graph.items()},
+            route=f"/{name}",
+        )
+        for name in names
+    ]
+    answer = await stage.deploy_apps(*specs)
+    for goal in answer["goals"].values():
+        await stage.call("wait_for_goal", goal_id=goal, timeout_s=60.0)
+    assert stage.store.commits - before < len(names)
+    published = await stage.published("routes")
+    assert {route for route, each in published.items() if "pending" not in each} == {f"/{n}" for n in names}
+    assert len(stage.started) == 2 * len(names)
+
+
+@staged(workers=4)
 async def test_what_should_run_and_has_no_replica_is_published(stage: Stage) -> None:
     assert await stage.published(UNREADY) == ()
     stage.start_s = 1.0

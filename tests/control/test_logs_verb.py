@@ -46,6 +46,17 @@ def test_a_cursor_loses_nothing_and_repeats_nothing() -> None:
     assert seen == ["a1", "b2", "b3", "a4", "b5", "a6", "a7"]
 
 
+def test_a_record_that_is_numbered_late_is_not_repeated() -> None:
+    # A line of the access log is older than the record before it.
+    rows = [{"time": time, "number": n, "message": f"{n}"} for n, time in ((1, 10), (2, 9), (3, 11))]
+    gathered = Gathered(2, {"a": 0, "gone": 7})
+    source = {"source": "a", "rows": rows, "last": 3}
+    gathered.add("w", {"sources": [source], "dropped": {}, "problems": []})
+    found = gathered.result()
+    assert texts(found) == ["2", "1"]
+    assert found["next"] == {"a": 2}
+
+
 @pytest.mark.parametrize("wrong", ["", "x", "é", packed([1]), packed({"a": "b"})])  # type: ignore[arg-type]
 def test_a_text_that_is_no_cursor_is_refused(wrong: str) -> None:
     with pytest.raises(BadRequestError, match="is not a cursor"):

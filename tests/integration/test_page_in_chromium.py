@@ -56,7 +56,7 @@ class ScriptedFeeds:
     readers = 0
 
     def __init__(self) -> None:
-        self.feed = Feed("one", None)  # type: ignore[arg-type]
+        self.feed = Feed("one", None, None)  # type: ignore[arg-type]
 
     def enter(self, instance: str) -> Any:
         self.readers += 1

@@ -188,7 +188,7 @@ class Bench:
         if is_at_rest(world, backend, self.state.replicas_of(tag)):
             whole = full_step(world, backend)
             assert (whole.change, whole.actions, whole.wake_at, whole.messages) == ({}, [], None, [])
-            assert whole.notes == self.observed.notes_of(tag)
+            assert whole.notes == self.observed.notes_of(tag).at_rest()
         return step(world, backend)
 
     def step(self, tag: str = "b") -> Step:

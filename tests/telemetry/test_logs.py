@@ -166,7 +166,7 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert logs.write(record("of the proxy"), PROXY, has_handlers=False)
     assert not logs.write(record("of nobody"), Tags(replica="other#1"), has_handlers=False)
     logs.wake = lambda: None
-    logs.access(access())
+    logs.access(access(proxy="proxy"))
     logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
     logs.drain()
     assert out.lines[1].startswith("INFO:     1.2.3.4")
@@ -175,6 +175,7 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert "of the proxy" in file.read_text()
     assert "GET /a" in file.read_text()
     logs.forget("shop/Model#abc")
+    logs.drain()
     assert logs.only_replica() is None
     logs.close()
     assert logging.getLogger("ray.serve").level == logging.NOTSET
@@ -189,8 +190,10 @@ def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.Mo
         logs.access(access())
     assert woken == [1]
     assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
+    # Who asks for the logs sees those that are not written.
+    assert len(logs.ring) == 2
     logs.drain()
-    assert len(logs.ring) == 3
+    assert len(logs.ring) == 5
 
 
 def test_memory_is_bounded_by_number_and_by_size() -> None:
@@ -203,13 +206,71 @@ def test_memory_is_bounded_by_number_and_by_size() -> None:
     assert len(last["message"]) == MAX_TEXT + 3
     ring.add(record("%s%s", "z" * 1_000_000, "a"), REPLICA)
     assert len(ring) == 1
+    # The traceback is formatted later, and has a size, too.
+    failed = ring.add(record("failed"), REPLICA)
+    ring.add_traceback(failed, "t" * MAX_TEXT)
+    assert [each["message"] for each in ring.rows()] == ["failed"]
+    ring.add_traceback(failed, "t" * 20_000)
+    assert not len(ring)
+
+
+def test_what_is_kept_is_text_whatever_is_logged() -> None:
+    class Rude:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    ring = Ring()
+    for made in (record(Rude()), record("%d", Rude()), record("%s", {"a": [1]}), record("%(a)s", {"a": 1})):  # type: ignore[arg-type]
+        kept = ring.add(made, REPLICA)
+        assert kept.args is None
+    texts = [each["message"] for each in ring.rows()]
+    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1"]
+
+
+def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) -> None:
+    logs = ProcessLogs(Lines())
+    logs.wake = lambda: None
+    logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(tmp_path)})
+    logs.access(access(replica="shop/Model#abc", method="CALL"))
+    logs.forget("shop/Model#abc")
+    logs.write(record("the last"), REPLICA, has_handlers=False)
+    logs.drain()
+    (file,) = tmp_path.iterdir()
+    assert [line.rpartition(" -- ")[2] for line in file.read_text().splitlines()] == [
+        "the last",
+        "CALL /a OK 12.3ms",
+    ]
+    assert not logs.write(record("later"), REPLICA, has_handlers=False)
+
+
+def test_a_handler_that_raises_loses_only_its_own_line() -> None:
+    out = Lines()
+    logs = ProcessLogs(out)
+    logs.wake = lambda: None
+    logger, got = logging.getLogger("daskserve.access"), []
+
+    def call(source: logging.Logger, made: logging.LogRecord) -> None:
+        got.append(made.getMessage())
+        raise RuntimeError
+
+    handler = logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        logs.access(access())
+        logs.access(access())
+        logs.drain(call)
+    finally:
+        logger.removeHandler(handler)
+    assert len(got) == 2
+    assert logs.losses() == {"handler": 2}
 
 
 def test_a_query_finds_the_newest_or_what_came_later() -> None:
     ring = Ring()
     for number in range(10):
         made = record("%s", number)
-        made.levelname = "ERROR" if number % 2 else "INFO"
+        if number % 2:
+            made.levelname, made.levelno = "MY LEVEL", logging.ERROR
         ring.add(made, REPLICA if number < 8 else PROXY)
     rows = list(ring.rows())
 
@@ -228,19 +289,24 @@ def test_a_query_finds_the_newest_or_what_came_later() -> None:
 def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> None:
     out = Lines()
     logs = ProcessLogs(out)
-    logs.configure("proxy", PROXY, {})
     logs.wake = lambda: None
     clock = SimpleNamespace(wall=lambda: 5.0)
     scope = {"type": "http", "method": "POST", "path": "/é", "client": None}
+    log, other = (AccessLog(logs, clock, name) for name in ("proxy/a", "proxy/b"))  # type: ignore[arg-type]
     for is_on, wanted in ((True, None), (False, True), (True, False), (False, None)):
-        log = AccessLog(logs, clock, is_on=is_on)  # type: ignore[arg-type]
+        log.configure({"enable_access_log": is_on})
         request = IngressRequest([(b"x-request-id", b"r1")], PassedResponse(None))  # type: ignore[arg-type]
         request.route = Route("/", "shop/Model", frozenset(), access_log=wanted)
         log.note(request, scope, 0.5)
     socket = {"type": "websocket", "path": "/w", "client": ("h", 1), "http_version": "1.1"}
     request.response.status = 101
     log.note(request, socket, 0.5)
-    AccessLog(logs, clock, is_on=True).note(request, {**socket, "query_string": b"a=1"}, 2)  # type: ignore[arg-type]
+    log.configure({})
+    log.note(request, {**socket, "query_string": b"a=1"}, 2)
+    # Of another instance, which does not log.
+    other.configure(None)
+    other.note(request, socket, 0.5)
+    log.close()
     logs.drain()
     first = 'INFO:     :0 - "POST /\\xc3\\xa9 HTTP/" 499 Client Closed Request'
     assert out.lines == [first, first, 'INFO:     h:1 - "WebSocket /w?a=1" 101 Switching Protocols']

@@ -27,7 +27,7 @@ from daskserve.client.functions.ray_options import check_ray_options
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.instance.ending import end_instance
-from daskserve.client.views.page_link import page_of
+from daskserve.client.views.links import links_of
 from daskserve.client.views.progress import announce
 from daskserve.client.views.status import Status
 from daskserve.client.warning import warn_caller
@@ -205,7 +205,7 @@ async def start_with(
             tracing=tracing or {},
         )
         await form.run(cluster_connection, starting)
-        if found is None and (page := page_of(cluster_connection.dashboard_link)):
+        if found is None and (page := links_of(cluster_connection.dashboard_link).get("page")):
             report(f"Watch it at {page}")
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:

@@ -20,14 +20,11 @@ from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import time_of_day
 from daskserve.common.types import ReplicaTag
-from daskserve.context import current_replica
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, TAG_NAMES, Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
 from daskserve.telemetry.logs.ring import Query
 
-#: The attributes of records whose names differ from those of tags.
-_ATTRIBUTES: Mapping[str, str] = {"component": "component_name"}
 #: Number of lines that are kept for each replica, and the length of each.
 LINES, LENGTH = 20, 300
 #: Number of replicas of which a process keeps lines.
@@ -44,7 +41,7 @@ _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
 class TakesRecords(Protocol):
     """Keeps log records, within the code that logs; their arguments no longer change."""
 
-    def take(self, record: logging.LogRecord) -> None: ...
+    def take(self, record: logging.LogRecord, tags: Tags) -> None: ...
 
 
 class RecentLog(TakesRecords):
@@ -53,14 +50,13 @@ class RecentLog(TakesRecords):
     def __init__(self) -> None:
         self._lines: OrderedDict[ReplicaTag, deque[_Entry]] = OrderedDict()
 
-    def take(self, record: logging.LogRecord) -> None:
-        """Keep a record of the replica that the current code belongs to, if there is one."""
-        replica = current_replica.get()
-        if replica is None:
+    def take(self, record: logging.LogRecord, tags: Tags) -> None:
+        """Keep a record of a replica."""
+        if not tags.replica:
             return
-        lines = self._lines.get(replica.replica_tag)
+        lines = self._lines.get(tags.replica)
         if lines is None:
-            lines = self._lines[replica.replica_tag] = deque(maxlen=LINES)
+            lines = self._lines[tags.replica] = deque(maxlen=LINES)
             while len(self._lines) > REPLICAS:
                 self._lines.popitem(last=False)
         lines.append(_entry(record))
@@ -85,20 +81,19 @@ class LogFile(TakesRecords):
         # A destructor within `take` may log, too.
         self._lock = threading.RLock()
 
-    def take(self, record: logging.LogRecord) -> None:
+    def take(self, record: logging.LogRecord, tags: Tags) -> None:
         """Write a record as a line."""
-        tags = Tags(*(str(getattr(record, _ATTRIBUTES.get(name, name), "")) for name in TAG_NAMES))
         traceback_of(record)
-        self._write(Entry(record, tags, next(self._numbers)).plain())
+        self._write(Entry(record, tags).plain())
 
     def take_access(self, access: Access) -> None:
         """Write a line of the access log."""
-        self._write({**access.plain(), "number": next(self._numbers)})
+        self._write(access.plain())
 
     def _write(self, plain: Plain) -> None:
-        data = f"{json.dumps(plain)}\n".encode(errors="replace")
         # A full disk must not fail the user's call of a logger.
         with self._lock, suppress(OSError):
+            data = f"{json.dumps({**plain, 'number': next(self._numbers)})}\n".encode(errors="replace")
             if self._size + len(data) > FILE_BYTES:
                 kept = os.pread(self._descriptor, KEPT_BYTES, max(0, self._size - KEPT_BYTES))
                 os.pwrite(self._descriptor, kept, 0)
@@ -121,14 +116,22 @@ def read_file(descriptor: int) -> tuple[str, ...]:
     return tuple(map(_line_of, [each for each in found if each["logger"] != ACCESS][-LINES:]))
 
 
-def read_rows(descriptor: int, max_bytes: int = FILE_BYTES) -> list[Plain]:
-    """Return the last records of a child's file."""
+def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> list[Plain]:
+    """Return the last records of a child's file, those with higher numbers than ``after``."""
     size = os.fstat(descriptor).st_size
     start = max(0, size - max_bytes)
     found: list[Plain] = []
-    for line in os.pread(descriptor, max_bytes, start).split(b"\n"):
-        with suppress(ValueError):  # the part of one at the beginning, or at the end
-            found.append(json.loads(line))
+    for line in reversed(os.pread(descriptor, max_bytes, start).split(b"\n")):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the part of one at the beginning, or at the end
+        if row["number"] <= after:
+            break
+        # While the file begins again, it has some of them twice.
+        if not found or row["number"] < found[-1]["number"]:
+            found.append(row)
+    found.reverse()
     return found
 
 
@@ -146,8 +149,8 @@ def answer_of(
     sources.append((worker, rows, rows[-1]["number"] if rows else known.get(worker, 0)))
     for name, descriptor in files:
         with suppress(OSError):  # closed meanwhile
-            rows = read_rows(descriptor)
-            sources.append((name, rows, rows[-1]["number"] if rows else 0))
+            rows = read_rows(descriptor, after=known.get(name, 0))
+            sources.append((name, rows, rows[-1]["number"] if rows else known.get(name, 0)))
     found, left = [], ANSWER_BYTES
     for source, rows, last in sources:
         chosen = query.select(rows, None if after is None else known.get(source, 0))
@@ -163,6 +166,8 @@ def answer_of(
                     last = kept[-1]["number"] if kept else known.get(source, 0)
                 break
             kept.append(each)
+        if after is None:
+            kept.reverse()
         found.append({"source": source, "rows": kept, "last": last})
     return {"sources": found, "dropped": logs.losses(), "problems": logs.problems()}
 

@@ -117,10 +117,8 @@ class Supervisor(SchedulerPlugin):
         targets = Targets(scheduler, self._hosts.facts_of, guard)
         access = ControllerAccess(self._instances, self._hosts)
         api = Api(scheduler, access, guard)
-        page = Page(scheduler, self._instances, access, guard, self._tasks.spawn)
-        panels = Panels(
-            scheduler, self._instances.keys, lambda instance: access.call(instance, "live_metrics", {})
-        )
+        page = Page(scheduler, self._instances, access, api.feeds, guard, self._tasks.spawn)
+        panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
         #: The changes of the scheduler while there are Hosts.
         self._installed = (self._capacity, targets.route, api, page, panels)
         self._controllers = ControllerKeeper(

@@ -168,6 +168,8 @@ class LogThread:
             return True
         tags.mark(record)
         if self._queue.qsize() >= self._max_records:
+            # A handler hangs, maybe; who asks for the logs still sees the record.
+            self._keep(_with_final_message(record), tags)
             self._drop()
             return True
         has_permit = False
@@ -180,20 +182,21 @@ class LogThread:
                 record.exc_text = record.exc_text or self._formatter.formatException(record.exc_info)
                 record.exc_info = None
         record = _with_final_message(record)
-        kept = logs.ring.add(record, tags)
-        if self._recent is not None:
-            self._recent.take(record)
+        kept = self._keep(record, tags)
         self._queue.put(_QueuedRecord(source, record, contextvars.copy_context(), has_permit, tags, kept))
         return True
+
+    def _keep(self, record: logging.LogRecord, tags: Tags) -> Entry:
+        if self._recent is not None:
+            self._recent.take(record, tags)
+        return self.logs.ring.add(record, tags)
 
     def take_print(self, text: str, tags: Tags) -> None:
         """Keep a line that user code has printed, and have it written to a file if there is one."""
         record = logging.makeLogRecord({"name": PRINTED, "levelno": logging.INFO, "levelname": "INFO"})
         record.msg = text
         tags.mark(record)
-        kept = self.logs.ring.add(record, tags)
-        if self._recent is not None:
-            self._recent.take(record)
+        kept = self._keep(record, tags)
         if self._thread is None or os.getpid() != self._pid:
             return
         if self._queue.qsize() >= self._max_records:
@@ -234,7 +237,7 @@ class LogThread:
     def _handle(self, entry: _QueuedRecord) -> None:
         source, record = entry.logger, entry.record
         if record.exc_info:
-            entry.kept.exception = traceback_of(record)[-MAX_TEXT:]
+            self.logs.ring.add_traceback(entry.kept, traceback_of(record)[-MAX_TEXT:])
         has_handlers = _has_handlers(source)
         is_written = self.logs.write(record, entry.tags, has_handlers=has_handlers, is_print=entry.is_print)
         if not is_written and not entry.is_print:

@@ -19,7 +19,7 @@ from daskserve.telemetry.tracing.current import current_trace_id
 
 #: Length at which a line that user code prints is cut.
 MAX_LINE = 8192
-#: Lines that are begun at a time; further ones are written as they come.
+#: Lines that are begun at a time; the oldest is then written as it is.
 MAX_BEGUN = 1000
 
 _WORKER, _PROXY, _CONTROLLER = Tags(), Tags(component="proxy"), Tags(component="controller")
@@ -28,6 +28,10 @@ _WORKER, _PROXY, _CONTROLLER = Tags(), Tags(component="proxy"), Tags(component="
 @lru_cache(1024)
 def _names(tag: str) -> tuple[str, str]:
     return split_deployment_tag(tag)
+
+
+def _names_of(replica_tag: str) -> tuple[str, str, str]:
+    return (*_names(replica_tag.rpartition("#")[0]), replica_tag)
 
 
 def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
@@ -85,10 +89,14 @@ class TaggedOutput(io.TextIOBase):
             return self.stream.write(text)
         key = (tags.replica, threading.get_ident())
         *lines, rest = (self._begun.pop(key, "") + text).split("\n")
-        if len(rest) > MAX_LINE or (rest and len(self._begun) >= MAX_BEGUN):
+        if len(rest) > MAX_LINE:
             lines, rest = [*lines, rest], ""
         if rest:
             self._begun[key] = rest
+        while len(self._begun) > MAX_BEGUN:
+            # Of a thread or a replica that has ended, most likely.
+            oldest = next(iter(self._begun))
+            self._write_line(self._begun.pop(oldest, ""), Tags(*_names_of(oldest[0]), component="replica"))
         for line in lines:
             self._write_line(line, tags)
         return len(text)

@@ -18,6 +18,7 @@ from daskserve.control.records.records import (
     Change,
     EndpointRecord,
     GoalRecord,
+    GoalState,
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
@@ -174,6 +175,22 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
             change[member.key] = settled
         change.update(_routed(state, tag, app.route if tag == app.ingress else None))
     return change
+
+
+def completes(backend: BackendRecord, change: Change) -> bool:
+    """Return whether the change of a step is the one with which a deploy of its application completes.
+
+    It is of that application alone: each of its records is in no other one's change.
+    """
+    app = change.get(f"app/{backend.application}") if backend.application else None
+    ended = [each for each in change.values() if isinstance(each, GoalRecord)]
+    return (
+        isinstance(app, AppRecord)
+        and app.goal is None
+        and not app.is_deleting
+        and bool(ended)
+        and all(each.application == app.name and each.state is GoalState.DONE for each in ended)
+    )
 
 
 def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:

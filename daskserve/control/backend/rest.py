@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daskserve.common.copying import replace
 from daskserve.common.types import ReplicaState
 from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.backend.ranks import are_right
-from daskserve.control.observed.observed import Notes, Observed
+from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 
@@ -25,7 +24,7 @@ def is_at_rest(inputs: StepInputs, backend: BackendRecord, replicas: Sequence[Re
     if app is not None and (app.goal is not None or tag not in app.deployments.values()):
         return False
     notes, decided = observed.notes.get(tag), observed.scalings.get(tag)
-    if notes is not None and replace(notes, dead=()) != Notes():
+    if notes is not None and not notes.is_at_rest:
         return False
     if decided is not None and decided.is_for(backend):
         return False

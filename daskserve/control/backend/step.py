@@ -362,7 +362,7 @@ class _Stepper:
         goal = self.goal
         if goal is None or self.backend.is_deleting:
             self.notes.deadlines.clear()
-            self.notes.full_from = self.notes.told_at = None
+            self.notes.goal = self.notes.full_from = self.notes.told_at = None
             self.notes.most = None, 0
         else:
             progress.note(self.inputs, self.step, goal, self.backend, self.replicas)
@@ -479,7 +479,7 @@ def _run(
 def step(inputs: StepInputs, backend: BackendRecord) -> Step:
     """Return the next change and actions for one backend."""
     if is_at_rest(inputs, backend, inputs.state.replicas_of(backend.tag)):
-        return Step(notes=inputs.observed.notes_of(backend.tag), incarnation=inputs.incarnation)
+        return Step(notes=inputs.observed.notes_of(backend.tag).at_rest(), incarnation=inputs.incarnation)
     return full_step(inputs, backend)
 
 

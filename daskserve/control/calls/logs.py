@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import logging
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,8 @@ ALL_S = 10.0
 ASK_EVERY_S = 0.5
 #: Most bytes of a cursor, unpacked.
 MAX_CURSOR = 4 << 20
+#: What a row has beside the fields of a record.
+_INTERNAL = frozenset({"levelno", "number", "source", "turn"})
 
 
 class LogVerbs:
@@ -77,6 +80,8 @@ class LogVerbs:
         if not 0 < limit <= MAX_RECORDS:
             raise BadRequestError(f"limit={limit!r} must be from 1 to {MAX_RECORDS}")
         since = None if since_s is None else self._core.clock.wall() - since_s
+        _check_time("since_s", since_s)
+        _check_time("wait_s", wait_s)
         query = Query(application, deployment, replica, since, level, grep, limit)
         cursor = None if after is None else unpacked(after)
         deadline = self._core.clock.now() + min(wait_s, MAX_WAIT_S)
@@ -129,6 +134,7 @@ class Gathered:
         self._cursor = cursor
         self._records: list[dict[str, Any]] = []
         self._last: dict[str, int] = dict(cursor or {})
+        self._sources: set[str] = set()
         self.missing: dict[str, str] = {}
         self.answered: set[str] = set()
         self._dropped: dict[str, Mapping[str, int]] = {}
@@ -140,7 +146,12 @@ class Gathered:
         for each in answer["sources"]:
             source = each["source"]
             self._last[source] = each["last"]
-            self._records += [{**row, "worker": worker, "source": source} for row in each["rows"]]
+            self._sources.add(source)
+            turn = 0.0
+            for row in each["rows"]:
+                # What is cut is the newest of its source, too: a line of the access log is numbered late.
+                turn = max(turn, row["time"])
+                self._records.append({**row, "worker": worker, "source": source, "turn": turn})
         if answer["dropped"]:
             self._dropped[worker] = answer["dropped"]
         if answer["problems"]:
@@ -148,7 +159,7 @@ class Gathered:
         self._cut()
 
     def _cut(self) -> None:
-        self._records.sort(key=lambda each: each["time"])
+        self._records.sort(key=lambda each: each["turn"])
         if self._cursor is None:
             del self._records[: max(0, len(self._records) - self._limit)]
             return
@@ -159,9 +170,13 @@ class Gathered:
 
     def result(self) -> dict[str, Any]:
         """Return the answer, with an unpacked cursor."""
+        self._records.sort(key=lambda each: each["time"])
+        if not self.missing:
+            # A child process that is gone does not come back.
+            self._last = {source: last for source, last in self._last.items() if source in self._sources}
         return {
             "records": [
-                {name: value for name, value in each.items() if name not in ("number", "source")}
+                {name: value for name, value in each.items() if name not in _INTERNAL}
                 for each in self._records
             ],
             "next": self._last,
@@ -169,6 +184,11 @@ class Gathered:
             "dropped": self._dropped,
             "problems": self._problems,
         }
+
+
+def _check_time(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise BadRequestError(f"{name}={value!r} must be a number of seconds from 0")
 
 
 def packed(cursor: Mapping[str, int]) -> str:

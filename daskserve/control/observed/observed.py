@@ -6,8 +6,10 @@ Observations are not stored: a new controller queries the cluster again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from daskserve.autoscaling.context import Sample
@@ -160,9 +162,28 @@ class Notes:
         """Return a copy without the parts that are of one step."""
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
+    def at_rest(self) -> Notes:
+        """Return what a backend keeps in mind after a change: the next one begins with the rest anew."""
+        return Notes(dead=self.dead) if self.is_at_rest else self
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether there is nothing in them but the dead, and what is left of a change that has ended."""
+        values, of_new = _matters_at_rest()
+        found: bool = values(self) == of_new
+        return found
+
     def is_pausing(self, now: float) -> bool:
         """Return whether it is too early to start another replica after a failure."""
         return self.retry_at is not None and self.retry_at > now
+
+
+@cache
+def _matters_at_rest() -> tuple[Callable[[Notes], Any], Any]:
+    """Return a function that reads the notes that matter without a change, and what it reads of new notes."""
+    left_over = {"dead", "goal", "told_at", "full_from", "most"}
+    values = attrgetter(*(each.name for each in fields(Notes) if each.name not in left_over))
+    return values, values(Notes())
 
 
 @dataclass(slots=True)

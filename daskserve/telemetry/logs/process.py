@@ -11,6 +11,7 @@ import re
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class ProcessLogs:
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
         self._sources: dict[str, _Source] = {}
         self._pending: deque[Access] = deque()
+        #: Actors that are gone, whose last records may still wait for the thread.
+        self._leaving: deque[str] = deque()
         self._is_awake = False
         self._levels: dict[str, int] = {}
 
@@ -68,16 +71,25 @@ class ProcessLogs:
     def configure(self, source: str, tags: Tags, *layers: Layer) -> LogSettings | None:
         """Set what is done with the records of a replica, a proxy or a controller; return the settings."""
         found = merged(*layers)
+        with suppress(ValueError):
+            self._leaving.remove(source)
         self._sources = {**self._sources, source: _Source(tags, found)}
         self._set_levels()
         return found
 
     def forget(self, source: str) -> None:
-        """Drop the settings of an actor that is gone; idempotent."""
-        self._sources = {name: each for name, each in self._sources.items() if name != source}
+        """Drop the settings of an actor that is gone, once its last records are written; idempotent."""
+        if source in self._sources and source not in self._leaving:
+            self._leaving.append(source)
+            self._wake()
+
+    def _forget_leaving(self) -> None:
+        gone = {self._leaving.popleft() for _ in range(len(self._leaving))}
+        if not gone:
+            return
+        self._sources = {name: each for name, each in self._sources.items() if name not in gone}
         self._set_levels()
         used = {path for each in self._sources.values() if (path := _path(each.settings, each.tags))}
-        # The thread that writes may be about to use one; it opens it again.
         for path in [path for path in self._files if path not in used]:
             sink = self._files.pop(path)
             self.dropped["file"] += sink.lost
@@ -128,9 +140,14 @@ class ProcessLogs:
         """Take a line of the access log, in less than a microsecond."""
         pending = self._pending
         if len(pending) >= MAX_PENDING:
+            # A handler hangs, maybe; who asks for the logs still sees the line.
             self.dropped["access"] += 1
+            self.keep_access(access)
             return
         pending.append(access)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
             self.wake()
@@ -159,6 +176,9 @@ class ProcessLogs:
             self._stdout.write([line])
         return to_stdout
 
+    def _line(self, access: Access, settings: LogSettings) -> str:
+        return (access_json if settings.encoding == "JSON" else access_text)(access)
+
     def drain(self, call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None) -> None:
         """Write the lines of the access log that wait.
 
@@ -174,30 +194,40 @@ class ProcessLogs:
         sizes: dict[Path, LogSettings] = {}
         for access in taken:
             self.keep_access(access)
-            tags = access.tags
-            settings = self._settings(tags)
-            if settings is None:
+            source = self._sources.get(access.replica or access.proxy)
+            settings = None if source is None else source.settings
+            if source is None or settings is None:
                 continue
-            path = _path(settings, tags)
+            path = _path(settings, source.tags)
             to_stdout = settings.to_stdout and not passes_on
             if path is not None or to_stdout:
-                line = (access_json if settings.encoding == "JSON" else access_text)(access)
+                line = self._line(access, settings)
                 if path is not None:
                     lines[path].append(line)
                     sizes[path] = settings
                 if to_stdout:
                     lines[None].append(line)
-            if passes_on and call_handlers is not None:
-                call_handlers(logger, as_record(access))
         for each, texts in lines.items():
             (self._stdout if each is None else self._file(each, sizes[each])).write(texts)
+        for access in taken if passes_on and call_handlers is not None else ():
+            assert call_handlers is not None
+            try:
+                call_handlers(logger, as_record(access))
+            except Exception:  # of a filter, or of a handler that does not report its own errors
+                self.dropped["handler"] += 1
+        self._forget_leaving()
 
     def _settings(self, tags: Tags) -> LogSettings | None:
-        source = self._sources.get(tags.replica or tags.component)
-        if source is None and not tags.replica:
-            # Of the worker: as the proxy or the controller in it, if there is one.
-            source = self._sources.get("proxy") or self._sources.get("controller")
-        return None if source is None else source.settings
+        if tags.replica:
+            source = self._sources.get(tags.replica)
+            return None if source is None else source.settings
+        # A record of a proxy does not say of which instance, and one of the worker is as those of the proxies
+        # or of the controller in it.
+        for component in dict.fromkeys((tags.component, "proxy", "controller")):
+            for each in self._sources.values():
+                if each.settings is not None and each.tags.component == component:
+                    return each.settings
+        return None
 
     def _file(self, path: Path, settings: LogSettings) -> FileSink:
         sink = self._files.get(path)
@@ -243,5 +273,6 @@ def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
     else:
         # A host may have several workers, and several hosts one folder.
         parts = (tags.component, socket.gethostname(), str(os.getpid()))
-    name = "_".join(_UNSAFE.sub("-", each) for each in parts)
-    return Path(settings.folder).expanduser() / f"{name[:200]}.log"
+    *names, last = (_UNSAFE.sub("-", each) for each in parts)
+    # The last part is what makes it unique.
+    return Path(settings.folder).expanduser() / f"{'_'.join(names)[:160]}_{last[:60]}.log"

@@ -65,26 +65,32 @@ class Tags(NamedTuple):
 class Entry:
     """A log record that is kept."""
 
-    __slots__ = ("args", "exception", "level", "levelno", "logger", "msg", "number", "tags", "time")
+    __slots__ = ("args", "exception", "level", "levelno", "logger", "msg", "number", "size", "tags", "time")
 
-    def __init__(self, record: logging.LogRecord, tags: Tags, number: int) -> None:
-        self.number = number
+    def __init__(self, record: logging.LogRecord, tags: Tags) -> None:
+        #: Its place in the ring that has it.
+        self.number = 0
         self.time = record.created
         self.level = record.levelname
         self.levelno = record.levelno
         self.logger = record.name
         msg, args = record.msg, record.args
-        if not args:
-            msg = str(msg)
+        size = len(msg) if type(msg) is str else MAX_TEXT + 1
+        for each in args if type(args) is tuple else (args,) if args else ():
+            # Other values could be large, or change: only their text is kept.
+            size += len(each) if type(each) is str else 0 if type(each) in _NUMBERS else MAX_TEXT + 1
+        if size > MAX_TEXT:
+            msg, args = _message(msg, args), None
             if len(msg) > MAX_TEXT:
                 msg = f"{msg[:MAX_TEXT]}..."
-        elif len(str(msg)) > MAX_TEXT or any(type(each) is str and len(each) > MAX_TEXT for each in args):
-            msg, args = f"{_message(msg, args)[:MAX_TEXT]}...", None
+            size = len(msg)
         self.msg, self.args = msg, args
         self.tags = tags
         #: The name of the exception's class, until the traceback is formatted.
         kind = record.exc_info[0] if record.exc_info else None
         self.exception = (record.exc_text or "")[-MAX_TEXT:] or ("" if kind is None else kind.__name__)
+        #: The length of its texts.
+        self.size = size + len(self.exception)
 
     @property
     def message(self) -> str:
@@ -94,9 +100,9 @@ class Entry:
     def plain(self) -> Plain:
         """Return plain values."""
         return {
-            "number": self.number,
             "time": self.time,
             "level": self.level,
+            "levelno": self.levelno,
             "logger": self.logger,
             "message": self.message,
             "exception": self.exception,
@@ -117,6 +123,8 @@ class Access(NamedTuple):
         Of HTTP; for a call 200 if it returned, 500 if it raised, and 499 if it was cancelled.
     backend : str
         The tag of the deployment.
+    proxy : str
+        The name of the proxy in the logs of its process.
     """
 
     time: float
@@ -132,6 +140,7 @@ class Access(NamedTuple):
     route: str = ""
     backend: str = ""
     replica: str = ""
+    proxy: str = ""
 
     @property
     def message(self) -> str:
@@ -143,6 +152,11 @@ class Access(NamedTuple):
         version = f" HTTP/{self.http_version}" if self.method != "WebSocket" else ""
         status = f"{self.status} {_PHRASES.get(self.status, '')}".rstrip()
         return f'{client} - "{self.method} {target}{version}" {status}'
+
+    @property
+    def size(self) -> int:
+        """The length of its texts."""
+        return len(self.target) + len(self.query)
 
     @property
     def tags(self) -> Tags:
@@ -158,6 +172,7 @@ class Access(NamedTuple):
         return {
             "time": self.time,
             "level": "INFO",
+            "levelno": logging.INFO,
             "logger": ACCESS,
             "message": self.message,
             "exception": "",
@@ -176,11 +191,14 @@ class Access(NamedTuple):
 CALL_RESULTS: Mapping[int, str] = {200: "OK", 499: "CANCELLED", 500: "ERROR"}
 
 
+_NUMBERS = frozenset({int, float, bool, type(None)})
+
+
 def _message(msg: Any, args: Any) -> str:
     try:
         return str(msg) % args if args else str(msg)
-    except Exception:  # the arguments do not fit the message; the handlers report it
-        return str(msg)
+    except Exception as error:  # the arguments do not fit the message; the handlers report it
+        return msg if type(msg) is str else f"<{type(msg).__name__}: {type(error).__name__} in its text>"
 
 
 def _printable(text: bytes) -> str:

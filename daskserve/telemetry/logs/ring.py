@@ -72,7 +72,7 @@ class Query:
     def _fits(self, entry: Plain, levelno: int) -> bool:
         if self.since is not None and entry["time"] < self.since:
             return False
-        if levelno and logging.getLevelNamesMapping().get(entry["level"], 0) < levelno:
+        if entry["levelno"] < levelno:
             return False
         for name, wanted in (("application", self.application), ("deployment", self.deployment)):
             if wanted is not None and entry[name] != wanted:
@@ -87,34 +87,48 @@ class Ring:
     """The last records of this process. Any thread may add some."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
-        self._entries: deque[tuple[int, int, Entry | Access]] = deque()
+        self._entries: deque[tuple[int, Entry | Access]] = deque()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._bytes = 0
-        # A destructor may log within `_append`, too.
+        # A destructor may log within `_append`, too. Numbers are given with the lock held, so that whoever
+        # has read one has missed none below it.
         self._lock = threading.RLock()
         #: Higher than those of a process that had this address before.
         self._numbers = itertools.count(int(time_of_day() * 1e6))
 
     def add(self, record: logging.LogRecord, tags: Tags) -> Entry:
         """Keep a record."""
-        entry = Entry(record, tags, next(self._numbers))
-        size = len(entry.msg) + len(entry.exception) if type(entry.msg) is str else 0
-        for each in entry.args if type(entry.args) is tuple else ():
-            size += len(each) if type(each) is str else 0
-        self._append((entry.number, size + _OVERHEAD, entry))
+        entry = Entry(record, tags)
+        self._append(entry)
         return entry
 
     def add_access(self, access: Access) -> None:
         """Keep a line of the access log."""
-        self._append((next(self._numbers), _OVERHEAD + len(access.target) + len(access.query), access))
+        self._append(access)
 
-    def _append(self, row: tuple[int, int, Entry | Access]) -> None:
-        entries = self._entries
+    def _append(self, entry: Entry | Access) -> None:
         with self._lock:
-            entries.append(row)
-            self._bytes += row[1]
-            while entries and (self._bytes > self._max_bytes or len(entries) > self._max_entries):
-                self._bytes -= entries.popleft()[1]
+            number = next(self._numbers)
+            if isinstance(entry, Entry):
+                entry.number = number
+            self._entries.append((number, entry))
+            self._bytes += entry.size + _OVERHEAD
+            self._trim()
+
+    def add_traceback(self, entry: Entry, text: str) -> None:
+        """Keep the traceback of a record, which was not formatted before."""
+        with self._lock:
+            more = len(text) - len(entry.exception)
+            entry.exception = text
+            entry.size += more
+            if self._entries and entry.number >= self._entries[0][0]:
+                self._bytes += more
+                self._trim()
+
+    def _trim(self) -> None:
+        entries = self._entries
+        while entries and (self._bytes > self._max_bytes or len(entries) > self._max_entries):
+            self._bytes -= entries.popleft()[1].size + _OVERHEAD
 
     def rows(self, after: int | None = None) -> Iterator[Plain]:
         """Yield the entries as plain values, oldest first."""
@@ -123,7 +137,7 @@ class Ring:
         if after is not None:
             new = itertools.takewhile(lambda row: row[0] > after, reversed(rows))
             rows = tuple(new)[::-1]
-        for number, _, entry in rows:
+        for number, entry in rows:
             yield {**entry.plain(), "number": number}
 
     def __len__(self) -> int:

@@ -80,12 +80,16 @@ class FileSink:
             return
         data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
         try:
+            is_retry = self._failed_at is not None
             file = self._opened(len(data))
+            if is_retry and self._size:
+                # The end may be a part of a line.
+                data = b"\n" + data if _last_byte(self.path) != b"\n" else data
             # Without a buffer: what is written is there if the process is killed.
             written = 0
             while written < len(data):
                 written += file.write(data[written:]) or 0
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError if another thread has closed it
             self.lost += len(lines)
             self._failed_at = self._now()
             self.problem = f"{type(error).__name__}: {error}"
@@ -123,3 +127,9 @@ class FileSink:
                 file.close()
             except OSError as error:
                 self.problem = f"{type(error).__name__}: {error}"
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)

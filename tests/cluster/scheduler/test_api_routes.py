@@ -48,6 +48,16 @@ PROFILE = {
     **{"functions": [["f", "a.py", 1]], "stacks": [[[0], 1, 1]], "lines": [], "ticks": 1, "busy": 1},
     **{"idle": 0, "dropped": 0},
 }
+MEMORY = {
+    **{name: PROFILE[name] for name in ("replica", "worker", "pid", "seconds")},
+    "memory": {
+        "was_on": True,
+        "was_ended": False,
+        "lines": [["/app/model.py", 7, 4096, 2, 1024]],
+        "traced_bytes": 4096,
+        "peak_bytes": 8192,
+    },
+}
 
 
 class Hosts:
@@ -389,12 +399,18 @@ async def test_a_profile_is_json_or_a_document_without_foreign_scripts(site: Sit
     Answers(site, profile=PROFILE)
     path = "/daskserve/one/api/serve/replicas/shop%2Fd%23abc/profile"
     assert json.loads((await site.ask(f"{path}?seconds=0.5")).body) == PROFILE
-    assert site.hosts.calls[-1][2] == {"replica": "shop/d#abc", "seconds": 0.5}
+    assert site.hosts.calls[-1][2] == {"replica": "shop/d#abc", "seconds": 0.5, "memory": False}
     for kind, content_type in (("svg", "image/svg+xml"), ("html", "text/html"), ("text", "text/plain")):
         reply = await site.ask(f"{path}?format={kind}")
         assert reply.headers["Content-Type"] == f"{content_type}; charset=utf-8"
         assert reply.headers["Content-Security-Policy"].startswith("default-src 'none'")
-    for wrong in ("seconds=x", "seconds=-1", "seconds=1e9", "format=pdf"):
+    Answers(site, profile=MEMORY)
+    assert b"Lines that hold memory" in (await site.ask(f"{path}?memory=true&format=text")).body
+    assert site.hosts.calls[-1][2]["memory"] is True
+    for wrong in (
+        *("seconds=x", "seconds=-1", "seconds=1e9", "format=pdf", "memory=x"),
+        "memory=true&format=svg",
+    ):
         assert (await site.ask(f"{path}?{wrong}")).code == 400, wrong
 
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from test_api_routes import Site
+from test_api_routes import Site, instance
 from tornado.httpclient import HTTPRequest
 
 from daskserve.cluster.scheduler.http import page as page_package
@@ -31,10 +31,11 @@ class PageSite(Site):
         super().__init__(prefix)
         self.tasks: list[asyncio.Task[Any]] = []
         scheduler = self.api._routes[0]._scheduler
-        self.page = Page(scheduler, self.instances, self.api.access, self.guard, self._spawn)
+        self.page = Page(scheduler, self.instances, self.api.access, self.api.feeds, self.guard, self._spawn)
         self.number = 0
         self.parts: dict[str, str] = {"instance": "{}"}
         self.error: Exception | None = None
+        self.live: dict[str, Any] | None = None
         self.changed = asyncio.Event()
         self.hosts.answer = self._answer
 
@@ -44,7 +45,9 @@ class PageSite(Site):
 
     async def _answer(self, incarnation: int) -> Any:
         if self.hosts.verbs[-1] == "live_metrics":
-            raise UnavailableError("not yet")
+            if self.live is None:
+                raise UnavailableError("not yet")
+            return self.live
         message = self.hosts.calls[-1][2]
         if self.error is None and message["after"] == self.number:
             await self.changed.wait()
@@ -190,9 +193,47 @@ async def test_only_instances_that_run_have_streams_and_not_too_many(monkeypatch
     async with PageSite().open() as site:
         found = json.loads((await site.ask("/daskserve/instances")).body)
         assert (found["instances"], found["common"]) == (["one", "two words"], None)
+        assert not found["is_full"]
         assert (await site.ask("/daskserve/three/stream")).code == 404
         site.change(instance="{}")
         async with site.stream("two%20words") as queue:
             await next_parts(queue)
             monkeypatch.setattr(handlers, "MAX_STREAMS", 1)
             assert (await site.ask("/daskserve/one/stream")).code == 503
+            assert json.loads((await site.ask("/daskserve/instances")).body)["is_full"]
+
+
+async def test_a_stream_ends_with_its_instance_even_if_another_one_has_its_name_at_once() -> None:
+    async with PageSite().open() as site:
+        site.change(instance="{}")
+        async with site.stream() as queue:
+            await next_parts(queue)
+            site.instances["one"] = instance("one")
+            site.change(instance='{"epoch": 1}')
+            async with asyncio.timeout(5):
+                while (found := await queue.get())[0] == "parts":
+                    pass  # of the answer that was awaited
+            assert found == ("ended", {})
+
+
+async def test_an_answer_that_nobody_understands_ends_the_streams_so_that_pages_ask_again() -> None:
+    async with PageSite().open() as site:
+        site.error = KeyError("number")
+        async with site.stream() as queue, asyncio.timeout(5):
+            assert await queue.get() == ("ended", {})
+
+
+async def test_a_page_and_the_stream_of_live_metrics_ask_the_controller_once() -> None:
+    async with PageSite().open() as site:
+        site.live = {"deployments": {"shop/Front": {"ongoing": 2}}, "replicas": {}, "http": {}, "calls": []}
+        site.change(instance="{}")
+        async with site.stream() as queue:
+            found: dict[str, Any] = {}
+            while "live/shop/Front" not in found:
+                found |= (await next_parts(queue))["parts"]
+            assert found["live/shop/Front"] == {"ongoing": 2, "by_replica": {}}
+            asked = site.hosts.verbs.count("live_metrics")
+            async with site.api.feeds.watch("one") as feed:
+                await feed.after(0)
+                assert await site.api.feeds.ask("one") is feed.found is site.live
+            assert site.hosts.verbs.count("live_metrics") == asked == 1

@@ -54,7 +54,7 @@ class ControllerAccess:
         ServeError
             The controller refused the call.
         """
-        entry = await self._find(instance)
+        entry = await self.find(instance)
 
         def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
             return self._hosts.call(controller, verb, **message)
@@ -68,7 +68,8 @@ class ControllerAccess:
                 "later."
             ) from None
 
-    async def _find(self, name: InstanceName | None) -> Instance:
+    async def find(self, name: InstanceName | None) -> Instance:
+        """Return the instance that a request means; see `call`."""
         running = await list_instances(self._instances)
         found = name
         if name is None:

@@ -188,14 +188,14 @@ class ApiHandler(GuardedHandler):
 
     async def _send_metrics(self, instance: str | None) -> None:
         async with self._api.feeds.watch(instance) as feed:
-            number, text = await feed.after(0)  # raises an error before the answer has begun
+            number = await feed.after(0)  # raises an error before the answer has begun
             self._begin_stream()
             try:
                 while True:
-                    self.write(text)
+                    self.write(feed.text())
                     async with asyncio.timeout(FLUSH_S):
                         await self.flush()
-                    number, text = await feed.after(number)
+                    number = await feed.after(number)
             except (StreamClosedError, ServeError, TimeoutError):
                 pass  # as in `_send_rows`
             finally:

@@ -6,16 +6,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from daskserve.cluster.scheduler.http.api.requests import Asked
 from daskserve.errors import BadRequestError
 from daskserve.telemetry.profiling.flame import flame_page, flame_svg, page_policy
 from daskserve.telemetry.profiling.report import text
 
-#: The length of a profile by default.
-SECONDS = 5.0
+#: The length of a profile by default, and how long one of the memory of a large process takes besides.
+SECONDS, MEMORY_S = 5.0, 35.0
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?")
 QUERY: Mapping[str, tuple[str, str]] = {
     "seconds": ("number", "How long to look, at most 60. Default: 5."),
     "format": ("string", "json (the default), svg, html or text."),
+    "memory": ("boolean", "Find the lines that hold memory instead; not as svg."),
 }
 _SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 #: By format: the content type, the function that writes it, and the policy.
@@ -26,14 +28,18 @@ _FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str], str]] = {
 }
 
 
-def profile(replica: str, query: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def profile(asked: Asked) -> tuple[str, dict[str, Any]]:
     """Return the verb and the message for a request of a profile."""
+    query, memory = asked.query, asked.flag("memory")
     kind, given = query.get("format", "json"), query.get("seconds", "")
     if kind != "json" and kind not in _FORMS:
         raise BadRequestError(f"The parameter format={kind[:40]!r} must be json, {', '.join(_FORMS)}.")
     if given and not _NUMBER.fullmatch(given):
         raise BadRequestError(f"The parameter seconds={given[:40]!r} must be a number.")
-    return "profile", {"replica": replica, "seconds": float(given) if given else SECONDS}
+    if memory and kind == "svg":
+        raise BadRequestError("There are no stacks with memory=true, so no format=svg.")
+    seconds = float(given) if given else SECONDS
+    return "profile", {"replica": asked.path["replica"], "seconds": seconds, "memory": memory}
 
 
 def document(query: Mapping[str, str], value: Mapping[str, Any]) -> tuple[str, str, str] | None:
@@ -44,4 +50,6 @@ def document(query: Mapping[str, str], value: Mapping[str, Any]) -> tuple[str, s
 
 def takes_s(verb: str, message: Mapping[str, Any]) -> float:
     """Return how long a verb looks."""
-    return float(message["seconds"]) if verb == "profile" else 0.0
+    if verb != "profile":
+        return 0.0
+    return float(message["seconds"]) + (MEMORY_S if message["memory"] else 0.0)

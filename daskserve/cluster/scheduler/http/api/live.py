@@ -1,4 +1,4 @@
-"""The stream of live metrics: the controller is asked once a second, however many watch, if anybody does."""
+"""Live metrics for those who watch: a controller is asked once a second, however many do, if anybody does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.common.types import InstanceName
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.loops.tasks import TaskSet
 
@@ -21,12 +22,19 @@ SILENT = ":\n\n"
 
 
 class LiveFeed:
-    """The messages for all who watch one instance.
+    """The live metrics for all who watch one instance.
 
     Parameters
     ----------
     ask : callable
         Returns the live metrics.
+
+    Attributes
+    ----------
+    found : dict or None
+        The newest ones; None while no controller answers.
+    error : ServeError or None
+        Why there will be no further ones.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
@@ -34,8 +42,10 @@ class LiveFeed:
         self.watchers = 0
         self._tasks = TaskSet(logger)
         self._number = 0
+        self.found: dict[str, Any] | None = None
+        self.error: ServeError | None = None
         self._text = ""
-        self._error: ServeError | None = None
+        self._text_of = 0
         self._changed = asyncio.Event()
 
     def join(self) -> None:
@@ -50,8 +60,8 @@ class LiveFeed:
         if not self.watchers:
             self._tasks.cancel()
 
-    async def after(self, seen: int) -> tuple[int, str]:
-        """Return the newest message and its number, once that is higher; who is slow misses some.
+    async def after(self, seen: int) -> int:
+        """Return the number of the newest answer, once that is higher; who is slow misses some.
 
         Raises
         ------
@@ -59,23 +69,29 @@ class LiveFeed:
             The instance has ended.
         """
         while self._number <= seen:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             await self._changed.wait()
-        return self._number, self._text
+        return self._number
+
+    def text(self) -> str:
+        """Return the newest answer as a message of a stream; it is written once for all."""
+        if self._text_of != self._number:
+            body = json.dumps(self.found, separators=(",", ":"))
+            self._text = SILENT if self.found is None else f"event: metrics\ndata: {body}\n\n"
+            self._text_of = self._number
+        return self._text
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + PERIOD_S
             try:
-                self._text = (
-                    f"event: metrics\ndata: {json.dumps(await self._ask(), separators=(',', ':'))}\n\n"
-                )
+                self.found = await self._ask()
             except UnavailableError:
-                self._text = SILENT
+                self.found = None
             except (ServeError, OSError) as error:
-                self._error = error if isinstance(error, ServeError) else UnavailableError(str(error))
+                self.error = error if isinstance(error, ServeError) else UnavailableError(str(error))
                 self._wake()
                 return
             self._number += 1
@@ -88,23 +104,36 @@ class LiveFeed:
 
 
 class LiveFeeds:
-    """The feed of each instance that is watched, by the name in the path."""
+    """The feed of each instance that is watched."""
 
     def __init__(self, access: ControllerAccess) -> None:
         self._access = access
-        self._feeds: dict[str | None, LiveFeed] = {}
+        self._feeds: dict[InstanceName, LiveFeed] = {}
 
     @asynccontextmanager
     async def watch(self, instance: str | None) -> AsyncIterator[LiveFeed]:
-        """Have the feed of an instance while the block runs."""
-        feed = self._feeds.get(instance)
-        if feed is None:
-            feed = LiveFeed(lambda: self._access.call(instance, "live_metrics", {}))
-            self._feeds[instance] = feed
+        """Have the feed of an instance while the block runs.
+
+        Raises
+        ------
+        NotFoundError
+            The instance does not run.
+        """
+        name = (await self._access.find(instance)).name
+        feed = self._feeds.get(name)
+        if feed is None or feed.error is not None:
+            feed = self._feeds[name] = LiveFeed(lambda: self._access.call(name, "live_metrics", {}))
         feed.join()
         try:
             yield feed
         finally:
             feed.leave()
-            if not feed.watchers and self._feeds.get(instance) is feed:
-                del self._feeds[instance]
+            if not feed.watchers and self._feeds.get(name) is feed:
+                del self._feeds[name]
+
+    async def ask(self, instance: InstanceName) -> Any:
+        """Return the live metrics of an instance: those that others watch, or its controller's answer."""
+        feed = self._feeds.get(instance)
+        if feed is not None and feed.found is not None:
+            return feed.found
+        return await self._access.call(instance, "live_metrics", {})

@@ -377,7 +377,7 @@ OPERATIONS: Sequence[Operation] = (
         "GET",
         "/api/serve/replicas/{replica}/profile",
         "What the code of a replica, or of the busiest one of a deployment, does for some time.",
-        lambda asked: inspecting.profile(asked.path["replica"], asked.query),
+        inspecting.profile,
         lambda asked, value: _shown_profile(asked, value),
         query=inspecting.QUERY,
     ),

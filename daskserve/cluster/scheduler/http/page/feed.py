@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from daskserve.cluster.scheduler.controllers import Instance
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.live import LiveFeeds
 from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
-from daskserve.errors import BadRequestError, NotFoundError, ServeError
+from daskserve.errors import NotFoundError, ServeError
 
 #: How long the controller waits for a change before it answers, and how late its answer may be.
 WAIT_S, LATE_S = 1.0, 1.5
 #: Pause after a call that failed.
 RETRY_S = 0.5
-#: Interval of the reads of the live metrics.
-LIVE_S = 1.0
 #: Events that a page which opens gets.
 KEPT_EVENTS = 500
 #: The part about the controller itself, and the beginning of the names of those with live metrics.
@@ -40,9 +40,10 @@ class Feed:
         Whether the instance no longer runs.
     """
 
-    def __init__(self, instance: InstanceName, access: ControllerAccess) -> None:
+    def __init__(self, instance: InstanceName, access: ControllerAccess, live: LiveFeeds) -> None:
         self._instance = instance
         self._access = access
+        self._live = live
         self.parts = ChangedParts()
         self.events: deque[Mapping[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self.changed = asyncio.Event()
@@ -55,6 +56,7 @@ class Feed:
             await self._read_overview()
         finally:
             live.cancel()
+            self.end()  # also after an error: the pages connect again
 
     def end(self) -> None:
         """Tell the pages that the instance has ended."""
@@ -63,15 +65,19 @@ class Feed:
 
     async def _read_overview(self) -> None:
         number, events_after = 0, None
+        entry: Instance | None = None
         while True:
             message = {"after": number, "events_after": events_after, "timeout_s": WAIT_S}
             try:
                 async with asyncio.timeout(WAIT_S + LATE_S):
+                    present = await self._access.find(self._instance)
+                    if entry is not None and entry is not present:
+                        return  # another one of the same name, with numbers of its own
+                    entry = present
                     found = await self._access.call(self._instance, "next_overview", message)
             except NotFoundError:
-                self.end()
                 return
-            except (ServeError, TimeoutError) as error:
+            except (ServeError, OSError) as error:
                 self._set({CONTROLLER: {"is_online": False, "message": _why(error)}})
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -84,17 +90,15 @@ class Feed:
 
     async def _read_live(self) -> None:
         """Read the live metrics; each deployment is a part, because most do not change each second."""
-        while True:
-            try:
-                async with asyncio.timeout(LATE_S):
-                    found = await self._access.call(self._instance, "live_metrics", {})
-            except BadRequestError:
-                return  # a controller of an older version
-            except (ServeError, TimeoutError):
-                pass  # the overview says so
-            else:
-                self._set_live(found)
-            await asyncio.sleep(LIVE_S)
+        try:
+            async with self._live.watch(self._instance) as feed:
+                number = 0
+                while True:
+                    number = await feed.after(number)
+                    if feed.found is not None:  # otherwise the overview says why
+                        self._set_live(feed.found)
+        except ServeError:
+            pass  # the instance has ended, or its controller is of an older version
 
     def _set_live(self, found: Mapping[str, Any]) -> None:
         replicas: dict[str, dict[str, Any]] = {}
@@ -140,8 +144,11 @@ class Feeds:
         The number of open pages.
     """
 
-    def __init__(self, access: ControllerAccess, spawn: Callable[..., asyncio.Task[Any]]) -> None:
+    def __init__(
+        self, access: ControllerAccess, live: LiveFeeds, spawn: Callable[..., asyncio.Task[Any]]
+    ) -> None:
         self._access = access
+        self._live = live
         self._spawn = spawn
         self._feeds: dict[InstanceName, tuple[Feed, asyncio.Task[Any]]] = {}
         self._readers: dict[InstanceName, int] = {}
@@ -153,7 +160,7 @@ class Feeds:
     def enter(self, instance: InstanceName) -> Feed:
         """Return the feed of an instance; each call is followed by one of `leave`."""
         if instance not in self._feeds or self._feeds[instance][0].has_ended:
-            feed = Feed(instance, self._access)
+            feed = Feed(instance, self._access, self._live)
             self._feeds[instance] = (feed, self._spawn(feed.run()))
         self._readers[instance] = self._readers.get(instance, 0) + 1
         return self._feeds[instance][0]

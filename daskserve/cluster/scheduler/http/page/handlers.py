@@ -21,6 +21,7 @@ from daskserve._version import __version__
 from daskserve.cluster.protocols.started import common_instance
 from daskserve.cluster.scheduler.controllers import Instance, list_instances
 from daskserve.cluster.scheduler.http.api.access import ControllerAccess
+from daskserve.cluster.scheduler.http.api.live import LiveFeeds
 from daskserve.cluster.scheduler.http.page.feed import Feed, Feeds
 from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
@@ -72,11 +73,12 @@ class Page:
         scheduler: Scheduler,
         instances: Mapping[InstanceName, Instance],
         access: ControllerAccess,
+        live: LiveFeeds,
         guard: SiteGuard,
         spawn: Callable[..., asyncio.Task[Any]],
     ) -> None:
         self._scheduler = scheduler
-        self._feeds = Feeds(access, spawn)
+        self._feeds = Feeds(access, live, spawn)
         arguments = {"guard": guard, "sources": Sources(instances, self._feeds)}
         names = "|".join(each.replace(".", r"\.") for each in _FILES)
         self._routes = [
@@ -134,13 +136,18 @@ class PageHandler(_Handler):
 
 
 class InstancesHandler(_Handler):
-    """Answers with the names of the instances, that of the common one, and the version of daskserve."""
+    """Answers with what a page needs before its stream.
+
+    That is the names of the instances and of the common one, the version of daskserve, and whether there are
+    as many streams as there may be.
+    """
 
     async def get(self) -> None:
         if not self.is_refused():
             found = await list_instances(self._sources.instances)
             names = {"instances": sorted(found), "common": common_instance(found)}
-            self.answer(200, {**names, "version": __version__})
+            is_full = self._sources.feeds.readers >= MAX_STREAMS
+            self.answer(200, {**names, "version": __version__, "is_full": is_full})
 
 
 class StreamHandler(_Handler):

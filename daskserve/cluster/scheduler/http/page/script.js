@@ -35,11 +35,11 @@ function update(node, kid) {
   for (const name in before) if (!(name in now)) set(node, name, null);
   for (const name in now) if (before[name] !== now[name] || PROPERTIES.has(name)) set(node, name, now[name]);
   node.$props = now;
-  if (!now.own) sync(node, kid.kids);
+  if (!now.own && !(now.once && node.firstChild)) sync(node, kid.kids);
 }
 
 function set(node, name, value) {
-  if (name === "key" || name === "svg" || name === "own") return;
+  if (name === "key" || name === "svg" || name === "own" || name === "once") return;
   if (name.startsWith("on")) node[name] = value;
   else if (name === "style") for (const each in value || {}) node.style.setProperty(each, value[each]);
   else if (PROPERTIES.has(name)) { if (document.activeElement !== node || name === "disabled") node[name] = value ?? ""; }
@@ -123,7 +123,7 @@ const shortId = (id) => String(id).slice(String(id).lastIndexOf("#") + 1);
 /** Below which path the scheduler serves, which a reverse proxy may have changed. */
 const BASE = new URL(".", document.currentScript.src).href;
 const ROOT = new URL("..", BASE).href;
-const PERIOD_MS = 1000, SAMPLES = 120, SILENCE_MS = 10000, MOST_EVENTS = 1000;
+const PERIOD_MS = 1000, SAMPLES = 120, SILENCE_MS = 7000, ANSWER_MS = 30000, MOST_EVENTS = 1000;
 
 const site = {
   instances: null, common: null, instance: "", skew: 0,
@@ -180,11 +180,17 @@ function sample() {
 
 // ---- Connection: one stream of events for all that is shown. It ends while the page is hidden.
 
-let source = null, heard = 0, retry = 0;
+let source = null, heard = 0, retry = 0, attempt = 0;
 
-async function ask(path, options = {}) {
-  const reply = await fetch(BASE + path, { cache: "no-store", credentials: "same-origin", ...options });
-  const text = await reply.text();
+async function ask(path, { patience = ANSWER_MS, ...options } = {}) {
+  let reply, text;
+  try {
+    // A scheduler that is stopped keeps its connections, and never answers.
+    reply = await fetch(BASE + path, { cache: "no-store", credentials: "same-origin", signal: AbortSignal.timeout(patience), ...options });
+    text = await reply.text();
+  } catch (error) {
+    throw new Error(error.name === "TimeoutError" ? `The scheduler did not answer within ${patience / 1000} s.` : "The scheduler does not answer.");
+  }
   let body;
   try { body = JSON.parse(text); } catch { body = { message: text.startsWith("<") ? "" : text.slice(0, 500) }; }
   if (!reply.ok) throw Object.assign(new Error(body.message || `The scheduler answered with ${reply.status}.`), { status: reply.status });
@@ -207,21 +213,27 @@ function connection(state, text = "") {
 function disconnect() {
   if (source) source.close();
   source = null;
+  clearTimeout(retry);
+  attempt++;
 }
 
 async function connect() {
   disconnect();
-  clearTimeout(retry);
   if (document.hidden) return;
+  const mine = attempt, isMine = () => mine === attempt;
+  let isFull = false;
   try {
-    const found = await ask("instances");
+    const found = await ask("instances", { patience: SILENCE_MS });
+    if (!isMine()) return;
+    isFull = found.is_full;
     site.instances = found.instances;
     site.common = found.common;
     site.version = found.version;
   } catch (error) {
+    if (!isMine()) return;
     site.instances = error.status === 404 ? [] : site.instances;
     if (error.status === 404) connection("ended", "No instance of daskserve runs on this cluster any more.");
-    else connection("off", error.status ? error.message : "The scheduler does not answer.");
+    else connection("off", error.message);
     retry = setTimeout(connect, 1500);
     return;
   }
@@ -232,6 +244,12 @@ async function connect() {
     retry = setTimeout(connect, 2000);
     return;
   }
+  if (isFull) {
+    connection("off", "As many pages are open already as the scheduler serves.");
+    retry = setTimeout(connect, 2000);
+    return;
+  }
+  let isNew = true;
   const opened = (source = new EventSource(`${BASE}${encodeURIComponent(site.instance)}/stream`));
   heard = Date.now();
   const on = (kind, use) => source.addEventListener(kind, (event) => {
@@ -240,26 +258,31 @@ async function connect() {
     use(JSON.parse(event.data));
   });
   on("ping", (at) => { site.skew = at - Date.now() / 1000; });
-  on("parts", accept);
+  on("parts", (message) => {
+    // The numbers of events are those of one instance, and another one may have its name since.
+    if (isNew) site.events = [];
+    isNew = false;
+    accept(message);
+  });
   on("events", (list) => {
     const last = site.events.length ? site.events[site.events.length - 1].number : -1;
     site.events = site.events.concat(list.filter((each) => each.number > last)).slice(-MOST_EVENTS);
     later();
   });
-  on("ended", () => lost(100));
+  on("ended", () => lost(500));
   source.onerror = () => { if (opened === source) lost(800); };
 }
 
 function lost(pause) {
   disconnect();
-  clearTimeout(retry);
   if (site.link === "on") connection("off", "The connection to the scheduler is lost.");
   retry = setTimeout(connect, pause);
 }
 
 function accept({ is_all: isAll, parts }) {
   const before = site.byTag;
-  if (isAll) {
+  if (isAll && "instance" in parts) {
+    // Without it the scheduler itself has nothing yet: what was seen stays.
     for (const name of site.parts.keys()) if (!(name in parts)) site.parts.delete(name);
   }
   for (const name in parts) {
@@ -328,7 +351,7 @@ function follow() {
   view.route = path ? path.split("/").map(decoded) : [];
   view.query = new URLSearchParams(query || "");
   const isOther = before !== view.route.join("/");
-  if (isOther) { view.data = {}; view.limit = 100; }
+  if (isOther) { view.data = {}; view.limit = 100; $("dialog").close(); }
   const old = site.instance;
   if (site.instances) choose();
   if (old !== site.instance || (site.instances && !site.instance)) connect();
@@ -351,9 +374,9 @@ function draw() {
   pending = 0;
   gather();
   const stale = site.link === "off" || site.link === "ended";
-  $("main").classList.toggle("stale", stale && site.parts.size > 0);
+  $("main").classList.toggle("stale", stale && site.parts.has("instance"));
   drawHeader();
-  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${site.parts.size ? `What you see is from ${new Date(site.since).toLocaleTimeString()}. ` : ""}This page comes back by itself.` : "";
+  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${new Date(site.since).toLocaleTimeString()}. ` : ""}This page comes back by itself.` : "";
   render($("banner"), text && h("p", null, text));
   render($("main"), ...page());
   const bad = site.deployments.filter(isBad).length;
@@ -389,7 +412,7 @@ try { theme({ dark: "dark", light: "light" }[localStorage.getItem("daskserve-the
 
 function page() {
   if (!site.instance) return [h("div", { key: "choose", class: "center" }, chooser())];
-  if (!site.parts.size) return [h("div", { key: "wait", class: "center" }, h("h1", { tabindex: -1 }, site.link === "ended" ? "This instance has ended" : "Connecting"), h("p", { class: "soft" }, site.trouble || `Waiting for instance ${site.instance}.`), site.link === "ended" ? chooser() : null)];
+  if (!part("instance")) return [h("div", { key: "wait", class: "center" }, h("h1", { tabindex: -1 }, { ended: "This instance has ended", off: "Offline" }[site.link] || "Connecting"), h("p", { class: "soft" }, site.trouble || `Waiting for instance ${site.instance}.`), site.link === "ended" ? chooser() : null)];
   const kind = view.route[1] || "";
   const pages = { "": overviewPage, app: view.route.length > 3 ? deploymentPage : applicationPage, graph: graphPage, events: eventsPage, logs: logsPage, system: systemPage };
   const make = pages[kind] || (() => missing("page", kind));
@@ -900,11 +923,20 @@ function readLogs(query) {
 
 const action = (text, act) => h("button", { type: "button", key: text, disabled: site.link !== "on", onclick: act }, text);
 
+/** Open the dialog; return whether it is still open for this. */
+let opened = 0;
+function openDialog(look = "") {
+  const mine = ++opened, dialog = $("dialog");
+  dialog.className = look;
+  if (!dialog.open) dialog.showModal();
+  return () => dialog.open && mine === opened;
+}
+
 /** Show a dialog; `act` gets its form, and its error is shown in the dialog. */
 function confirmed({ title, text, button, isDanger, fields = [], act, done }) {
   const dialog = $("dialog");
   let trouble = "", isBusy = false;
-  const show = () => render(dialog, h("form", { method: "dialog", key: title, onsubmit: submit }, h("h2", { id: "dialog-title" }, title), text ? h("p", null, text) : null, fields, h("div", { role: "alert" }, trouble ? h("p", { class: "note bad" }, trouble) : null),
+  const show = () => render(dialog, h("form", { method: "dialog", key: title, onsubmit: submit }, h("h2", { id: "dialog-title" }, title), text ? h("p", null, text) : null, fields.length ? h("div", { once: true }, fields) : null, h("div", { role: "alert" }, trouble ? h("p", { class: "note bad" }, trouble) : null),
     h("div", { class: "acts" }, h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"), h("button", { class: isDanger ? "danger" : "main", type: "submit", disabled: isBusy }, isBusy ? "Asking" : button))));
   async function submit(event) {
     event.preventDefault();
@@ -914,18 +946,18 @@ function confirmed({ title, text, button, isDanger, fields = [], act, done }) {
     show();
     try {
       const answer = await act(new FormData(event.target));
-      dialog.close();
+      if (isOpen()) dialog.close();
       toast(typeof done === "function" ? done(answer) : done);
     } catch (error) {
       trouble = error.message || "It failed.";
+      if (!isOpen()) toast(`${title} ${trouble}`);
     }
     isBusy = false;
-    if (dialog.open) show();
+    if (isOpen()) show();
   }
-  dialog.className = "";
+  render(dialog);
   show();
-  dialog.showModal();
-  return dialog;
+  const isOpen = openDialog();
 }
 const post = (path, body) => api(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 
@@ -958,14 +990,13 @@ function rolloutAction(each, verb, text) {
 async function inspect(each, title, path, body) {
   const dialog = $("dialog");
   const show = (content) => render(dialog, h("form", { method: "dialog", key: title }, h("h2", { id: "dialog-title" }, title), content, h("div", { class: "acts" }, h("button", { type: "submit" }, "Close"))));
-  dialog.className = "wide";
   show(h("p", { class: "soft", role: "status" }, "Asking the replica. A profile takes five seconds."));
-  dialog.showModal();
+  const isOpen = openDialog("wide");
   try {
     const answer = await api(`serve/replicas/${encodeURIComponent(each.id)}/${path}`);
-    if (dialog.open) show(body(answer, show));
+    if (isOpen()) show(body(answer, show));
   } catch (error) {
-    if (dialog.open) show(h("p", { class: "note bad", role: "alert" }, error.status === 404 && !error.message.includes("eplica") ? "This version of daskserve has no profiles here." : error.message));
+    if (isOpen()) show(h("p", { class: "note bad", role: "alert" }, error.status === 404 && !error.message.includes("eplica") ? "This version of daskserve has no profiles here." : error.message));
   }
 }
 const profile = (each) => inspect(each, `Profile of ${shortId(each.id)}`, "profile?seconds=5", flame);
