@@ -28,10 +28,11 @@ CallImported: TypeAlias = Callable[[str, str], Any]
 
 #: The name of an exporter in ``OTEL_TRACES_EXPORTER`` -> its entry point, by protocol for OTLP.
 _OTLP: Mapping[str, str] = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-#: Where the exporter of OTLP by HTTP is defined.
-OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 #: As the SDK's processor has them, unless variables say otherwise.
 QUEUE_SIZE, BATCH_SIZE, DELAY_MS = 2048, 512, 5000
+
+#: Where the exporter of OTLP by HTTP is defined.
+OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 logger = logging.getLogger("daskserve.tracing")
 
@@ -75,7 +76,9 @@ class Batches:
 
     def _work(self) -> None:
         # Else libraries that trace HTTP requests make spans of each export, which are exported in turn.
-        context.attach(context.set_value(context._SUPPRESS_INSTRUMENTATION_KEY, True))
+        # It has no public name. Without it, nothing is suppressed.
+        if (suppressed := getattr(context, "_SUPPRESS_INSTRUMENTATION_KEY", None)) is not None:
+            context.attach(context.set_value(suppressed, True))
         while True:
             self._wakes.wait(self._delay_s)
             self._wakes.clear()
@@ -142,9 +145,8 @@ class Export:
         self.batches.append(Batches(self._sender_of(exporter), exporter.shutdown))
 
     def _sender_of(self, exporter: SpanExporter) -> Callable[[Sequence[RecordedSpan]], bool]:
-        # The exporter of OTLP by HTTP has a client that takes a body. Versions without one get spans.
-        post: Any = getattr(getattr(exporter, "_client", None), "export", None)
-        if type(exporter).__module__ == OTLP_HTTP and post is not None:
+        post = post_of(exporter)
+        if post is not None:
             from opentelemetry.sdk.trace import ReadableSpan
             from opentelemetry.trace import SpanContext
 
@@ -152,7 +154,7 @@ class Export:
 
             shared: Any = {"resource": self._resource, "instrumentation_scope": self._scope}
             encoder = SpanEncoder(self.readable_of, ReadableSpan("", SpanContext(1, 1, False), **shared))
-            return lambda spans: bool(post(encoder.batch(spans)).success)
+            return lambda spans: post(encoder.batch(spans))
         return lambda spans: exporter.export([*map(self.readable_of, spans)]).name == "SUCCESS"
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
@@ -184,53 +186,15 @@ class Export:
                 self._errors.log(error, "The exporter of traces could not be closed")
 
 
-def readable_of(self, span: RecordedSpan) -> ReadableSpan:
-        """Return a span as one of the SDK."""
-        return readable_of(span, self._resource, self._scope)
+def post_of(exporter: Any) -> Callable[[bytes], bool] | None:
+    """Return what sends an encoded body to the collector of an exporter of OTLP by HTTP; None for others.
 
-    def add(self, exporter: SpanExporter) -> None:
-        """Export by this, too."""
-        self.batches.append(Batches(self._sender_of(exporter), exporter.shutdown))
-
-    def _sender_of(self, exporter: SpanExporter) -> Callable[[Sequence[RecordedSpan]], bool]:
-        # The exporter of OTLP by HTTP has a client that takes a body. Versions without one get spans.
-        post: Any = getattr(getattr(exporter, "_client", None), "export", None)
-        if type(exporter).__module__ == OTLP_HTTP and post is not None:
-            from opentelemetry.sdk.trace import ReadableSpan
-            from opentelemetry.trace import SpanContext
-
-            from daskserve.telemetry.tracing.otlp import SpanEncoder
-
-            shared: Any = {"resource": self._resource, "instrumentation_scope": self._scope}
-            encoder = SpanEncoder(self.readable_of, ReadableSpan("", SpanContext(1, 1, False), **shared))
-            return lambda spans: bool(post(encoder.batch(spans)).success)
-        return lambda spans: exporter.export([*map(self.readable_of, spans)]).name == "SUCCESS"
-
-    def put(self, spans: Sequence[RecordedSpan]) -> None:
-        """Pass spans on."""
-        for batches in self.batches:
-            batches.put(spans)
-        for processor in self.processors:
-            for span in spans:
-                try:
-                    processor.on_end(self.readable_of(span))
-                except Exception as error:  # a processor is the user's
-                    self._dropped += 1
-                    self._errors.log(error, "A span could not be processed")
-
-    def close(self, timeout_s: float) -> None:
-        """Export what is left, and close the exporters."""
-        deadline = stopwatch() + timeout_s
-        for batches in self.batches:
-            batches.close()
-        closing = [lambda each=each: each.join(max(0.0, deadline - stopwatch())) for each in self.batches]
-        for processor in self.processors:
-            closing += [lambda each=processor: each.force_flush(int(1000 * timeout_s)), processor.shutdown]
-        for close in closing:
-            try:
-                close()
-            except Exception as error:  # one that fails keeps no other from its end
-                self._errors.log(error, "The exporter of traces could not be closed")
+    It has no public name. The exporters of versions without it get spans, which takes longer.
+    """
+    if type(exporter).__module__ != OTLP_HTTP:
+        return None
+    export: Any = getattr(getattr(exporter, "_client", None), "export", None)
+    return None if export is None else lambda body: bool(export(body).success)
 
 
 def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:

@@ -56,14 +56,8 @@ class TracedRequest(LocalRequest):
         span = self.span
         if span is not None:
             if self.wait is not None:
-                self.end_wait(span)
+                _end_wait(self, span)
             span.attributes["daskserve.replica.ongoing"] = self.slots.ongoing
-
-    def end_wait(self, span: RecordedSpan) -> None:
-        """Record that the request has waited for a slot, unless that was short."""
-        state, self.wait = self.wait, None
-        if state is not None and wall_ns() - span.start_ns > SHORT_NS:
-            span.child("queue", state, start_ns=span.start_ns).end()
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         if self.span is None:
@@ -93,13 +87,20 @@ class TracedRequest(LocalRequest):
         super()._close(event)
         if self.span is not None:
             if was_waiting:
-                self.end_wait(self.span)
+                _end_wait(self, self.span)
             kind = _ERRORS.get(event) or ("refused" if was_waiting else self.error_type or event)
             if event != FAILED or was_waiting or self.span.status[0].name == "UNSET":
                 self.span.fail(kind)
             self.span.end()
             if self.way is not None:
                 self.way.end()
+
+
+def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
+    """Record that a request has waited for a slot, unless that was short."""
+    state, request.wait = request.wait, None
+    if state is not None and wall_ns() - span.start_ns > SHORT_NS:
+        span.child("queue", state, start_ns=span.start_ns).end()
 
 
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
