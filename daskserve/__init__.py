@@ -63,6 +63,8 @@ if TYPE_CHECKING:
         get_model,
         get_replica_context,
     )
+    from daskserve.data.batching.continuous.decorator import continuous_batch
+    from daskserve.data.batching.continuous.request import ActiveRequest
     from daskserve.data.batching.decorator import batch
     from daskserve.data.caller.calls.deployment_actor import get_deployment_actor
     from daskserve.data.caller.calls.handle import Handle
@@ -111,6 +113,8 @@ _NAMES: Mapping[str, str] = {
     "data.caller.calls.response_stream": "ResponseGenerator",
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
+    "data.batching.continuous.decorator": "continuous_batch",
+    "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
     "context": "get_replica_context get_model get_deployment_actor_context ReplicaContext GangContext "
     "PlacementBundle PlacementGroup",
@@ -125,6 +129,7 @@ _HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for na
 _PRIVATE_NAMES = frozenset({"_run", "_run_many"})
 
 __all__ = [
+    "ActiveRequest",
     "ActorOptions",
     "Application",
     "AsyncClient",
@@ -158,6 +163,7 @@ __all__ = [
     "connect",
     "connect_async",
     "context",
+    "continuous_batch",
     "delete",
     "delete_async",
     "deployment",

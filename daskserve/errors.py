@@ -48,6 +48,7 @@
     ├── RequestCancelledError  (CancelledError) 499 call again, unless you cancelled it
     ├── PassedResponseError    (RuntimeError) 500  await the response or body, or pass it to another handle
     ├── BatchResultError       (TypeError)   500  return a list, with one result for each request
+    ├── StepError                            500  mend the code; the request itself may be the reason
     └── UserCodeError                        500   define the class in a module of both processes
 
 Every class takes one message, plus keyword fields with defaults that live in ``__dict__``. This lets
@@ -56,6 +57,7 @@ Every class takes one message, plus keyword fields with defaults that live in ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any, ClassVar
 
@@ -446,6 +448,23 @@ class PassedResponseError(ServeError, RuntimeError):
 
 class BatchResultError(ServeError, TypeError):
     """User code answered a batch with something else than a list of results."""
+
+
+class StepError(ServeError):
+    """User code raises it to end only these ``requests`` of a continuous batch; their callers get it."""
+
+    def __init__(self, message: str = "", *, requests: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+    def for_callers(self) -> StepError:
+        """Return the error as callers get it: without the requests, and with the original as its cause."""
+        if not self.requests:
+            return self
+        error = StepError(str(self))
+        error.__cause__ = self.__cause__
+        error.__traceback__ = self.__traceback__
+        return error
 
 
 class UserCodeError(ServeError):

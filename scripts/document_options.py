@@ -22,6 +22,7 @@ from daskserve.options.fields.base import Options, effect_of
 from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
+from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
 from daskserve.options.tracing import TracingConfig
@@ -41,6 +42,7 @@ MODELS = {
         Environment,
         HTTPOptions,
         LoggingConfig,
+        PayloadLoggingConfig,
         TracingConfig,
     )
 }

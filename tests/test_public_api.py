@@ -12,6 +12,7 @@ import daskserve as serve
 from daskserve.options.http import HTTPOptions
 
 PUBLIC = {
+    "ActiveRequest",
     "ActorOptions",
     "Application",
     "AsyncClient",
@@ -42,6 +43,7 @@ PUBLIC = {
     "classic",
     "connect",
     "connect_async",
+    "continuous_batch",
     "delete",
     "delete_async",
     "context",

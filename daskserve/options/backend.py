@@ -17,6 +17,7 @@ from daskserve.options.fields.bounds import share_or_number
 from daskserve.options.fields.ray_names import translated
 from daskserve.options.fields.secrets import masked
 from daskserve.options.logging import LoggingConfig
+from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.rollout import RolloutConfig
 
@@ -217,6 +218,11 @@ class BackendConfig(Options):
         None,
         description="How the deployment logs, see [Logging](docs/logging.md); what it does not set is as "
         "for its application or instance. A change is applied without a restart.",
+    )
+    payload_logging: PayloadLoggingConfig | None = Field(
+        None,
+        description="Which bodies of requests and answers are written to a sink, see "
+        "[Payload logging](docs/payload_logging.md). None: none.",
     )
     method_header: bool = Field(
         False,

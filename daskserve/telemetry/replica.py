@@ -43,6 +43,17 @@ class BatchMetrics:
         self.durations.observe(took_s)
 
 
+class StepMetrics:
+    """The steps of one continuous batch, their outputs, and how often a request was preempted."""
+
+    __slots__ = ("durations", "outputs", "preemptions")
+
+    def __init__(self) -> None:
+        self.durations = LatencyHistogram()
+        self.outputs = 0
+        self.preemptions = 0
+
+
 class ReplicaMetrics:
     """The counters of a replica's requests."""
 

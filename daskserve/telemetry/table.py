@@ -278,6 +278,16 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "file or standard output could not be written.",
         ),
     ),
+    "Payload logs": (
+        MetricSpec("payload_log_requests", _C, _D, "Requests that were written to the sink of payloads."),
+        MetricSpec(
+            "payload_log_dropped",
+            _C,
+            (*_D, "reason"),
+            "Sampled requests that were not written: too many waited (queue), the redacting function failed "
+            "(redact), a value could not be shown (events), or the replica ended first (sink, stop).",
+        ),
+    ),
     "In every process": (
         MetricSpec("build_info", _G, ("version",), "1; the version is daskserve's."),
         MetricSpec(

@@ -44,6 +44,7 @@ VALUES: Mapping[str, Any] = {
     "health_check_timeout_s": 1.0,
     "health_check_threshold": 1,
     "model_repository": {"url": "/models"},
+    "payload_logging": {"sink": "/payloads"},
     "method_header": True,
     "on_disconnect": "cancel",
     "event_loop": "worker",

@@ -25,7 +25,7 @@ from distributed import Client, Scheduler
 HERE = Path(__file__).parent
 
 #: Default timeout of waits.
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 
 
 def poll_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig, BackendMetadata
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.fields.base import parse_options, parse_typed
+from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.route_variables import check_not_reserved, check_variables
@@ -103,6 +105,11 @@ def split_config(
         remedy = 'Name it by its import path, "module:function", if the workers have that module.'
         policy = dump_option("policy", autoscaling.policy, remedy)
         options["autoscaling_config"] = autoscaling.model_copy(update={"policy": policy})
+    payloads = config.payload_logging
+    if payloads is not None and callable(payloads.redact):
+        remedy = 'Name it by its import path, "module:function", if the workers have that module.'
+        pickled = base64.b64encode(dump_option("redact", payloads.redact, remedy)).decode()
+        options["payload_logging"] = payloads.model_copy(update={"redact": f"{PICKLED}{pickled}"})
     if metadata is not None:
         options["internal_metadata"] = metadata
     user_config = None

@@ -11,14 +11,13 @@ import asyncio
 import functools
 import inspect
 import logging
-import sys
 import types
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.formatting import as_whole, shown
 from daskserve.context import current_replica, current_request
+from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
@@ -57,27 +56,18 @@ _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 class _InstanceState:
     """The limits and queues of a batched function for one instance, or for the plain function."""
 
-    def __init__(self, limits: BatchLimits, ref: weakref.ref[Any] | None = None) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        self.ref = ref
         #: Whether the limits have not been checked against the replica's concurrency yet.
         self.is_unchecked = True
-        # One loop may serve several replicas of a function.
-        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], RequestQueue] = {}
+        self._queues: QueuesByLoop[RequestQueue] = QueuesByLoop(lambda queue: queue.is_idle)
 
     def queue(self, make: Callable[[BatchLimits], RequestQueue]) -> RequestQueue:
         """Return the queue for the running loop and the current replica; the first call creates it."""
-        loop = asyncio.get_running_loop()
-        replica = current_replica.get()
-        key = (loop, replica.replica_tag if replica is not None else "")
-        queue = self._queues.get(key)
-        if queue is None:
-            self._drop_unused(loop)
-            queue = self._queues[key] = make(self.limits)
-        return queue
+        return self._queues.present(lambda: make(self.limits))
 
     def queues(self) -> list[RequestQueue]:
-        return [queue for _, queue in list(self._queues.items())]
+        return [queue for _, queue in self._queues.items()]
 
     def change(self, *, max_batch_size: int | None = None, wait_s: float | None = None) -> None:
         """Change the limits, also for waiting calls; may be called from any thread."""
@@ -86,14 +76,8 @@ class _InstanceState:
         if wait_s is not None:
             self.limits.wait_s = wait_s
         self.is_unchecked = True
-        for (loop, _), queue in list(self._queues.items()):
+        for loop, queue in self._queues.items():
             reconsider_on(loop, queue)
-
-    def _drop_unused(self, present: asyncio.AbstractEventLoop) -> None:
-        # Only the thread of another loop can tell whether its queues are idle.
-        for key, queue in list(self._queues.items()):
-            if key[0].is_closed() or (key[0] is present and queue.is_idle):
-                del self._queues[key]
 
 
 class _Settings:
@@ -235,7 +219,7 @@ class BatchedFunction(_Settings):
         self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn)
         self._is_method = is_method
         self._signature = inspect.signature(function)
-        self._states: dict[int, _InstanceState] = {}
+        self._states: InstanceStates[_InstanceState] = InstanceStates()
         #: Counts of positional arguments that the function is known to accept.
         self._accepted_counts: frozenset[int] = frozenset()
 
@@ -245,7 +229,7 @@ class BatchedFunction(_Settings):
         return f"<batched {self.__qualname__} max_batch_size={limits.max_batch_size} wait={wait}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        if _is_importable(self):
+        if is_importable(self):
             return self.__qualname__
         limits = self._function_state.limits
         return BatchedFunction, (
@@ -291,20 +275,12 @@ class BatchedFunction(_Settings):
 
     def state_of(self, instance: Any) -> _InstanceState:
         """Return the state of an instance; created on first use, dropped with the instance."""
-        number = id(instance)
-        state = self._states.get(number)
-        if state is None:
-            limits = self._function_state.limits
-            try:
-                ref = weakref.ref(instance, functools.partial(_forget, self._states, number))
-            except TypeError:
-                raise TypeError(
-                    f"{self.__qualname__} cannot be batched: {type(instance).__name__} has __slots__ without "
-                    "'__weakref__'; add that to them."
-                ) from None
-            made = _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s), ref)
-            state = self._states.setdefault(number, made)  # another thread may have created it first
-        return state
+        limits = self._function_state.limits
+        return self._states.of(
+            instance,
+            lambda ref: _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s)),
+            self.__qualname__,
+        )
 
     def call(
         self, instance: Any, state: _InstanceState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -362,67 +338,16 @@ class BatchedFunction(_Settings):
         return (len(args), tuple(sorted(kwargs))), args, kwargs
 
 
-class BoundBatch(_Settings):
+class BoundBatch(BoundFunction, _Settings):
     """A batched method of one instance."""
 
-    __slots__ = ("__self__", "_batched")
-
-    def __init__(self, batched: BatchedFunction, instance: Any) -> None:
-        self._batched = batched
-        self.__self__ = instance
-
-    def __repr__(self) -> str:
-        return f"<{self._batched!r} of {self.__self__!r}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.__self__, self._batched.__name__)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BoundBatch)
-            and self._batched is other._batched
-            and self.__self__ is other.__self__
-        )
-
-    def __hash__(self) -> int:
-        return hash((id(self._batched), id(self.__self__)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batched, name)
-
-    @property
-    def __func__(self) -> BatchedFunction:
-        return self._batched
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self._batched)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
-        return self._batched.call(self.__self__, self._state(), args, kwargs)
+        return self.__func__.call(self.__self__, self._state(), args, kwargs)  # type: ignore[no-any-return]
 
     def _state(self) -> _InstanceState:
-        return self._batched.state_of(self.__self__)
-
-
-def _forget(states: dict[int, _InstanceState], number: int, ref: weakref.ref[Any]) -> None:
-    state = states.get(number)
-    if state is not None and state.ref is ref:
-        del states[number]
-
-
-def _is_importable(function: BatchedFunction) -> bool:
-    """Return whether another process can import the function by name, so that pickle needs only that."""
-    cloudpickle = sys.modules.get("cloudpickle")
-    by_value = cloudpickle.list_registry_pickle_by_value() if cloudpickle is not None else ()
-    module, name = function.__module__, function.__qualname__
-    if module == "__main__" or any(module == each or module.startswith(f"{each}.") for each in by_value):
-        return False
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is function
+        return self.__func__.state_of(self.__self__)  # type: ignore[no-any-return]
 
 
 def _describe_stack(task: asyncio.Task[Any]) -> str:

@@ -124,7 +124,7 @@ class LocalCode:
         self._loaded = LoadedModels(context.rng)
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
-        self._logs = ReplicaLogs(context.logs, start, context.clock)
+        self._logs = ReplicaLogs(context.logs, start, context)
         self._batches = ReplicaBatches(
             self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
         )
@@ -288,6 +288,8 @@ class LocalCode:
         else:
             request = kind(envelope, serving.slots, serving.metrics)
         request.code = serving
+        if self._logs.payloads.is_on:
+            return self._logs.payloads.sampled(request, CountedRequest if self._loaded.splits else None)
         return CountedRequest(request) if self._loaded.splits else request
 
     async def _fill(self, payload: Payload, keys: Any) -> Payload:
@@ -331,7 +333,7 @@ class LocalCode:
         await self._allow_app_threads(executor, servable, concurrency)
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
-        self._logs.configure(config.get("logging_config"))
+        await self._logs.configure(config)
         if self._serving is not None:
             self._serving.has_method_header = options.method_header
             self._serving.on_disconnect = options.on_disconnect
@@ -382,7 +384,7 @@ class LocalCode:
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
-        return own
+        return [*own, *self._logs.payloads.samples()]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
@@ -444,7 +446,7 @@ class LocalCode:
         if self._executor is not None:
             await self._executor.close(CLOSE_GRACE_S)
         self._servable = None
-        self._logs.close()
+        await self._logs.close()
 
     def __repr__(self) -> str:
         return f"the code of {self._start.replica_tag}"

@@ -1,12 +1,13 @@
-"""How a replica logs: its settings in the logs of its process, and the lines of its calls."""
+"""How a replica logs: its settings in the logs of its process, the lines of its calls, its payload log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskserve.common.clock import Clock
+from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.types import split_deployment_tag
+from daskserve.data.replica.payloads import ReplicaPayloads
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import Access, Tags
@@ -19,17 +20,24 @@ class ReplicaLogs:
     ----------
     note : callable or None
         ``note(method, request_id, status, seconds)`` takes a call that has ended; None without access log.
+    payloads : ReplicaPayloads
+        Samples its requests.
     """
 
-    def __init__(self, logs: ProcessLogs | None, start: ReplicaStart, clock: Clock) -> None:
+    def __init__(self, logs: ProcessLogs | None, start: ReplicaStart, context: ContextWith[Any]) -> None:
         self._logs = logs
         self._backend, self._replica = start.backend_tag, start.replica_tag
-        self._clock = clock
+        self._clock = context.clock
+        self.payloads = ReplicaPayloads(start, context.spec.instance, context.clock, context.rng)
         self.note: Callable[[str, str, int, float], None] | None = None
-        self.configure(getattr(start.config, "logging_config", None))
+        self._set(getattr(start.config, "logging_config", None))
 
-    def configure(self, config: Mapping[str, Any] | None) -> None:
-        """Log by other settings from now on."""
+    async def configure(self, config: Mapping[str, Any]) -> None:
+        """Log by other options of the deployment from now on."""
+        self._set(config.get("logging_config"))
+        await self.payloads.configure(config.get("payload_logging"))
+
+    def _set(self, config: Mapping[str, Any] | None) -> None:
         if self._logs is None:
             return
         application, deployment = split_deployment_tag(self._backend)
@@ -53,7 +61,8 @@ class ReplicaLogs:
             )
         )
 
-    def close(self) -> None:
-        """Forget the replica; idempotent."""
+    async def close(self) -> None:
+        """Write what is left, and forget the replica; idempotent."""
+        await self.payloads.configure(None)
         if self._logs is not None:
             self._logs.forget(self._replica)

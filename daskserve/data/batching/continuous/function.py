@@ -1,0 +1,286 @@
+"""The object that ``continuous_batch`` returns for a step function or method."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, TypeVar
+
+from daskserve.common.formatting import shown
+from daskserve.context import current_request
+from daskserve.data.batching.continuous.engine import Engine, stream
+from daskserve.data.batching.continuous.request import ActiveRequest
+from daskserve.data.batching.continuous.rounds import Rounds
+from daskserve.data.batching.continuous.slots import SlotLimits, Slots
+from daskserve.data.batching.function import check_count
+from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
+from daskserve.telemetry.replica import StepMetrics
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of ``continuous_batch`` that never change."""
+
+    max_outputs: int
+    cost_fn: Callable[..., float] | None = None
+    priority_fn: Callable[..., float] | None = None
+    user_fn: Callable[..., Hashable] | None = None
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What a continuous batch does at this moment.
+
+    Attributes
+    ----------
+    active, queued : int
+        Requests that have a slot, and that wait for one.
+    active_cost, queued_cost : float
+        The sums of their costs: tokens, if ``cost_fn`` counts tokens.
+    steps, outputs, preemptions : int
+        Since the start of the replica.
+    """
+
+    active: int = 0
+    queued: int = 0
+    active_cost: float = 0.0
+    queued_cost: float = 0.0
+    steps: int = 0
+    outputs: int = 0
+    preemptions: int = 0
+
+
+class _State:
+    """The limits and engines of one instance, or of the plain function."""
+
+    def __init__(self, limits: SlotLimits, ref: weakref.ref[Any] | None = None) -> None:
+        self.limits = limits
+        self.ref = ref
+        self.metrics = StepMetrics()
+        self.engines: QueuesByLoop[Engine] = QueuesByLoop(lambda engine: engine.is_idle)
+
+    def stats(self) -> BatchStats:
+        slots = [engine.rounds.slots for _, engine in self.engines.items()]
+        return BatchStats(
+            active=sum(len(each.active) for each in slots),
+            queued=sum(each.queued for each in slots),
+            active_cost=sum(each.used_cost for each in slots),
+            queued_cost=sum(each.queued_cost for each in slots),
+            steps=self.metrics.durations.count,
+            outputs=self.metrics.outputs,
+            preemptions=self.metrics.preemptions,
+        )
+
+
+class _Settings:
+    """What callers may read and change, per instance."""
+
+    __slots__ = ()
+
+    def _state(self) -> _State:
+        raise NotImplementedError
+
+    def set_max_slots(self, max_slots: int) -> None:
+        """Change the number of slots; active requests keep theirs. Any thread may call this."""
+        self._state().limits.max_slots = check_count("max_slots", max_slots)
+
+    def set_max_cost(self, max_cost: float | None) -> None:
+        """Change the budget, from the next step on. Any thread may call this."""
+        self._state().limits.max_cost = check_max_cost(max_cost)
+
+    def stats(self) -> BatchStats:
+        """Return what the batch does at this moment. Any thread may call this."""
+        return self._state().stats()
+
+
+async def _shape(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Have the code flags and the signature that the function has for its callers."""
+    yield
+
+
+class ContinuousFunction(_Settings):
+    """A function or method that makes its outputs step by step, for many calls together.
+
+    `inspect` and asyncio treat it as an async generator function.
+    """
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(
+        self,
+        functions: dict[str, Callable[..., Any]],
+        limits: SlotLimits,
+        options: StepOptions,
+        is_method: bool = False,
+    ) -> None:
+        functools.update_wrapper(self, functions["step"])
+        del self.__wrapped__  # type: ignore[attr-defined]  # callers have other arguments
+        self._functions = functions
+        self._limits = limits
+        self._options = options
+        self._is_method = is_method
+        self._function_state = _State(limits)
+        self._states: InstanceStates[_State] = InstanceStates()
+
+    def __repr__(self) -> str:
+        return f"<continuous batch {self.__qualname__} max_slots={shown(self._limits.max_slots)}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if is_importable(self):
+            return self.__qualname__
+        return ContinuousFunction, (self._functions, self._limits, self._options, self._is_method)
+
+    # ---- attributes that `inspect` reads
+
+    __code__ = _shape.__code__
+    __defaults__ = None
+    __kwdefaults__ = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        parameters = list(inspect.signature(_shape).parameters.values())
+        if self._is_method:
+            parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
+        return inspect.Signature(parameters)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # As for a batched function.
+        parent = self.__qualname__.rpartition(".")[0]
+        self._is_method = bool(parent) and not parent.endswith("<locals>")
+
+    def __get__(self, instance: Any, owner: type | None = None) -> ContinuousFunction | BoundContinuous:
+        return self if instance is None else BoundContinuous(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        if self._is_method and args:  # Class.method(instance, ...)
+            return self.call(args[0], self.state_of(args[0]), args[1:], kwargs)
+        return self.call(None, self._function_state, args, kwargs)
+
+    # ---- the other functions of user code
+
+    def prefill(self, function: FunctionT) -> FunctionT:
+        """Have a function prepare new requests: it takes a list of them and returns their states, or None."""
+        return self._add("prefill", function)
+
+    def release(self, function: FunctionT) -> FunctionT:
+        """Have a function told which requests have left, as a list; it frees what was held for them."""
+        return self._add("release", function)
+
+    def _add(self, name: str, function: FunctionT) -> FunctionT:
+        check_function(name, function)
+        is_async = inspect.iscoroutinefunction(self._functions["step"])
+        if inspect.iscoroutinefunction(function) and not is_async:
+            raise TypeError(
+                f"{name} is async, but {self.__qualname__} is a plain function, which runs in a thread; "
+                "make both plain, or both async."
+            )
+        self._functions[name] = function
+        return function
+
+    # ---- calls
+
+    def _state(self) -> _State:
+        return self._function_state
+
+    def state_of(self, instance: Any) -> _State:
+        """Return the state of an instance; created on first use, dropped with the instance."""
+        return self._states.of(instance, lambda ref: _State(replace(self._limits), ref), self.__qualname__)
+
+    def call(
+        self, instance: Any, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Return the outputs of a call of an instance, which is made when they are first asked for."""
+
+        def begin(instance: Any = instance) -> tuple[Engine, ActiveRequest]:  # the stream keeps the instance
+            engine = state.engines.present(lambda: self._make_engine(state))
+            return engine, self._request(args, kwargs)
+
+        return stream(begin)
+
+    def _make_engine(self, state: _State) -> Engine:
+        slots = Slots(state.limits)
+        rounds = Rounds(
+            self.__qualname__,
+            slots,
+            state.metrics,
+            max_outputs=self._options.max_outputs,
+            has_prefill="prefill" in self._functions,
+        )
+        return Engine(rounds, self._functions, state.ref)
+
+    def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActiveRequest:
+        outputs: Iterable[Any] = kwargs.pop("resume_from", ())
+        options = self._options
+        cost = priority = 0.0
+        if options.cost_fn is not None:
+            cost = check_number("cost_fn", options.cost_fn(*args, **kwargs), at_least=0.0)
+        if options.priority_fn is not None:
+            priority = check_number("priority_fn", options.priority_fn(*args, **kwargs))
+        user = None if options.user_fn is None else options.user_fn(*args, **kwargs)
+        try:
+            hash(user)
+        except TypeError:
+            raise TypeError(f"user_fn must return a hashable value, got {user!r:.120}") from None
+        present = current_request.get()
+        request_id = "" if present is None else present.request_id
+        made = ActiveRequest(
+            args,
+            kwargs,
+            cost=cost,
+            priority=priority,
+            user=user,
+            outputs=outputs,
+            request_id=request_id,
+        )
+        made.cost += self._limits.cost_per_step * len(made.outputs)
+        return made
+
+
+class BoundContinuous(BoundFunction, _Settings):
+    """A continuous batch of one instance."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self.__func__.call(self.__self__, self._state(), args, kwargs)  # type: ignore[no-any-return]
+
+    def _state(self) -> _State:
+        return self.__func__.state_of(self.__self__)  # type: ignore[no-any-return]
+
+
+# ---- options
+
+
+def check_function(name: str, function: Any) -> None:
+    """Raise `TypeError` unless it is a plain or an ``async def`` function, and no generator."""
+    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if not inspect.isfunction(function) or is_generator:
+        raise TypeError(
+            f"The {name} function of a continuous batch must be a plain function or `async def`, and no "
+            f"generator, got {function!r}"
+        )
+
+
+def check_max_cost(value: Any) -> float:
+    return math.inf if value is None else check_number("max_cost", value, at_least=0.0)
+
+
+def check_number(name: str, value: Any, *, at_least: float = -math.inf) -> float:
+    """Return a finite number; raise `TypeError` or `ValueError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r:.120}")
+    if not math.isfinite(value) or value < at_least:
+        raise ValueError(
+            f"{name} must be a finite number"
+            + (f" of at least {at_least:g}" if at_least > -math.inf else "")
+            + f", got {value!r}"
+        )
+    return float(value)

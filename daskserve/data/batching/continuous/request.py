@@ -1,0 +1,134 @@
+"""One request of a continuous batch, as user code sees it, and its states."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+
+
+class RequestState(Enum):
+    """Where a request is. User code holds something for it only while it is `ACTIVE`."""
+
+    WAITING = auto()
+    ACTIVE = auto()
+    ENDED = auto()
+
+
+#: What happens to a request, and the states between which it moves.
+MOVES: Mapping[str, tuple[frozenset[RequestState], RequestState]] = {
+    "admit": (frozenset({RequestState.WAITING}), RequestState.ACTIVE),
+    "preempt": (frozenset({RequestState.ACTIVE}), RequestState.WAITING),
+    "end": (frozenset({RequestState.WAITING, RequestState.ACTIVE}), RequestState.ENDED),
+}
+
+
+class ActiveRequest:
+    """A request of a continuous batch: what ``prefill``, ``step`` and ``release`` get lists of.
+
+    Attributes
+    ----------
+    args, kwargs : tuple, dict
+        The arguments of the call.
+    state : any
+        What ``prefill`` returned for it; user code may replace it. None before, and after ``release``.
+    outputs : list
+        The outputs so far. ``prefill`` finds some if the request was preempted, or if it continues one that
+        another replica has begun: it then has to go on after them. Do not change the list.
+    slot : int
+        Its slot, from 0 to ``max_slots - 1``, which no other active request has; -1 while it waits.
+    cost : float
+        Its share of ``max_cost`` so far.
+    priority : float
+        What ``priority_fn`` returned; 0 without one.
+    user : hashable
+        What ``user_fn`` returned; None without one.
+    request_id : str
+        The id of the request to the replica that made the call; empty outside of requests.
+    preemptions : int
+        How often it was preempted.
+    """
+
+    __slots__ = (
+        "account",
+        "args",
+        "cost",
+        "error",
+        "has_left",
+        "is_finished",
+        "is_paused",
+        "kwargs",
+        "lifecycle",
+        "number",
+        "outputs",
+        "preemptions",
+        "priority",
+        "read",
+        "request_id",
+        "slot",
+        "state",
+        "user",
+        "waiter",
+    )
+
+    def __init__(
+        self,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        cost: float = 0.0,
+        priority: float = 0.0,
+        user: Hashable = None,
+        outputs: Iterable[Any] = (),
+        request_id: str = "",
+    ) -> None:
+        self.args = args
+        self.kwargs = dict(kwargs or {})
+        self.cost = cost
+        self.priority = priority
+        self.user = user
+        self.request_id = request_id
+        self.state: Any = None
+        self.outputs = list(outputs)
+        self.slot = -1
+        self.preemptions = 0
+        #: What its user has got so far; kept by `Slots`.
+        self.account: Any = None
+        #: Whether its caller has left, so that the request ends once no step runs.
+        self.has_left = False
+        #: Set by `finish`: the step that runs is its last.
+        self.is_finished = False
+        self.lifecycle = RequestState.WAITING
+        #: Its place in the order of arrival.
+        self.number = -1
+        #: The error that ended it, which its caller gets after the outputs.
+        self.error: Exception | None = None
+        #: How many outputs its caller has read, and what the caller waits on for the next.
+        self.read = len(self.outputs)
+        self.waiter: asyncio.Future[None] | None = None
+        #: Whether its caller is so far behind that it is left out of steps.
+        self.is_paused = False
+
+    def __repr__(self) -> str:
+        state = self.lifecycle.name.lower()
+        return f"<ActiveRequest {self.number} {state} slot={self.slot} outputs={len(self.outputs)}>"
+
+    def finish(self) -> None:
+        """End the request with this step; its caller still gets the step's output. For use in ``step``."""
+        self.is_finished = True
+
+    def move(self, what: str) -> None:
+        """Note what happens to the request; raise `ValueError` if it cannot happen in its state."""
+        sources, target = MOVES[what]
+        if self.lifecycle not in sources:
+            raise ValueError(f"{self!r} cannot {what}")
+        self.lifecycle = target
+
+    @property
+    def is_active(self) -> bool:
+        return self.lifecycle is RequestState.ACTIVE
+
+    @property
+    def has_ended(self) -> bool:
+        return self.lifecycle is RequestState.ENDED

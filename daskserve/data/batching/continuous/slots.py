@@ -1,0 +1,234 @@
+"""Who is in a continuous batch: admission, budget, preemption, priorities and fairness.
+
+Synchronous code without time. Higher priorities are admitted first. Among requests of one priority, the user
+whose requests have got the least so far is next, and of one user the earliest request. A request that does
+not fit is not overtaken by one that comes later in this order, else large requests would never run.
+
+A request that is preempted goes back to its place, which is at the front. The oldest one of the highest
+priority is never preempted for another, so there is always progress.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from daskserve.data.batching.continuous.request import ActiveRequest
+from daskserve.errors import BackPressureError, BadRequestError
+
+
+@dataclass
+class SlotLimits:
+    """The limits of a continuous batch; they may change at any time.
+
+    Attributes
+    ----------
+    max_slots : int
+        Maximum number of active requests.
+    max_queued : int
+        Maximum number of requests that wait.
+    max_cost : float
+        Maximum sum of the costs of active requests.
+    cost_per_step : float
+        By how much the cost of each active request grows with a step.
+    """
+
+    max_slots: int = 8
+    max_queued: int = 1000
+    max_cost: float = math.inf
+    cost_per_step: float = 1.0
+
+
+@dataclass
+class _Account:
+    """The requests of one user and one priority that wait, in order of arrival."""
+
+    waiting: list[ActiveRequest] = field(default_factory=list)
+    #: What its requests have cost so far, compared with that of others.
+    served: float = 0.0
+    active: int = 0
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.served, self.waiting[0].number
+
+
+class Slots:
+    """The requests of a continuous batch."""
+
+    def __init__(self, limits: SlotLimits) -> None:
+        self.limits = limits
+        #: The active requests, in order of arrival.
+        self.active: list[ActiveRequest] = []
+        self.queued = 0
+        self.used_cost = 0.0
+        self.queued_cost = 0.0
+        #: Memory has run out, so no request is admitted until one ends.
+        self.is_tight = False
+        self._users: dict[float, dict[Hashable, _Account]] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        self._numbers = 0
+
+    def add(self, request: ActiveRequest) -> ActiveRequest | None:
+        """Let a request wait for a slot; return the one that was ended to make room for it, if any.
+
+        Raises
+        ------
+        BackPressureError
+            Too many wait, and none of them has a lower priority.
+        BadRequestError
+            It would not fit alone.
+        """
+        if request.cost + self.limits.cost_per_step > self.limits.max_cost:
+            raise self.overgrown(request)
+        evicted = None
+        if self.queued >= self.limits.max_queued + self._free_slots():
+            evicted = self._lowest_waiting()
+            if evicted is None or evicted.priority >= request.priority:
+                raise self._refusal()
+            self.end(evicted)
+            evicted.error = self._refusal()
+        request.number = self._numbers
+        self._numbers += 1
+        self._wait(request)
+        return evicted
+
+    def overgrown(self, request: ActiveRequest) -> BadRequestError:
+        """Return the error for a request that does not fit alone, with the step after it."""
+        needed = request.cost + self.limits.cost_per_step
+        return BadRequestError(
+            f"The request needs {needed:g} with its next step, and max_cost is {self.limits.max_cost:g}; "
+            "send a shorter one."
+        )
+
+    def all_requests(self) -> list[ActiveRequest]:
+        """Return the requests that wait and those that are active."""
+        accounts = [each for users in self._users.values() for each in users.values()]
+        return [*self.active, *(request for each in accounts for request in each.waiting)]
+
+    def admit(self) -> list[ActiveRequest]:
+        """Give free slots to waiting requests, and return those that became active."""
+        admitted: list[ActiveRequest] = []
+        while self.queued and self._free_slots():
+            users = self._users[max(priority for priority, each in self._users.items() if _has_waiting(each))]
+            user = min((each for each in users.values() if each.waiting), key=lambda each: each.rank)
+            request = user.waiting[0]
+            grown = self.limits.cost_per_step * (len(self.active) + 1)
+            if self.active and self.used_cost + request.cost + grown > self.limits.max_cost:
+                break
+            del user.waiting[0]
+            self._count_queued(-1, request)
+            user.served += request.cost if not request.preemptions else 0.0
+            user.active += 1
+            request.account = user
+            request.move("admit")
+            request.slot = self._take_slot()
+            self.used_cost += request.cost
+            insort(self.active, request, key=lambda each: each.number)
+            admitted.append(request)
+        return admitted
+
+    def fits_step(self) -> bool:
+        """Return whether the budget has room for the next step."""
+        limits = self.limits
+        return self.used_cost + limits.cost_per_step * len(self.active) <= limits.max_cost
+
+    def newest(self, requests: Sequence[ActiveRequest]) -> ActiveRequest:
+        """Return the one to preempt first: the newest of the lowest priority."""
+        return min(requests, key=lambda each: (each.priority, -each.number))
+
+    def preempt(self, request: ActiveRequest) -> ActiveRequest:
+        """Put an active request back into the queue, and return it."""
+        self._leave(request)
+        request.move("preempt")
+        request.preemptions += 1
+        self.is_tight = bool(self.active)
+        self._wait(request)
+        return request
+
+    def grow(self, requests: list[ActiveRequest]) -> None:
+        """Note a step of these active requests."""
+        grown = self.limits.cost_per_step
+        for request in requests:
+            request.cost += grown
+            request.account.served += 1.0
+        self.used_cost += grown * len(requests)
+
+    def end(self, request: ActiveRequest) -> bool:
+        """End a request, and return whether it was active; ending it again does nothing."""
+        if request.has_ended:
+            return False
+        was_active = request.is_active
+        user = self._user(request)
+        if was_active:
+            self._leave(request)
+            self.is_tight = False
+        else:
+            user.waiting.remove(request)
+            self._count_queued(-1, request)
+        request.move("end")
+        if not user.waiting and not user.active:
+            del self._users[request.priority][request.user]
+            if not self._users[request.priority]:
+                del self._users[request.priority]
+        return was_active
+
+    # ---- parts
+
+    def _free_slots(self) -> int:
+        return 0 if self.is_tight else max(0, self.limits.max_slots - len(self.active))
+
+    def _lowest_waiting(self) -> ActiveRequest | None:
+        if not self.queued:
+            return None
+        users = self._users[min(priority for priority, each in self._users.items() if _has_waiting(each))]
+        return max(
+            (each.waiting[-1] for each in users.values() if each.waiting), key=lambda each: each.number
+        )
+
+    def _refusal(self) -> BackPressureError:
+        most = self.limits.max_queued
+        return BackPressureError(
+            f"{self.queued} requests wait for a slot of the batch already, and max_queued is {most}; "
+            "retry later.",
+            num_queued_requests=self.queued,
+            max_queued_requests=most,
+        )
+
+    def _wait(self, request: ActiveRequest) -> None:
+        insort(self._user(request).waiting, request, key=lambda each: each.number)
+        self._count_queued(1, request)
+
+    def _count_queued(self, more: int, request: ActiveRequest) -> None:
+        self.queued += more
+        self.queued_cost = self.queued_cost + more * request.cost if self.queued else 0.0
+
+    def _leave(self, request: ActiveRequest) -> None:
+        self.active.remove(request)
+        self.used_cost = self.used_cost - request.cost if self.active else 0.0
+        # The request keeps the number for `release`, before which no other request is admitted.
+        heapq.heappush(self._free, request.slot)
+        request.account.active -= 1
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._slots += 1
+        return self._slots - 1
+
+    def _user(self, request: ActiveRequest) -> _Account:
+        users = self._users.setdefault(request.priority, {})
+        user = users.get(request.user)
+        if user is None:
+            # One that arrives, or comes back, has no claim to what others got meanwhile.
+            served = min((each.served for each in users.values()), default=0.0)
+            user = users[request.user] = _Account(served=served)
+        return user
+
+
+def _has_waiting(users: dict[Hashable, _Account]) -> bool:
+    return any(each.waiting for each in users.values())

@@ -1,0 +1,118 @@
+"""Requests whose bodies are kept for the payload log, as they pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.types import (
+    SOCKET_PLACE,
+    ActorRequest,
+    EnvelopeKind,
+    Load,
+    Message,
+    OnAnswer,
+    Receive,
+    Send,
+)
+from daskserve.data.replica.requests.replica_request import LocalRequest
+from daskserve.payload.packed_errors import PackedError
+from daskserve.telemetry.payloads.events import CALLER_GONE, Sample
+
+
+class SampledRequest(ActorRequest):
+    """A request of which a sample is taken.
+
+    Parameters
+    ----------
+    request : ActorRequest
+        The request, or what counts it.
+    local : LocalRequest
+        The request itself.
+    take : callable
+        Gets the sample once the request has ended.
+    """
+
+    def __init__(
+        self,
+        request: ActorRequest,
+        local: LocalRequest,
+        max_bytes: int,
+        time: float,
+        take: Callable[[Sample], object],
+    ) -> None:
+        self._request, self._local = request, local
+        self._take = take
+        self._began = stopwatch()
+        self._has_ended = False
+        envelope = local.envelope
+        kind = "call" if envelope.kind is EnvelopeKind.CALL else envelope.head["type"]
+        self._sample = Sample(time, max_bytes, kind, envelope.head)
+        if kind == "call" and "values" not in envelope.head and envelope.payload is not None:
+            # Before user code can change it.
+            self._sample.request.add_payload(envelope.payload)
+
+    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
+        leave = self._request.start(partial(self._answered, on_answer))
+        return None if leave is None else partial(self._leave, leave)
+
+    def _leave(self, leave: Callable[[], None]) -> None:
+        self._end(CALLER_GONE)
+        leave()
+
+    def _answered(self, on_answer: OnAnswer, message: Message | None, rest: Any) -> None:
+        if rest is self._request:
+            rest = self  # it needs a task
+        else:
+            if message is not None:
+                self._sample.sent(message)
+            self._end(error=rest if isinstance(rest, Exception) else None)
+        on_answer(message, rest)
+
+    async def respond(self, receive: Receive, send: Send) -> Load:
+        sample = self._sample
+
+        async def tell() -> Message:
+            message = await receive()
+            sample.received(message)
+            return message
+
+        def pass_on(message: Message) -> Awaitable[None]:
+            sample.sent(message)
+            if SOCKET_PLACE in message:
+                # The messages of a WebSocket stay here.
+                place = message[SOCKET_PLACE]
+                place.give_up()
+                message = {name: value for name, value in message.items() if name != SOCKET_PLACE}
+            return send(message)
+
+        try:
+            load = await self._request.respond(tell, pass_on)
+        except asyncio.CancelledError:
+            self._end(CALLER_GONE)
+            raise
+        except Exception as error:
+            self._end(error=error)
+            raise
+        self._end()
+        return load
+
+    def _end(self, status: int = 0, error: Exception | None = None) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        sample = self._sample
+        envelope = self._local.envelope
+        if sample.kind == "call" and not sample.request.size and envelope.payload is not None:
+            # Its arguments came, or were fetched, after its beginning.
+            sample.request.add_payload(envelope.payload)
+            sample.head = envelope.head
+        if error is not None:
+            sample.error = error.summary if isinstance(error, PackedError) else type(error).__name__
+            status = status or 500
+        sample.status = status or sample.status or CALLER_GONE
+        sample.seconds = stopwatch() - self._began
+        self._take(sample)

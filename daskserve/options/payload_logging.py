@@ -1,0 +1,67 @@
+"""Which bodies of requests and answers a deployment writes to a sink."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_serializer, field_validator
+
+from daskserve.common.types import split_import_path
+from daskserve.options.fields.base import ByteCount, Masked, Options
+from daskserve.options.fields.pickled import PICKLED
+from daskserve.options.fields.secrets import masked
+
+
+class PayloadLoggingConfig(Options):
+    """Which bodies of requests and answers a deployment writes to a sink, as lines of JSON."""
+
+    place: ClassVar[str] = "payload_logging"
+
+    sink: Annotated[str, Masked(masked)] = Field(
+        description="Folder of the files: a path on the workers, or a URL that fsspec opens, such as "
+        "``s3://bucket/payloads``. Credentials are those of fsspec's configuration on the workers.",
+        min_length=1,
+    )
+    sampling_ratio: float = Field(1.0, ge=0, le=1, description="Share of the requests that is written.")
+    mode: Literal["all", "request", "response"] = Field(
+        "all", description="What is written of them: ``request``, ``response``, or ``all``."
+    )
+    max_bytes: ByteCount = Field(
+        64 << 10,
+        ge=1,
+        le=16 << 20,
+        description="Maximum size of one body; of a larger one, a stream or a WebSocket, only the beginning "
+        "is written.",
+    )
+    redact: Any = Field(
+        None,
+        description="Function that gets each event before it is written, and returns what is written "
+        'instead, or None for nothing: a function, or its import path ``"module:function"``. If it raises, '
+        "nothing is written.",
+    )
+    flush_period_s: float = Field(
+        10, ge=0.1, le=3600, description="How long events are gathered for one file, in seconds."
+    )
+
+    @field_validator("sink")
+    @classmethod
+    def _is_absolute(cls, sink: str) -> str:
+        if "://" not in sink and not sink.startswith("/"):
+            raise ValueError(
+                f"{masked(sink)!r} is a relative path, which means another folder on each worker; give an "
+                "absolute path or a URL"
+            )
+        return sink
+
+    @field_validator("redact")
+    @classmethod
+    def _is_a_function(cls, value: Any) -> Any:
+        is_path = isinstance(value, str) and (value.startswith(PICKLED) or all(split_import_path(value)))
+        if value is None or callable(value) or is_path:
+            return value
+        raise ValueError(f'redact is {value!r}; give a function, or its import path "module:function"')
+
+    @field_serializer("redact", when_used="json")
+    def _shown(self, value: Any) -> Any:
+        # Functions are pickled when they are deployed; until then, a dump is to be read.
+        return getattr(value, "__qualname__", repr(value)) if callable(value) else value
