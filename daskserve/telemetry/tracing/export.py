@@ -11,7 +11,8 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from opentelemetry import context
+from opentelemetry import context, trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from daskserve.common import settings
 from daskserve.common.clock import stopwatch
@@ -75,10 +76,9 @@ class Batches:
             self._wakes.set()
 
     def _work(self) -> None:
-        # Else libraries that trace HTTP requests make spans of each export, which are exported in turn.
-        # It has no public name. Without it, nothing is suppressed.
-        if (suppressed := getattr(context, "_SUPPRESS_INSTRUMENTATION_KEY", None)) is not None:
-            context.attach(context.set_value(suppressed, True))
+        # A trace that is not sampled. Else libraries that trace HTTP requests make spans of each export.
+        nothing = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
+        context.attach(trace.set_span_in_context(nothing))
         while True:
             self._wakes.wait(self._delay_s)
             self._wakes.clear()
@@ -148,7 +148,6 @@ class Export:
         post = post_of(exporter)
         if post is not None:
             from opentelemetry.sdk.trace import ReadableSpan
-            from opentelemetry.trace import SpanContext
 
             from daskserve.telemetry.tracing.otlp import SpanEncoder
 
