@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote_plus
 
 from daskserve.common.types import ON_DEMAND, Message, Send
@@ -13,6 +13,9 @@ from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
@@ -62,6 +65,8 @@ class IngressRequest:
     host = b""
     #: Its trace context, as it goes on; None without one.
     trace: Carrier | None = None
+    #: Its span, if it is sampled.
+    span: RecordedSpan | None = None
     has_trace_headers = False
     #: Whether its own id is not used.
     has_bad_id = False
