@@ -81,7 +81,7 @@ def build_app(models: Mapping[str, Any]) -> Application:
         made = deployment(**options)(ModelServer)
         applications[name] = made.bind(config.engine, config.args, config.token_timeout_s)
         facts[name] = ModelFacts(config.adapters, config.owned_by)
-    server = deployment(OpenAIServer, max_ongoing_requests=MAX_ONGOING_OF_SERVER)
+    server = deployment(max_ongoing_requests=MAX_ONGOING_OF_SERVER)(OpenAIServer)
     return server.bind(applications, facts)
 
 

@@ -72,7 +72,9 @@ class ResponseBody(Body):
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation in the form of chat completions."""
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for index, item in enumerate(self.input):

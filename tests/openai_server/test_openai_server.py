@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shlex
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from quick_instance import poll_for
 
 import daskserve as serve
 from daskserve.openai import build_app
 from daskserve.testing import local_instance
+
+openai: Any = pytest.importorskip("openai", reason="needs the extra test")
 
 #: The model by import path, as in configuration files.
 MODEL = {"engine": "echo_engine:Echo", "adapters": ["formal"], "token_timeout_s": 0.2}
@@ -36,7 +40,7 @@ def url(instance: serve.Client) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
+def client(url: str) -> Iterator[Any]:
     with openai.OpenAI(base_url=url, api_key="-", max_retries=0, timeout=30) as client:
         yield client
 
@@ -45,7 +49,7 @@ def says(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def test_models_and_adapters_are_listed(client: openai.OpenAI) -> None:
+def test_models_and_adapters_are_listed(client: Any) -> None:
     assert [each.id for each in client.models.list()] == ["echo", "echo:formal"]
     assert client.models.retrieve("echo:formal").owned_by == "daskserve"
     for name in ("other", "echo:rude", "echo:"):
@@ -54,7 +58,7 @@ def test_models_and_adapters_are_listed(client: openai.OpenAI) -> None:
         assert caught.value.code == "model_not_found"
 
 
-def test_a_chat_is_answered(client: openai.OpenAI) -> None:
+def test_a_chat_is_answered(client: Any) -> None:
     answer = client.chat.completions.create(model="echo:formal", messages=USER, stop=["o th"], n=2)
     assert [each.message.content for each in answer.choices] == ["one tw", "one tw"]
     assert [each.finish_reason for each in answer.choices] == ["stop", "stop"]
@@ -65,7 +69,7 @@ def test_a_chat_is_answered(client: openai.OpenAI) -> None:
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("one two ", "length")
 
 
-def test_a_chat_streams(client: openai.OpenAI) -> None:
+def test_a_chat_streams(client: Any) -> None:
     with client.chat.completions.create(
         model="echo", messages=USER, n=2, stream=True, stream_options={"include_usage": True}
     ) as stream:
@@ -79,7 +83,7 @@ def test_a_chat_streams(client: openai.OpenAI) -> None:
     assert [each.usage.total_tokens for each in chunks if each.usage] == [9]
 
 
-def test_probabilities_are_reported(client: openai.OpenAI) -> None:
+def test_probabilities_are_reported(client: Any) -> None:
     chat = client.chat.completions.create(model="echo", messages=USER, logprobs=True, top_logprobs=1)
     logprobs = chat.choices[0].logprobs
     assert logprobs is not None
@@ -92,20 +96,20 @@ def test_probabilities_are_reported(client: openai.OpenAI) -> None:
     assert (plain.logprobs.tokens, plain.logprobs.text_offset) == (["a ", "b "], [3, 5])
 
 
-def test_tools_are_called(client: openai.OpenAI) -> None:
-    (choice,) = client.chat.completions.create(model="echo", messages=USER, tools=TOOLS).choices  # type: ignore[arg-type]
+def test_tools_are_called(client: Any) -> None:
+    (choice,) = client.chat.completions.create(model="echo", messages=USER, tools=TOOLS).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls is not None
     assert choice.message.content is None
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-    with client.chat.completions.stream(model="echo", messages=USER, tools=TOOLS) as stream:  # type: ignore[arg-type]
+    with client.chat.completions.stream(model="echo", messages=USER, tools=TOOLS) as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls is not None
     assert message.tool_calls[0].function.arguments == '{"a": 1}'
 
 
-def test_prompts_are_completed(client: openai.OpenAI) -> None:
+def test_prompts_are_completed(client: Any) -> None:
     answer = client.completions.create(model="echo", prompt=["a b", "c"], n=2, max_tokens=5)
     assert [each.text for each in answer.choices] == ["a b ", "a b ", "c ", "c "]
     assert answer.usage is not None
@@ -115,7 +119,7 @@ def test_prompts_are_completed(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_texts_are_embedded(client: openai.OpenAI, url: str) -> None:
+def test_texts_are_embedded(client: Any, url: str) -> None:
     found = client.embeddings.create(model="echo", input=["a", "bcd"])
     assert [each.embedding for each in found.data] == [[1.5, 1.0], [1.5, 3.0]]
     assert found.usage.prompt_tokens == 4
@@ -124,7 +128,7 @@ def test_texts_are_embedded(client: openai.OpenAI, url: str) -> None:
     assert base64.b64decode(answer["data"][0]["embedding"]) == struct.pack("<f", 1.5)
 
 
-def test_responses_are_made(client: openai.OpenAI) -> None:
+def test_responses_are_made(client: Any) -> None:
     response = client.responses.create(model="echo", input="one two", max_output_tokens=1)
     assert (response.output_text, response.status) == ("one ", "incomplete")
     assert response.incomplete_details is not None
@@ -144,7 +148,7 @@ def test_responses_are_made(client: openai.OpenAI) -> None:
     assert (usage.input_tokens, usage.output_tokens) == (2, 2)
 
 
-def test_errors_have_the_form_of_openai(client: openai.OpenAI) -> None:
+def test_errors_have_the_form_of_openai(client: Any) -> None:
     cases: list[tuple[dict[str, Any], int, str | None, str | None]] = [
         ({"model": "other"}, 404, "model_not_found", "model"),
         ({"temperature": 3}, 400, "invalid_value", "temperature"),
@@ -167,7 +171,7 @@ def test_errors_have_the_form_of_openai(client: openai.OpenAI) -> None:
             assert (error.response.headers.get("retry-after") == "7") == (status == 503)
 
 
-def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error(client: openai.OpenAI) -> None:
+def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error(client: Any) -> None:
     stream = client.chat.completions.create(model="echo", messages=says("a b fail c"), stream=True)
     found = (chunk.choices[0].delta.content or "" for chunk in stream)
     assert [next(found) for _ in range(3)] == ["", "a ", "b "]
@@ -175,7 +179,7 @@ def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error(client
         next(found)
     events = list(client.responses.create(model="echo", input="a hang", stream=True))
     assert [each.type for each in events[-2:]] == ["error", "response.failed"]
-    assert events[-2].code == "timeout"  # type: ignore[union-attr]
+    assert events[-2].code == "timeout"
 
 
 def test_other_requests_are_refused_in_the_same_form(url: str) -> None:
@@ -214,3 +218,22 @@ def test_a_user_config_needs_an_engine_that_takes_it(instance: serve.Client) -> 
     model = {"engine": "echo_engine:Echo", "deployment": {"user_config": {"a": 1}}}
     with pytest.raises(serve.errors.DeployError, match="no method reconfigure"):
         instance.run(build_app({"m": model}), name="other", route_prefix="/other")
+
+
+def test_the_page_is_true(
+    instance: serve.Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/openai.md").read_text(encoding="utf-8")
+    program, calls, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    printed, curls, *_ = re.findall(r"^```console\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    address = instance.http_urls()[0]
+    monkeypatch.setattr(serve, "run", lambda app, **_: instance.run(app, name="page", route_prefix="/"))
+    exec(program, {})
+    exec(calls.replace("http://127.0.0.1:8000", address), {})
+    assert re.sub(" +$", "", capsys.readouterr().out, flags=re.MULTILINE) == printed
+    for command, output in re.findall(r"^\$ (.*)\n(.*)\n", curls, re.MULTILINE):
+        _, target, _, body = shlex.split(command)
+        path = target.removeprefix("http://127.0.0.1:8000")
+        answer = httpx.post(address + path, content=body, headers={"content-type": "application/json"})
+        assert answer.text == output
+    instance.delete_application("page")
