@@ -15,8 +15,8 @@ from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
 from daskserve.errors import NotFoundError, ServeError
 
-#: How long the controller waits for a change before it answers, and how late its answer may be: the second time
-#: twice as late, because that of a large instance on a busy machine takes long, and so on until the greatest.
+#: How long the controller waits for a change before it answers, and how late its answer may be: after each
+#: failure twice as late, until the greatest, because a large instance on a busy machine is slow.
 WAIT_S, LATE_S, MAX_LATE_S = 1.0, 1.5, 6.0
 #: Pause after a call that failed.
 RETRY_S = 0.5
