@@ -171,7 +171,7 @@ class RecordedSpan(Span):
 
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes of user code without what no exporter takes, as it is now."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in itertools.islice(attributes.items(), MAX_ATTRIBUTES):
         if isinstance(value, PLAIN):
             found[str(key)] = value

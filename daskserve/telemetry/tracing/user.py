@@ -85,7 +85,7 @@ class CurrentSpan(AbstractContextManager[Span]):
 
     def __enter__(self) -> Span:
         self._block: Any = trace.use_span(self._start(), *self._how)
-        return self._block.__enter__()  # type: ignore[no-any-return]
+        return self._block.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._block.__exit__(*error)  # type: ignore[no-any-return]
