@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from daskserve.common.formatting import as_whole, shown
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
-from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
 from daskserve.data.batching.tuning import BatchTuner

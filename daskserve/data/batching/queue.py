@@ -14,9 +14,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.tuning import BatchTuner
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
 from daskserve.payload.packed_errors import raisable
@@ -25,35 +27,6 @@ logger = logging.getLogger("daskserve.replica")
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-class BatchLimits:
-    """The limits of a batch. They may change at any time, and several queues may share them."""
-
-    __slots__ = ("enough", "max_batch_size", "wait_s", "waits_anew")
-
-    def __init__(self, max_batch_size: int, wait_s: float) -> None:
-        #: Maximum batch size; a full batch runs at once.
-        self.max_batch_size = max_batch_size
-        #: A batch of this size runs at once, too; 0: only a full one does.
-        self.enough = 0
-        #: Maximum time that the first item of a batch waits for others, in seconds.
-        self.wait_s = wait_s
-        #: Whether this time begins again when a batch ends, whose callers may send their next items then.
-        self.waits_anew = False
-
-
-class Tuner(Protocol):
-    """Finds the limits of a queue from what its batches take."""
-
-    def started(self, size: int) -> None:
-        """Note that a batch starts."""
-
-    def ended(self, now: float, waits_s: Sequence[float], took_s: float, queued: int) -> None:
-        """Note that a batch has ended, how long its items had waited, and how many wait now."""
-
-    def failed(self, size: int) -> None:
-        """Note that a batch was cancelled, or has raised an error."""
 
 
 class BatchEntry(Generic[ItemT, ResultT]):
@@ -119,7 +92,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         size_of: Callable[[list[ItemT]], float] | None = None,
         on_batch: Callable[[list[float], int], None] | None = None,
         on_end: Callable[[float], None] | None = None,
-        tuner: Tuner | None = None,
+        tuner: BatchTuner | None = None,
     ) -> None:
         self._run = run
         self._limits = limits

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from daskserve.data.batching.queue import BatchLimits
+from daskserve.data.batching.limits import BatchLimits
 
 #: The waits that are tried, as shares of the time that the target leaves beside the batch itself.
 WAITS: Sequence[float] = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -87,6 +88,17 @@ class ServiceTimes:
         return math.inf if per_item <= 0 else 1 + (limit_s - one) / per_item
 
 
+@dataclass
+class _Period:
+    """What was done in a period; ``began`` is None until a batch ends, which ran under other limits."""
+
+    began: float | None = None
+    batches: int = 0
+    items: int = 0
+    late: int = 0
+    busy_s: float = 0.0
+
+
 class BatchTuner:
     """Sets the limits of one queue, from what its batches have taken.
 
@@ -120,9 +132,7 @@ class BatchTuner:
         self._periods = 0
         self._score = 0.0
         self._load = (0.0, 0.0)
-        self._period_began: float | None = None
-        self._items = self._late = self._batches = 0
-        self._busy_s = 0.0
+        self._period = _Period()
 
     def started(self, size: int) -> None:
         """Note that a batch starts."""
@@ -138,30 +148,26 @@ class BatchTuner:
         self._peak = max(self._peak, self._running + queued)
         self._running -= size
         self._times.add(size, took_s)
-        if self._period_began is None:
-            self._begin_period(now)  # the batches before ran under other limits
+        period = self._period
+        if period.began is None:
+            period.began = now
         else:
-            self._items += size
-            self._batches += 1
-            self._late += sum(wait + took_s > self._target_s for wait in waits_s)
-            self._busy_s += took_s
-            passed = now - self._period_began
-            is_long = passed >= PERIOD_S and self._items >= PERIOD_ITEMS
+            period.batches += 1
+            period.items += size
+            period.late += sum(wait + took_s > self._target_s for wait in waits_s)
+            period.busy_s += took_s
+            passed = now - period.began
+            is_long = passed >= PERIOD_S and period.items >= PERIOD_ITEMS
             if is_long or passed >= LONGEST_PERIOD_S or self._is_hopeless(passed):
                 self._end_period(now, passed)
         self._set_limits()
 
-    def _begin_period(self, now: float | None) -> None:
-        self._period_began = now
-        self._items = self._late = self._batches = 0
-        self._busy_s = 0.0
-        self._peak_before, self._peak = self._peak, 0
-
     def _end_period(self, now: float, passed: float) -> None:
-        rate, late = self._items / passed, self._late / max(1, self._items)
+        period = self._period
+        rate, late = period.items / passed, period.late / max(1, period.items)
         # One item in a hundred may be late; beyond that, being in time counts more than anything else.
         score = rate if late <= 0.01 else rate * (0.5 - 0.49 * late)
-        busy = self._busy_s / passed / self._max_running
+        busy = period.busy_s / passed / self._max_running
         load = (rate, float(max(self._peak, self._peak_before)))
         self._periods += 1
         if self._trial is None:
@@ -174,7 +180,8 @@ class BatchTuner:
         else:
             self._end_trial(self._trial, score, load)
             has_changed = True
-        self._begin_period(None if has_changed else now)
+        self._period = _Period(None if has_changed else now)
+        self._peak_before, self._peak = self._peak, 0
 
     def _begin_trial(self, busy: float) -> bool:
         """Try the next of the other waits that are due; return whether there is one to try."""
@@ -199,9 +206,9 @@ class BatchTuner:
 
     def _is_hopeless(self, passed: float) -> bool:
         """Whether a trial that has just begun is clearly worse already."""
-        if self._trial is None or self._batches < 3 or passed < PERIOD_S:
+        if self._trial is None or self._period.batches < 3 or passed < PERIOD_S:
             return False
-        return self._items / passed < (2 * CLEAR - 1) * self._score
+        return self._period.items / passed < (2 * CLEAR - 1) * self._score
 
     def _set_limits(self) -> None:
         limits, bounds = self.limits, self._bounds

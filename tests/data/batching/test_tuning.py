@@ -16,7 +16,8 @@ from tables import each_case
 from daskserve.common.clock import seeded_rng
 from daskserve.data.batching.decorator import batch
 from daskserve.data.batching.function import BatchedFunction
-from daskserve.data.batching.queue import BatchLimits, BatchQueue
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.batching.tuning import BatchTuner, ServiceTimes
 from daskserve.testing import run_virtual
 
