@@ -146,6 +146,8 @@ class ProxyActor:
             lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
             self._is_crowded,
         )
+        if self._access_log is not None:
+            self._server.tell_refused(self._access_log.refused)
         await self._server.bind()
         self._health = health_server(self._ingress, options, **place)
         if self._health is not None:

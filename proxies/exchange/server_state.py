@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import ALL_HTTP_METHODS
@@ -62,6 +62,11 @@ class Ongoing(Protocol):
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
+
+
+#: The address of a client; None if it has none.
+Client: TypeAlias = tuple[str, int] | None
+NoteRefused: TypeAlias = Callable[[Client, str, str, str, int], object]
 
 
 class Refusals:
@@ -134,6 +139,8 @@ class ServerState:
         self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
+        #: Called with the client, method, target, version and status of a request that the server refuses.
+        self.note_refused: NoteRefused = _unnoted
         #: Returns the size that no body may exceed; the application may set a lower limit for each.
         self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
@@ -162,6 +169,9 @@ class ServerState:
 
 
 def _ignore(connection: Connection) -> None: ...
+
+
+def _unnoted(client: Client, method: str, target: str, version: str, status: int) -> None: ...
 
 
 class Connection(asyncio.Protocol):
