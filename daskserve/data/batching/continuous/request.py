@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Any
 
 
 class RequestState(Enum):
@@ -17,7 +17,7 @@ class RequestState(Enum):
 
 
 #: What happens to a request, and the states between which it moves.
-MOVES: Final[Mapping[str, tuple[frozenset[RequestState], RequestState]]] = {
+MOVES: Mapping[str, tuple[frozenset[RequestState], RequestState]] = {
     "admit": (frozenset({RequestState.WAITING}), RequestState.ACTIVE),
     "preempt": (frozenset({RequestState.ACTIVE}), RequestState.WAITING),
     "end": (frozenset({RequestState.WAITING, RequestState.ACTIVE}), RequestState.ENDED),
