@@ -213,12 +213,17 @@ class BackendRecord:
 
 @dataclass(frozen=True, slots=True)
 class CapacityRecord:
-    """The target capacity of an instance in percent, and the direction of its last change."""
+    """The target capacity of an instance in percent, the direction of its last change, and how it logs.
+
+    ``logging`` is set once it has changed since the start ``logging_of``.
+    """
 
     KIND: ClassVar[str] = "capacity"
 
     percent: float | None = None
     direction: str | None = None
+    logging: Mapping[str, Any] | None = None
+    logging_of: str = ""
 
     @property
     def key(self) -> str:
