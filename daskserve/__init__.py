@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from daskserve.data.caller.calls.handle import Handle
     from daskserve.data.caller.calls.response import Response
     from daskserve.data.caller.calls.response_stream import ResponseGenerator
+    from daskserve.data.caller.calls.resuming import resume_stream
     from daskserve.data.replica.user_code.class_app import ingress
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
@@ -111,6 +112,7 @@ _NAMES: Mapping[str, str] = {
     "data.caller.calls.handle": "Handle",
     "data.caller.calls.response": "Response",
     "data.caller.calls.response_stream": "ResponseGenerator",
+    "data.caller.calls.resuming": "resume_stream",
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
     "data.batching.continuous.decorator": "continuous_batch",
@@ -185,6 +187,7 @@ __all__ = [
     "history_async",
     "ingress",
     "metrics",
+    "resume_stream",
     "rollback",
     "rollback_async",
     "run",

@@ -65,6 +65,7 @@ PUBLIC = {
     "history_async",
     "events",
     "events_async",
+    "resume_stream",
     "rollback",
     "rollback_async",
     "ReplicaContext",

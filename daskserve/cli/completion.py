@@ -36,6 +36,11 @@ def completion(shell: str) -> None:
     click.echo(kind(root.command, {}, "daskserve", "_DASKSERVE_COMPLETE").source())
 
 
+def complete_files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Have the shell complete names of files, for an argument that may be a file."""
+    return [CompletionItem(incomplete, type="file")]
+
+
 def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the names of applications that begin as what was typed; none if they are not known soon."""
     variables = settings.process_variables()

@@ -11,7 +11,18 @@ import dask.config
 
 from daskserve.cli.output import errors_as_messages
 from daskserve.client.client import Client
+from daskserve.client.definitions.specs import check_name
 from daskserve.client.functions.finding import connect
+from daskserve.errors import ServeError
+
+
+def checked_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Return the name of an instance, as the callback of its option."""
+    try:
+        check_name(value, "it")
+    except ServeError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:

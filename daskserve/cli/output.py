@@ -17,7 +17,13 @@ from typing import IO, Any
 import click
 from pydantic import ValidationError
 
-from daskserve.errors import ClusterUnreachableError, NotRunningError, ReplicaStartError, ServeError
+from daskserve.errors import (
+    ClusterUnreachableError,
+    ConfigFileError,
+    NotRunningError,
+    ReplicaStartError,
+    ServeError,
+)
 from daskserve.payload.shown_errors import shortened
 
 #: The name of the parameter that `json_option` adds.
@@ -86,8 +92,18 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 
 
 def coloured(text: str) -> str:
-    """Return a text whose state words have colours, which `click.echo` drops where they do not belong."""
-    return _STATE.sub(lambda found: click.style(found[0], fg=COLOUR_OF[found[0]]), text)
+    """Return a text whose state words have colours, which `click.echo` drops where they do not belong.
+
+    The names of columns have none: RUNNING is one of them, too.
+    """
+    return "\n".join(
+        line if line.isupper() and "STATUS" in line else _STATE.sub(_styled, line)
+        for line in text.split("\n")
+    )
+
+
+def _styled(found: re.Match[str]) -> str:
+    return click.style(found[0], fg=COLOUR_OF[found[0]])
 
 
 def is_terminal() -> bool:
@@ -104,7 +120,9 @@ def errors_as_messages() -> Iterator[None]:
         text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
         raise _command_error(error, text.rstrip()) from error
     except (ServeError, ValidationError, TypeError, ValueError) as error:
-        raise _command_error(error, spelled(str(error))) from error
+        # Names in files are not those of options.
+        text = str(error) if isinstance(error, ConfigFileError) else spelled(str(error))
+        raise _command_error(error, text) from error
 
 
 def _command_error(error: Exception, text: str) -> CommandError:

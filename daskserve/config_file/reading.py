@@ -11,7 +11,9 @@ from daskserve.config_file.checking import Checks, places_of_references
 from daskserve.config_file.json_text import parse_json
 from daskserve.config_file.limits import excess
 from daskserve.config_file.model import InstanceConfig
+from daskserve.config_file.option_checks import shortened
 from daskserve.config_file.places import Document, Faults, Place
+from daskserve.config_file.references import not_references_in
 from daskserve.config_file.toml_text import parse_toml
 from daskserve.config_file.yaml_text import parse_yaml
 from daskserve.errors import ConfigFileError
@@ -62,6 +64,9 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     parts = [(index, checks.instance(value, (index,))) for index, value in enumerate(document.values)]
     if not parts and not faults.found:
         faults.add(Place(1, 1), "the file is empty; it must have the key 'applications'")
+    for path, given in not_references_in(document.values):
+        why = "a reference is ${NAME} or ${NAME:-default}; $${ is the text ${"
+        faults.warn(document.at(path), f"{shortened(given)} stays as it is: {why}")
     values: dict[str, Any] = {"applications": []}
     for index, part in parts:
         _join(values, part, (index,), document, faults)

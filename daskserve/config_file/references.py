@@ -32,17 +32,31 @@ _TEXTS = frozenset({"args", "user_config", "init_args", "init_kwargs"}) | {
 ConfigT = TypeVar("ConfigT", ApplicationConfig, InstanceConfig)
 
 
-def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Return the ways to texts with references, and the texts."""
+def _texts_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
     if isinstance(value, str):
-        if any(not found[1] for found in _REFERENCE.finditer(value)):
+        if "${" in value:
             yield path, value
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from references_in(each, (*path, str(key)))
+            yield from _texts_in(each, (*path, str(key)))
     elif isinstance(value, list):
         for index, each in enumerate(value):
-            yield from references_in(each, (*path, index))
+            yield from _texts_in(each, (*path, index))
+
+
+def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Return the ways to texts with references, and the texts."""
+    for where, text in _texts_in(value, path):
+        if any(not found[1] for found in _REFERENCE.finditer(text)):
+            yield where, text
+
+
+def not_references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Return the ways to texts that have something like a reference, with what is meant to be one."""
+    for where, text in _texts_in(value, path):
+        rest = _REFERENCE.sub("", text)
+        if "${" in rest:
+            yield where, re.split(r"(?<=\})|\s", rest[rest.index("${") :], maxsplit=1)[0]
 
 
 def has_references(value: Any) -> bool:

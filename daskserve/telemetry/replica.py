@@ -44,14 +44,28 @@ class BatchMetrics:
 
 
 class StepMetrics:
-    """The steps of one continuous batch, their outputs, and how often a request was preempted."""
+    """The steps of one method's continuous batches, their outputs, and how often a request was preempted."""
 
-    __slots__ = ("durations", "outputs", "preemptions")
+    __slots__ = ("_loads", "durations", "outputs", "preemptions")
 
     def __init__(self) -> None:
         self.durations = LatencyHistogram()
         self.outputs = 0
         self.preemptions = 0
+        self._loads: list[weakref.WeakMethod[Callable[[], Sequence[float]]]] = []
+
+    def watch(self, load: Callable[[], Sequence[float]]) -> None:
+        """Include a batch while it exists: its active and queued requests, and the cost of the queued ones.
+
+        ``load`` is a method of the batch, which any thread may call.
+        """
+        self._loads.append(weakref.WeakMethod(load, self._loads.remove))
+
+    def load(self) -> Sequence[float]:
+        """Return the sums of what the batches have told."""
+        loads = [each() for each in list(self._loads)]
+        totals = [load() for load in loads if load is not None]
+        return [sum(each) for each in zip((0, 0, 0.0), *totals, strict=True)]
 
 
 class ReplicaMetrics:
@@ -70,6 +84,7 @@ class ReplicaMetrics:
         "start_failures",
         "started_at",
         "startup_s",
+        "steps",
         "timed_out",
         "user",
         "user_queues",
@@ -88,6 +103,8 @@ class ReplicaMetrics:
         self.timed_out = 0
         self.latency = LatencyHistogram()
         self.batches: dict[str, BatchMetrics] = {}
+        #: The continuous batches, by method.
+        self.steps: dict[str, StepMetrics] = {}
         #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
@@ -105,6 +122,13 @@ class ReplicaMetrics:
         found = self.batches.get(method)
         if found is None:
             found = self.batches.setdefault(method, BatchMetrics())
+        return found
+
+    def steps_of(self, method: str) -> StepMetrics:
+        """Return the counters of one method's continuous batches; as `batches_of`."""
+        found = self.steps.get(method)
+        if found is None:
+            found = self.steps.setdefault(method, StepMetrics())
         return found
 
     def watch_queue(self, length: Callable[[], int]) -> None:
@@ -145,15 +169,24 @@ class ReplicaMetrics:
         }
 
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the running and ended requests, their latencies and ``more``, as plain values."""
+        """Return the running and ended requests, their latencies and ``more``, as plain values.
+
+        The loads of continuous batches are custom metrics, unless user code has its own ones of these names.
+        """
         present = load()
+        found = more()
+        if self.steps:
+            loads = [each.load() for each in list(self.steps.values())]
+            _, queued, cost = (sum(each) for each in zip(*loads, strict=True))
+            own = {"continuous_queued_requests": queued, "continuous_queued_cost": cost}
+            found["custom"] = {**own, **found.get("custom", {})}
         return {
             "ongoing": present.ongoing,
             "queued": present.queued,
             "ended": self.handled - present.ongoing,
             "failed": self.failed,
             "latency_counts": list(self.latency.counts),
-            **more(),
+            **found,
         }
 
     def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
@@ -188,6 +221,10 @@ class ReplicaMetrics:
             found.append(("batch_wait_seconds", (*deployment, method), each.waits))
             found.append(("batch_duration_seconds", (*deployment, method), each.durations))
             found.append(("batch_utilization_ratio", (*deployment, method), each.shares))
+        for method, steps in list(self.steps.items()):
+            found.append(("continuous_step_duration_seconds", (*deployment, method), steps.durations))
+            found.append(("continuous_outputs", (*deployment, method), steps.outputs))
+            found.append(("continuous_preemptions", (*deployment, method), steps.preemptions))
         return found
 
     def states(
@@ -209,6 +246,11 @@ class ReplicaMetrics:
         ]
         if not self.started_at:
             return counts
+        for method, steps in list(self.steps.items()):
+            active, queued, cost = steps.load()
+            counts.append(("continuous_active_requests", (*labels, method), active))
+            counts.append(("continuous_queued_requests", (*labels, method), queued))
+            counts.append(("continuous_queued_cost", (*labels, method), cost))
         return [
             *counts,
             ("replica_ongoing_requests", labels, load.ongoing),

@@ -192,6 +192,19 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "Share of max_batch_size that a batch had.",
             SHARE_BUCKETS,
         ),
+        MetricSpec(
+            "continuous_step_duration_seconds",
+            _T,
+            (*_D, "method"),
+            "Seconds that a step of a continuous batch took.",
+        ),
+        MetricSpec("continuous_outputs", _C, (*_D, "method"), "Outputs of a continuous batch."),
+        MetricSpec(
+            "continuous_preemptions",
+            _C,
+            (*_D, "method"),
+            "Times that a request lost its slot for lack of memory.",
+        ),
     ),
     "Replicas, while they exist": (
         MetricSpec("replica_requests", _C, _R, "Requests that began."),
@@ -203,6 +216,13 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             _G,
             _R,
             "Requests waiting for a slot, and requests and calls waiting for their batch.",
+        ),
+        MetricSpec(
+            "continuous_active_requests", _G, (*_R, "method"), "Requests with a slot of a continuous batch."
+        ),
+        MetricSpec("continuous_queued_requests", _G, (*_R, "method"), "Requests that wait for such a slot."),
+        MetricSpec(
+            "continuous_queued_cost", _G, (*_R, "method"), "Sum of their costs by cost_fn, such as tokens."
         ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Cancelled calls that still run."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "Number of slots."),

@@ -34,7 +34,7 @@ from daskserve.proxies.ingress.request import (
     response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.proxies.ingress.traced import serve_traced
+from daskserve.proxies.ingress.traced import begin_trace, end_trace
 from daskserve.telemetry.histogram import cause_of
 from daskserve.telemetry.tracing.carrier import TRACE
 
@@ -170,9 +170,9 @@ class IngressApp:
         if kind == "http" or kind == "websocket":
             response = response_to(send) if kind == "http" else WebSocketResponse(send)
             request = IngressRequest(scope["headers"], response)
-            if self._tracing is None and not request.has_trace_headers:
-                return self._serve(request, scope, receive)
-            return serve_traced(self._serve, self._tracing, self.metrics, request, scope, receive)
+            if self._tracing is not None or request.has_trace_headers:
+                begin_trace(self._tracing, request, scope)
+            return self._serve(request, scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
@@ -212,8 +212,15 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
+                trace_id = 0 if request.span is None else request.span.trace_id
                 self.metrics.observe(
-                    request.route, method, response.status, seconds, request.cause, response.matched_route
+                    request.route,
+                    method,
+                    response.status,
+                    seconds,
+                    request.cause,
+                    response.matched_route,
+                    trace_id,
                 )
                 if self._access_log is not None:
                     self._access_log.note(request, scope, seconds)
@@ -221,6 +228,8 @@ class IngressApp:
                     self._responses[response.status // 100 % 10] += 1
                 else:
                     self._unanswered += 1
+            if request.span is not None:
+                end_trace(request.span, request, scope)
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.

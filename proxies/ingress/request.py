@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
@@ -46,6 +49,8 @@ class IngressRequest:
     host = b""
     #: Its trace context, as it goes on; None without one.
     trace: Carrier | None = None
+    #: Its span, if it is sampled.
+    span: RecordedSpan | None = None
     has_trace_headers = False
     #: Whether its own id is not used.
     has_bad_id = False

@@ -150,5 +150,7 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert "Applications: 2 unchanged." in call("diff", "serve.yaml").output
     call("delete", "mail")
     assert list(client.status().applications) == ["shop"]
+    assert "'mail' does not exist; there are: shop." in call("delete", "mail", code=1).stderr
+    assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
     result = call("restart", "mail", "--json", code=1)
     assert json.loads(result.stderr)["error"]["type"] == "NotFoundError"

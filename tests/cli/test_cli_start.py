@@ -116,6 +116,7 @@ def test_commands_and_their_options_are_completed() -> None:
     assert completed("daskserve", "sta") == ["stacks", "start", "status"]
     assert completed("daskserve", "run", "--reload-s") == ["--reload-strategy"]
     assert completed("daskserve", "run", "--reload-strategy", "rec") == ["recreate"]
+    assert [completed("daskserve", each, "shop.y") for each in ("run", "deploy", "diff")] == 3 * [["shop.y"]]
 
 
 def test_completing_a_command_imports_no_other() -> None:

@@ -259,3 +259,13 @@ def test_aliases_do_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) -> N
     levels = "".join(f"l{n + 1}: &l{n + 1} [{', '.join([f'*l{n}'] * 10)}]\n" for n in range(9))
     (line, *_) = [each for each in faults("l0: &l0 [x]\n" + levels) if "aliases" in each]
     assert "more than 1000 values" in line
+
+
+def test_what_looks_like_a_reference_and_is_none_is_warned_of() -> None:
+    text = "args: {a: '${env:FOO} x', b: '${', c: '$${x}', d: 'ok ${FOO:-x} ${A-b}'}"
+    found = read(f"applications: [{{import_path: 'a:b', {text}}}]", "f.yaml")
+    assert [each.split(" stays as it is")[0].split(": ")[1] for each in found.warnings] == [
+        "'${env:FOO}'",
+        "'${'",
+        "'${A-b}'",
+    ]

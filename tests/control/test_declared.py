@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from controller_harness import Stage, boom, staged
+from control_harness import app_spec
+from controller_harness import ScriptedReplica, Stage, boom, staged
 from scripted_builder import config, instance_config
 
 from daskserve.common.types import Location
@@ -208,13 +210,61 @@ async def test_a_route_moves_from_one_application_to_another(stage: Stage) -> No
     assert {route: each["application"] for route, each in routes.items()} == {"/y": "a", "/z": "b"}
 
 
+def routed(routes: Mapping[str, Any]) -> dict[str, str]:
+    return {route: each["application"] for route, each in routes.items()}
+
+
 @staged()
-async def test_two_applications_cannot_swap_their_routes_at_once(stage: Stage) -> None:
+async def test_applications_swap_their_routes_in_one_change(stage: Stage) -> None:
+    await declare(stage, config("a", route="/x"), config("b", route="/y"), config("c", route="/z"))
+    seen: list[dict[str, str]] = []
+
+    async def look(replica: ScriptedReplica) -> None:
+        seen.append(routed(await stage.published("routes")))
+
+    stage.start = look
+    found = await declare(
+        stage, config("a", "2", route="/y"), config("b", "2", route="/z"), config("c", route="/x")
+    )
+    assert {name: each["status"] for name, each in found.items() if name in "abc"} == dict.fromkeys(
+        "abc", "RUNNING"
+    )
+    assert routed(await stage.published("routes")) == {"/y": "a", "/z": "b", "/x": "c"}
+    assert seen == 2 * [{"/x": "a", "/y": "b", "/z": "c"}]
+    assert versions(stage) == {"a": "2", "b": "2", "c": "1"}
+
+
+@staged()
+async def test_routes_stay_if_one_of_those_that_swap_them_fails(stage: Stage) -> None:
     await declare(stage, config("a", route="/x"), config("b", route="/y"))
-    found = await declare(stage, config("a", "2", route="/y"), config("b", "2", route="/x"))
-    assert "in use by application 'b'" in found["a"]["message"]
-    assert "in use by application 'a'" in found["b"]["message"]
+    stage.start = boom("broken")
+    found = await declare(stage, config("a", route="/y"), config("b", "2", route="/x"))
+    assert (found["a"]["status"], found["b"]["status"]) == ("DEPLOY_FAILED", "DEPLOY_FAILED")
+    assert "'b', with which it was to swap routes, keeps its own" in found["a"]["message"]
+    assert "broken" in found["b"]["message"]
+    assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
     assert versions(stage) == {"a": "1", "b": "1"}
+    stage.start = None
+    await declare(stage, config("a", route="/y"), config("b", "3", route="/x"))
+    assert routed(await stage.published("routes")) == {"/y": "a", "/x": "b"}
+
+
+@staged()
+async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> None:
+    """And a controller that takes over completes the swap, for both at once."""
+    await stage.run("a", {"a": ()}, route="/x")
+    await stage.run("b", {"b": ()}, route="/y")
+    stage.start_s = 5.0
+    swap = app_spec("a", {"a": ()}, route="/y"), app_spec("b", {"b": ()}, route="/x", b={"version": "2"})
+    answer = await stage.deploy_apps(*swap)
+    await stage.clock.sleep(1.0)
+    assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
+    with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to get it"):
+        await stage.run("a", {"a": ()}, route="/x")
+    await stage.crash_controller()
+    for goal in answer["goals"].values():
+        await stage.calls.wait_for_goal(goal, None)
+    assert routed(await stage.published("routes")) == {"/y": "a", "/x": "b"}
 
 
 @staged()

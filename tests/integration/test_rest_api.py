@@ -57,6 +57,7 @@ def test_a_request_deploys_what_workers_import_and_others_see_it(
         assert "DEPLOYING" in kinds
         assert ask("/api/serve/applications/shop", "DELETE").status == 200
         poll_for(lambda: fetch(url).status == 404, 30, what="the application stays")
+        assert ask("/api/serve/applications/shop", "DELETE").status == 404
 
 
 def _find_modules(folder: str) -> None:

@@ -321,4 +321,4 @@ def test_a_histogram_keeps_one_example_of_each_bucket() -> None:
         histogram.observe(value)
         histogram.note_trace(value, 7)
     assert histogram.examples is not None
-    assert sorted(each.value for each in histogram.examples.values()) == [0.4, 2.0]
+    assert sorted(value for value, _, _ in histogram.examples.values()) == [0.4, 2.0]

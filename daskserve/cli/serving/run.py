@@ -13,6 +13,7 @@ from typing import Any
 import click
 import dask.config
 
+from daskserve.cli.completion import complete_files
 from daskserve.cli.instance import address_option
 from daskserve.cli.output import errors_as_messages
 from daskserve.cli.serving.http_options import given_http_options, http_options
@@ -87,7 +88,7 @@ def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", shell_complete=complete_files)
 @click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--name", default=DEFAULT_APPLICATION, show_default=True, help="Name of the application.")
 @click.option("--route-prefix", default="/", show_default=True, help="Path prefix for its HTTP requests.")

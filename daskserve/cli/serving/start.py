@@ -7,7 +7,7 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.instance import address_option, connected, instance_options
+from daskserve.cli.instance import address_option, checked_name, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, log_options, use_log_level, use_log_options
@@ -30,6 +30,7 @@ from daskserve.errors import UnavailableError
     "--name",
     default=DEFAULT_INSTANCE,
     show_default=True,
+    callback=checked_name,
     help="Name of the instance. Other commands find one of another name by --instance; it needs a --port of "
     "its own.",
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from daskserve.cli.completion import complete_files
 from daskserve.cli.instance import connected, instance_options, known
 from daskserve.cli.output import (
     CommandError,
@@ -77,7 +78,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(target, **values)
 
     options = (
-        click.argument("target"),
+        click.argument("target", shell_complete=complete_files),
         click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
         click.option(
             "--name",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
 from daskserve.client.views.table import table
@@ -23,8 +24,9 @@ def models() -> None:
 
 
 def deployment_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument of a deployment, and the options that select a running instance, to a command."""
-    return click.argument("deployment")(instance_options(command))
+    """Add the argument of a deployment, the options that select a running instance, and ``--json``."""
+    named = click.argument("deployment", shell_complete=complete_applications)
+    return named(instance_options(json_option(command)))
 
 
 def tag_of(deployment: str) -> str:
@@ -35,7 +37,6 @@ def tag_of(deployment: str) -> str:
 
 @models.command(name="list")
 @deployment_options
-@json_option
 def list_(deployment: str, address: str | None, name: str | None, as_json: bool) -> None:
     """List the models of DEPLOYMENT: what is loaded, has failed, or is in its folder.
 
@@ -73,12 +74,16 @@ def load(
     timeout_s: float | None,
     address: str | None,
     name: str | None,
+    as_json: bool,
 ) -> None:
     """Load VERSION of MODEL, by default the newest, in all replicas of DEPLOYMENT, and wait for it."""
     with errors_as_messages(), connected(address, name) as client:
         tag = tag_of(deployment)
         loaded = client.load_model(tag, model, version, default=not no_default, timeout_s=timeout_s)
         state = client.list_models(tag).get(model, {}).get(loaded, {}).get("state")
+    if as_json:
+        print_json({"deployment": tag, "model": model, "version": loaded, "state": state})
+        return
     begun = f"; its rollout has begun: daskserve rollout status {deployment} --model {model}"
     click.echo(f"Version {loaded} of model {model} is loaded{begun if state == 'ROLLING_OUT' else ''}.")
 
@@ -87,17 +92,31 @@ def load(
 @deployment_options
 @click.argument("model")
 @click.argument("version", required=False)
-def unload(deployment: str, model: str, version: str | None, address: str | None, name: str | None) -> None:
+def unload(
+    deployment: str, model: str, version: str | None, address: str | None, name: str | None, as_json: bool
+) -> None:
     """Unload VERSION of MODEL, or all of its versions, from the replicas of DEPLOYMENT."""
     with errors_as_messages(), connected(address, name) as client:
         client.unload_model(tag_of(deployment), model, version)
+    _tell(deployment, model, version, "unloaded", as_json=as_json)
 
 
 @models.command()
 @deployment_options
 @click.argument("model")
 @click.argument("version")
-def default(deployment: str, model: str, version: str, address: str | None, name: str | None) -> None:
+def default(
+    deployment: str, model: str, version: str, address: str | None, name: str | None, as_json: bool
+) -> None:
     """Make VERSION, which is loaded, the default version of MODEL."""
     with errors_as_messages(), connected(address, name) as client:
         client.set_default_model(tag_of(deployment), model, version)
+    _tell(deployment, model, version, "the default", as_json=as_json)
+
+
+def _tell(deployment: str, model: str, version: str | None, what: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"deployment": tag_of(deployment), "model": model, "version": version, "is": what})
+    else:
+        which = f"Version {version}" if version is not None else "Each version"
+        click.echo(f"{which} of model {model} is {what}.")

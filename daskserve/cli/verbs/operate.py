@@ -11,7 +11,7 @@ from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import errors_as_messages, is_terminal, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
-from daskserve.errors import NotRunningError
+from daskserve.errors import NotFoundError, NotRunningError
 
 
 def split_target(target: str) -> tuple[str, str | None]:
@@ -58,14 +58,28 @@ def restart(target: str, address: str | None, name: str | None, no_wait: bool, a
 @click.argument("application", metavar="APP", shell_complete=complete_applications)
 @instance_options
 @click.option("--no-wait", is_flag=True, help="Return before its replicas have stopped.")
+@click.option("--ignore-not-found", is_flag=True, help="Exit with 0 if there is no such application.")
 @json_option
-def delete(application: str, address: str | None, name: str | None, no_wait: bool, as_json: bool) -> None:
+def delete(
+    application: str,
+    address: str | None,
+    name: str | None,
+    no_wait: bool,
+    ignore_not_found: bool,
+    as_json: bool,
+) -> None:
     """Delete an application, be it from a file or from a program; requests under way complete.
 
-    Deleting one that does not exist changes nothing, and is no error.
+    If there is no such application, the exit code is 1.
     """
     with errors_as_messages(), connected(address, name) as client:
-        client.delete_application(application, blocking=not no_wait)
+        try:
+            client.delete_application(application, blocking=not no_wait, missing_ok=False)
+        except NotFoundError:
+            if not ignore_not_found:
+                raise
+            _tell({"application": application, "not found": True}, as_json)
+            return
     _tell({"application": application, "deleted": True}, as_json)
 
 
@@ -105,7 +119,8 @@ def rollback(
 @click.command()
 @instance_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def shutdown(address: str | None, name: str | None, yes: bool) -> None:
+@json_option
+def shutdown(address: str | None, name: str | None, yes: bool, as_json: bool) -> None:
     """End the instance on a cluster, with all its applications.
 
     Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
@@ -115,11 +130,16 @@ def shutdown(address: str | None, name: str | None, yes: bool) -> None:
             with connected(address, name) as client:
                 if not yes:
                     confirm_end(client)
+                ended = client.instance_name
                 client.shutdown()
         except NotRunningError:
             if name is not None:
                 raise
-            click.echo(str(Status()))
+            ended = None
+    if as_json:
+        print_json({"instance": ended, "ended": ended is not None})
+    elif ended is None:
+        click.echo(str(Status()))
 
 
 def confirm_end(client: Client) -> None:

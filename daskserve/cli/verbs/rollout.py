@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import ExitCode, coloured, errors_as_messages, json_option, print_json
 from daskserve.client.client import Client
@@ -26,7 +27,7 @@ def rollout() -> None:
 
 
 def _target(command: Callable[..., Any]) -> Callable[..., Any]:
-    named = click.argument("target", metavar="APP/DEPLOYMENT")
+    named = click.argument("target", metavar="APP/DEPLOYMENT", shell_complete=complete_applications)
     model = click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment.")
     return named(model(instance_options(json_option(command))))
 

@@ -71,7 +71,9 @@ async def _connect(
             )
         cluster_connection = await dial_connection(form, address)
     try:
-        found = await _find_instance(form, cluster_connection, lambda running: named_instance(running, name))
+        found = await _find_instance(
+            form, cluster_connection, lambda running: named_instance(running, name), name=name
+        )
         return form.client(InstanceConnection(cluster_connection, found, is_guest=True))
     except BaseException:
         if address is not None:
@@ -113,11 +115,14 @@ async def _find_instance(
     form: Form[Any],
     cluster_connection: DaskConnection,
     choose: Callable[[Mapping[InstanceName, Any]], InstanceName | None],
+    *,
+    name: InstanceName | None = None,
 ) -> InstanceName:
     """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
     no_instance = NotRunningError(
-        f"No such instance runs on the cluster {cluster_connection.scheduler_address}; start one with "
-        "serve.start(detached=True), or run an application with serve.run()."
+        f"{'No such instance' if name is None else f'No instance {name!r}'} runs on the cluster "
+        f"{cluster_connection.scheduler_address}; start one with serve.start(detached=True), or run an "
+        "application with serve.run()."
     )
     if not await form.run(
         cluster_connection, cluster_connection.check_scheduler(settings.timeouts().connect_s)
@@ -128,6 +133,8 @@ async def _find_instance(
     except NotRunningError:
         raise no_instance from None
     found = choose(running)
+    if found is None and name is not None and running:
+        raise NotRunningError(f"{no_instance} These run: {', '.join(sorted(running))}.")
     if found is None:
         raise no_instance
     if running[found]["owns_cluster"]:

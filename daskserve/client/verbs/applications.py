@@ -130,25 +130,41 @@ class ApplicationVerbs(HandleVerbs):
             return ""
 
     async def delete_application(
-        self, name: str, *, blocking: bool = True, timeout_s: float = DELETE_S
+        self, name: str, *, blocking: bool = True, timeout_s: float = DELETE_S, missing_ok: bool = True
     ) -> None:
         """Stop an application and remove it; do nothing if there is no application of this name.
 
         Raises
         ------
+        NotFoundError
+            There is none, and ``missing_ok`` is false.
         RequestTimeoutError
             A `TimeoutError`: it took longer than ``timeout_s``. The deletion continues.
         SupersededError
             The application was deployed again before it was gone.
         """
-        await self._delete_application(name, None, blocking=blocking, timeout_s=timeout_s)
+        await self._delete_application(
+            name, None, blocking=blocking, timeout_s=timeout_s, missing_ok=missing_ok
+        )
 
     async def _delete_application(
-        self, name: str, request_id: str | None, *, blocking: bool = True, timeout_s: float = DELETE_S
+        self,
+        name: str,
+        request_id: str | None,
+        *,
+        blocking: bool = True,
+        timeout_s: float = DELETE_S,
+        missing_ok: bool = True,
     ) -> None:
         """Delete an application, with a ``request_id`` only if that call has deployed it."""
         await self._let_calls_leave()
-        answer = await self._call("delete_application", name=name, request_id=request_id, by=this_program())
+        answer = await self._call(
+            "delete_application",
+            name=name,
+            request_id=request_id,
+            by=this_program(),
+            missing_ok=missing_ok,
+        )
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls
         if goal is not None and blocking and not await self._run(calls.wait_until_reached(goal, timeout_s)):

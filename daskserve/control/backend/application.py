@@ -22,6 +22,7 @@ from daskserve.control.records.records import (
     ReplicaRecord,
 )
 from daskserve.control.records.state import State
+from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs import goals
 
 
@@ -145,19 +146,32 @@ def is_complete(
     backend: BackendRecord,
     replicas: Iterable[ReplicaRecord],
 ) -> bool:
-    """Return whether all deployments are up, given the current records of one of them."""
+    """Return whether all deployments are up, given the current records of one of them.
+
+    Applications that swap their routes are complete together.
+    """
     if app.is_deleting or not _is_up(observed, backend, replicas):
         return False
+    apps = (app, *endpoint_state.swapping(state, app))
     # The ingress comes last, so it tells soonest that the application is not complete.
-    others = (state.backends.get(tag) for tag in reversed(app.tags) if tag != backend.tag)
+    tags = (tag for each in apps for tag in reversed(each.tags))
+    others = (state.backends.get(tag) for tag in tags if tag != backend.tag)
     return all(each is not None and _is_up(observed, each, state.replicas_of(each.tag)) for each in others)
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     """Return the change that completes a deploy: the new route, and the end of dropped deployments.
 
-    ``backend`` is the current record of one of its deployments.
+    ``backend`` is the current record of one of its deployments. Applications that swap their routes with it
+    complete in the same change.
     """
+    change: Change = {}
+    for each in (app, *endpoint_state.swapping(state, app)):
+        change.update(_completed(state, each, backend))
+    return change
+
+
+def _completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
     change: Change = {app.key: replace(app, goal=None)}
     goal = state.goals.get(app.goal or "")
     if goal is not None and goal.is_pending:

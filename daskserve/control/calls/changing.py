@@ -183,6 +183,7 @@ class ChangingVerbs(DecidingVerbs):
         request_id: str | None = None,
         by: str = "",
         expected_version: int | None = None,
+        missing_ok: bool = True,
     ) -> dict[str, Any]:
         async with self._deciding():
             app = self._core.state.apps.get(name)
@@ -195,6 +196,7 @@ class ChangingVerbs(DecidingVerbs):
                 request_id=request_id,
                 by=by,
                 now=self._core.clock.wall(),
+                missing_ok=missing_ok,
             )
             await self._core.writer.commit(outcome.change)
         self._core.loop.poke(self._core.state.apps.members(name))

@@ -67,9 +67,9 @@ class OverviewVerbs:
             await core.clock.sleep(self._due - core.clock.now())
             if core.clock.now() < self._due:
                 return  # another reader did meanwhile
-        began = core.clock.now()
-        self._due = began + PAUSE_S
+        self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
+        began = core.clock.now()  # a scheduler that is slow to answer costs this process nothing
         controller = {"worker": core.worker, "pid": os.getpid()}
         instance = {
             "instance": core.cluster.instance,

@@ -337,7 +337,9 @@ class Building:
                 del self._ready[name]  # a newer configuration was declared, which is built next
                 self._busy.discard(name)
         specs = {name: spec for name, (_, spec) in self._ready.items()}
-        ready = [name for name, spec in specs.items() if waits_for_route(self._state, spec, specs) is None]
+        ready = [
+            name for name, spec in specs.items() if waits_for_route(self._state, spec, specs, specs) is None
+        ]
         if ready:
             await self._settle({name: self._ready[name] for name in ready})
 

@@ -60,7 +60,7 @@ def settled(
             continue
         if isinstance(each, str):
             found.change.update(_failed(state, record, each))
-        elif (why := waits_for_route(state, each, waiting)) is not None:
+        elif (why := waits_for_route(state, each, waiting, built)) is not None:
             found.waits[name] = why
         else:
             specs[name], configs[name] = each, record
@@ -86,15 +86,22 @@ def settled(
 
 
 def waits_for_route(
-    state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec]
+    state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec], together: Collection[str]
 ) -> str | None:
-    """Return why an application must wait for its route; None if it can be deployed, or never will."""
+    """Return why an application must wait for its route; None if it can be deployed, or never will.
+
+    Applications that swap routes wait for each other, and are deployed ``together``.
+    """
     owner = _owner(state, spec)
     if owner is None:
         return None
     config, app = state.declared.configs.get(owner), state.apps.get(owner)
-    leaves = config is not None and not config.is_settled and not _is_circle(state, spec, waiting)
     changes = app is not None and (app.goal is not None or app.is_deleting)
+    circle = endpoint_state.circle(state, spec.name, {name: each.route for name, each in waiting.items()})
+    if circle:
+        leaves = not circle <= set(together)
+    else:
+        leaves = config is not None and not config.is_settled
     return f"Application {owner!r} still has the route {spec.route!r}." if leaves or changes else None
 
 
@@ -103,18 +110,6 @@ def _owner(state: State, spec: ApplicationSpec) -> str | None:
     route = None if spec.route is None else endpoint_state.normalise_route(spec.route)
     owner = endpoint_state.application_at(state, route)
     return None if owner == spec.name else owner
-
-
-def _is_circle(state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec]) -> bool:
-    """Return whether the owner of a route waits in turn, perhaps by way of others, for this application."""
-    seen: set[str] = set()
-    owner = _owner(state, spec)
-    while owner is not None and owner in waiting and owner not in seen:
-        seen.add(owner)
-        owner = _owner(state, waiting[owner])
-        if owner == spec.name:
-            return True
-    return False
 
 
 def _failed(state: State, record: ConfigRecord, error: str) -> Change:

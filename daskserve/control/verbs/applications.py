@@ -70,6 +70,7 @@ def deploy(
         if expected is not None and spec.name in expected:
             _check_expected(state, spec, expected[spec.name])
     found = Deployed()
+    routes = {each.name: each.route for each in specs}
     first = goals.next_number(state)
     for number, spec in enumerate(specs, first):
         outcome = _deploy(
@@ -82,6 +83,7 @@ def deploy(
             by=by,
             unloadable=unloadable,
             is_declared=spec.name in configs,
+            leaving=endpoint_state.leaving(state, spec.name, routes),
         )
         found.change.update(outcome.change)
         found.goals[spec.name] = outcome.goal
@@ -156,13 +158,16 @@ def _deploy(
     by: str,
     unloadable: Collection[BackendTag],
     is_declared: bool,
+    leaving: Collection[str],
 ) -> Outcome:
     existing = state.apps.get(spec.name)
     is_new = existing is None or existing.is_deleting
     if existing is not None and not is_new and existing.request_id == spec.request_id:
         return Outcome({}, existing.goal)
     route = None if spec.route is None else endpoint_state.normalise_route(spec.route)
-    endpoint_state.check_route(state, route, what=f"deploy application '{spec.name}'", application=spec.name)
+    endpoint_state.check_route(
+        state, route, what=f"deploy application '{spec.name}'", application=spec.name, leaving=leaving
+    )
     change: Change = {}
     wanted: list[BackendRecord] = []
     for each in spec.deployments:
@@ -244,13 +249,16 @@ def delete(
     by: str = "",
     now: float = 0.0,
     number: int | None = None,
+    missing_ok: bool = True,
 ) -> Outcome:
-    """Stop an application, the ingress first, and remove it; ignore an unknown name.
+    """Stop an application, the ingress first, and remove it; raise `NotFoundError` unless ``missing_ok``.
 
     The endpoints of the deployments that it calls are removed once nothing calls them. With a ``request_id``,
     ignore an application that another call has deployed.
     """
     app = state.apps.get(name)
+    if app is None and not missing_ok and name not in state.declared.configs:
+        raise application_not_found(state, name)
     if request_id is not None and (app is None or request_id != app.request_id):
         return Outcome({}, None, is_update=False)
     undeclared = declared(state, {}, {name: None}, by=by, now=now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from daskserve.common.copying import replace
@@ -61,6 +61,33 @@ def application_at(state: State, route: str | None) -> str | None:
     return owner or state.apps.at_route(route)
 
 
+def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
+    """Return the applications that swap routes with one, given those that they are to have; empty without.
+
+    ``routes`` are the wanted routes of the applications that change, by name.
+    """
+    found: dict[str, None] = {}
+    current = name
+    while current in routes and current not in found:
+        found[current] = None
+        route = routes[current]
+        current = application_at(state, None if route is None else normalise_route(route)) or ""
+    return found.keys() if current == name and len(found) > 1 else frozenset()
+
+
+def leaving(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
+    """Return the applications that leave, or give up, the route of one in the same change.
+
+    ``routes`` are the wanted routes of the applications that change, by name.
+    """
+    route = normalise_route(routes[name] or "/")
+    heir = state.apps.at_route(route) or ""
+    gives_up = heir in routes and normalise_route(routes[heir] or "/") != route
+    if routes[name] is not None and gives_up and application_at(state, route) == name:
+        return frozenset({heir})
+    return circle(state, name, routes)
+
+
 def check_application_route(state: State, route: str | None, *, what: str, application: str = "") -> None:
     """Raise `AlreadyRegisteredError` if another application has a route, or will have it."""
     owner = application_at(state, route)
@@ -71,8 +98,37 @@ def check_application_route(state: State, route: str | None, *, what: str, appli
         )
 
 
-def check_route(state: State, route: str | None, *, what: str, application: str) -> None:
-    """Raise `AlreadyRegisteredError` unless an application may have a route."""
+def swapping(state: State, app: AppRecord) -> list[AppRecord]:
+    """Return the other applications with which one swaps routes in pending changes; they change together.
+
+    Each gets the route of the next one, and the last one gets that of the first.
+    """
+    found = [app]
+    while True:
+        holder = None if found[-1].goal is None else _holder_of(state, found[-1].route)
+        owner = None if holder is None else state.apps.get(_application_of(state, holder))
+        if owner is app:
+            return found[1:]
+        if owner is None or owner in found:
+            return []
+        found.append(owner)
+
+
+def check_route(
+    state: State, route: str | None, *, what: str, application: str, leaving: Collection[str] = ()
+) -> None:
+    """Raise `AlreadyRegisteredError` unless an application may have a route.
+
+    ``leaving`` are those that leave this route in the same change.
+    """
+    owner, heir = application_at(state, route), None if route is None else state.apps.at_route(route)
+    if owner in leaving:
+        return
+    if owner == application and heir not in (None, application, *leaving):
+        raise AlreadyRegisteredError(
+            f"Cannot {what} at route '{route}': application '{heir}' is about to get it, in a swap. Wait for "
+            "its end, or deploy both."
+        )
     check_application_route(state, route, what=what, application=application)
     holder = _holder_of(state, route)
     if holder is not None and application_at(state, route) is None:

@@ -261,8 +261,23 @@ def rolled_back(
     """Return the change that takes back everything that a goal covers, because of one backend.
 
     ``culprit`` is that backend's current record, which may be newer than the one in ``state``. None: the
-    change did not fail, but its program withdraws it.
+    change did not fail, but its program withdraws it. Applications that were to swap routes keep them.
     """
+    app, change = state.apps.get(goal.application), Change()
+    for other in [] if app is None or app.goal != goal.goal_id else endpoint_state.swapping(state, app):
+        why = DeployError(
+            f"Application '{goal.application}', with which it was to swap routes, keeps its own."
+        )
+        change.update(_taken_back(state, state.goals[other.goal or ""], why, None, wall))
+        back = change.get(other.key)
+        if isinstance(back, AppRecord):
+            change[back.key] = replace(back, last_error=str(why))
+    return change | _taken_back(state, goal, error, culprit, wall)
+
+
+def _taken_back(
+    state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord | None, wall: float
+) -> Change:
     text = "" if culprit is None else text_of(error)
     change: Change = {goal.key: finish(goal, error)}
     for key, plain in goal.previous.items():

@@ -19,10 +19,9 @@ def enter(carrier: Carrier, span: Span | None = None) -> None:
     found = Context()
     if len(carrier) > 2 and carrier[2]:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
-    parent = parent_in(carrier)
     if span is not None:
         found = trace.set_span_in_context(span, found)
-    elif parent.trace_id:
+    elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)
         found = trace.set_span_in_context(NonRecordingSpan(remote), found)

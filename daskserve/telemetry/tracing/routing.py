@@ -59,8 +59,7 @@ class Way:
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
         """Note that the request is sent to a replica."""
         self._attempts += 1
-        self._span.set_attribute("daskserve.replica", replica)
-        self._span.set_attribute("daskserve.worker", worker)
+        self._span.set_attributes({"daskserve.replica": replica, "daskserve.worker": worker})
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 

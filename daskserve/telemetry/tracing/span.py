@@ -29,7 +29,7 @@ class SpanMaker(Protocol):
         name: str,
         parent: Parent,
         attributes: dict[str, Any],
-        kind: SpanKind | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
         tracestate: str = "",
         start_ns: int = 0,
     ) -> RecordedSpan: ...
@@ -57,6 +57,7 @@ class RecordedSpan(Span):
         self.tracing = tracing
         self.name = name
         self.parent = parent
+        self.trace_id = parent.trace_id
         self.span_id = span_id
         self.attributes = attributes
         self.kind = kind
@@ -72,18 +73,22 @@ class RecordedSpan(Span):
     @property
     def identity(self) -> Parent:
         """The span as the parent of others."""
-        return Parent(self.parent.trace_id, self.span_id, SAMPLED)
-
-    @property
-    def trace_id(self) -> int:
-        """The number of the trace."""
-        return self.parent.trace_id
+        return Parent(self.trace_id, self.span_id, SAMPLED)
 
     def child(
-        self, name: str, attributes: dict[str, Any], kind: SpanKind | None = None, start_ns: int = 0
+        self,
+        name: str,
+        attributes: dict[str, Any],
+        kind: SpanKind = SpanKind.INTERNAL,
+        start_ns: int = 0,
     ) -> RecordedSpan:
         """Begin a span under this one."""
         return self.tracing.span(name, self.identity, attributes, kind, self.tracestate, start_ns)
+
+    def fail(self, kind: str) -> None:
+        """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
+        self.set_attribute("error.type", kind)
+        self.set_status(StatusCode.ERROR, kind)
 
     # ---- OpenTelemetry's interface
 

@@ -138,8 +138,8 @@ async def test_a_killed_process_leaves_a_file_that_needs_its_log_and_has_it(path
     except StoreIncompleteError:
         pass
     else:
-        # On a busy machine the process may have been idle just before, and the file is whole then; or the file was
-        # not yet marked after its first change, and it is empty.
+        # On a busy machine the process may have been idle just before, and the file is whole then; or the
+        # file was not yet marked after its first change, and it is empty.
         assert not alone or int(alone["count"]) >= acknowledged
     assert int((await found_in(path))["count"]) >= acknowledged
     assert await copy_alone(path)

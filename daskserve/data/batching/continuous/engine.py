@@ -95,6 +95,15 @@ class Engine:
         slots = self.rounds.slots
         return not slots.queued and not slots.active
 
+    def load(self) -> tuple[int, int, float]:
+        """Return the active and queued requests, and the cost of the queued ones; for any thread."""
+        slots = self.rounds.slots
+        return len(slots.active), slots.queued, slots.queued_cost
+
+    def queued(self) -> int:
+        """Return how many requests wait; any thread may call this."""
+        return self.rounds.slots.queued
+
     def add(self, request: ActiveRequest) -> None:
         """Let a request take part; raises as `Slots.add`."""
         evicted = self.rounds.add(request)

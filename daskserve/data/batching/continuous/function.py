@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from daskserve.common.formatting import shown
-from daskserve.context import current_request
+from daskserve.context import current_replica, current_request
 from daskserve.data.batching.continuous.engine import Engine, stream
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.rounds import Rounds
@@ -63,19 +63,20 @@ class _State:
     def __init__(self, limits: SlotLimits, ref: weakref.ref[Any] | None = None) -> None:
         self.limits = limits
         self.ref = ref
-        self.metrics = StepMetrics()
         self.engines: QueuesByLoop[Engine] = QueuesByLoop(lambda engine: engine.is_idle)
 
     def stats(self) -> BatchStats:
-        slots = [engine.rounds.slots for _, engine in self.engines.items()]
+        engines = [engine for _, engine in self.engines.items()]
+        slots = [each.rounds.slots for each in engines]
+        metrics = {id(each.rounds.metrics): each.rounds.metrics for each in engines}.values()
         return BatchStats(
             active=sum(len(each.active) for each in slots),
             queued=sum(each.queued for each in slots),
             active_cost=sum(each.used_cost for each in slots),
             queued_cost=sum(each.queued_cost for each in slots),
-            steps=self.metrics.durations.count,
-            outputs=self.metrics.outputs,
-            preemptions=self.metrics.preemptions,
+            steps=sum(each.durations.count for each in metrics),
+            outputs=sum(each.outputs for each in metrics),
+            preemptions=sum(each.preemptions for each in metrics),
         )
 
 
@@ -206,15 +207,21 @@ class ContinuousFunction(_Settings):
         return stream(begin)
 
     def _make_engine(self, state: _State) -> Engine:
-        slots = Slots(state.limits)
+        replica = current_replica.get()
+        metrics = None if replica is None else replica.metrics
+        steps = StepMetrics() if metrics is None else metrics.steps_of(self.__name__)
         rounds = Rounds(
             self.__qualname__,
-            slots,
-            state.metrics,
+            Slots(state.limits),
+            steps,
             max_outputs=self._options.max_outputs,
             has_prefill="prefill" in self._functions,
         )
-        return Engine(rounds, self._functions, state.ref)
+        engine = Engine(rounds, self._functions, state.ref)
+        steps.watch(engine.load)
+        if metrics is not None:
+            metrics.watch_queue(engine.queued)
+        return engine
 
     def _request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ActiveRequest:
         outputs: Iterable[Any] = kwargs.pop("resume_from", ())

@@ -41,7 +41,7 @@ class Rounds:
     ) -> None:
         self.name = name
         self.slots = slots
-        self._metrics = metrics
+        self.metrics = metrics
         self._max_outputs = max_outputs
         self._has_prefill = has_prefill
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class Rounds:
             if name == "prefill":
                 self._note_prefill(requests, outcome)
             else:
-                self._metrics.durations.observe(took_s)
+                self.metrics.durations.observe(took_s)
                 self._note_step(requests, outcome)
 
     def fail_all(self, error: Exception) -> None:
@@ -205,7 +205,7 @@ class Rounds:
                 self._end(request)
             elif len(request.outputs) >= self._max_outputs:
                 self._fail(request, self._too_many())
-        self._metrics.outputs += count
+        self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
         """Note an end or an error in the place of an output; return False if it is an output."""
@@ -259,7 +259,7 @@ class Rounds:
             self._end(request)
             return
         self.slots.preempt(request)
-        self._metrics.preemptions += 1
+        self.metrics.preemptions += 1
         self._await_release(request)
 
     def _await_release(self, request: ActiveRequest) -> None:

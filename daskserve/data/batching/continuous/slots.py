@@ -193,8 +193,7 @@ class Slots:
     def _refusal(self) -> BackPressureError:
         most = self.limits.max_queued
         return BackPressureError(
-            f"{self.queued} requests wait for a slot of the batch already, and max_queued is {most}; "
-            "retry later.",
+            f"{most} requests wait for a slot of the batch already, which is max_queued; retry later.",
             num_queued_requests=self.queued,
             max_queued_requests=most,
         )

@@ -420,7 +420,7 @@ async def _send_traced(
         await replicas._send(envelope, receive, send, refused)
         return
     failure: BaseException | None = None
-    envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+    envelope = _with_head(envelope, {**envelope.head, TRACE: way.carrier})
     try:
         await replicas._send(envelope, receive, send, refused, way)
     except BaseException as error:
@@ -429,6 +429,22 @@ async def _send_traced(
     finally:
         way.end(failure)
         del failure  # else an error's traceback holds this frame, and this frame the error
+
+
+def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:
+    """Return a request with another head, in a fifth of the time of `replace`."""
+    return Envelope(
+        envelope.kind,
+        head,
+        envelope.payload,
+        envelope.deadline,
+        envelope.has_body,
+        envelope.queue_timeout,
+        envelope.is_direct,
+        envelope.note_turn,
+        envelope.call,
+        envelope.has_started,
+    )
 
 
 def _turn_of(

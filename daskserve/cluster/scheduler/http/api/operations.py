@@ -187,6 +187,7 @@ def _delete(asked: Asked) -> tuple[str, Message]:
         "name": asked.path["application"],
         "by": asked.by,
         "expected_version": asked.expected,
+        "missing_ok": False,
     }
 
 
