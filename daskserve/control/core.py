@@ -91,7 +91,7 @@ class ControllerCore:
         #: Functions that `stop` calls, the last one first.
         self.undoing: list[Callable[[], Awaitable[object]]] = []
         if context.logs is not None:
-            follow_logging(self, context.logs, context.spec.name, self.start_message.logging)
+            follow_logging(self, context, context.logs)
 
     # Lifecycle
 
@@ -479,16 +479,19 @@ def _may_end_waiting(record: Record | None) -> bool:
     return isinstance(record, GoalRecord) or (isinstance(record, BackendRecord) and record.canary is not None)
 
 
-def follow_logging(
-    core: ControllerCore, logs: ProcessLogs, name: str, config: Mapping[str, Any] | None
-) -> None:
+def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLogs) -> None:
     """Have the controller log as its instance does, until it stops."""
-    configure = partial(logs.configure, name, Tags(component="controller"))
-    configure(config)
-    stop = core.cluster.listener.watch(LOGGING, lambda found: configure(found["config"]) if found else None)
+    configure = partial(logs.configure, context.spec.name, Tags(component="controller"))
+    configure(core.start_message.logging)
+
+    def learn(found: Any) -> None:
+        if found is not None:
+            configure(found["config"])
+
+    stop = context.cluster.listener.watch(LOGGING, learn)
 
     async def end() -> None:
         stop()
-        logs.forget(name)
+        logs.forget(context.spec.name)
 
     core.undoing.append(end)

@@ -68,7 +68,8 @@ def test_records_of_all_processes_are_followed(tmp_path: Path) -> None:
                 poll_for(
                     lambda number=number: any(each["message"] == f"the answer {number}" for each in found)
                 )
-            poll_for(lambda: sum("GET" in each["message"] for each in found) >= 20)
+            get(f"{url}/here?n=last")
+            poll_for(lambda: any("?n=last" in each["message"] for each in found))
         answers = [each for each in found if each["message"].startswith("the answer")]
         assert [each["time"] for each in answers] == sorted(each["time"] for each in answers)
         assert len({each["message"] for each in answers}) == len(answers)

@@ -18,8 +18,6 @@ from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.goals import ChangeLimits
 from daskserve.control.verbs.history.events import WHOLE
 from daskserve.options.backend import BackendConfig
-from daskserve.options.fields.base import parse_options
-from daskserve.options.logging import LoggingConfig
 from daskserve.options.specs import ApplicationSpec, BackendSpec
 
 
@@ -272,15 +270,6 @@ class ChangingVerbs(DecidingVerbs):
         wall = self._core.clock.wall()
         found = await self._change(by, target_capacity.set_target_capacity, percent, wall)
         self._core.loop.poke()
-        return found
-
-    @verb
-    async def set_logging(self, config: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        """Log by other settings of the instance; proxies, replicas and the controller take them over."""
-        checked = parse_options(LoggingConfig, config, what="logging_config").model_dump(mode="json")
-        wanted, start_id = {"logging_config": checked}, self._core.start_message.start_id
-        found = await self._change(by, target_capacity.set_logging, wanted, start_id)
-        self._core.loop.tell_replicas()
         return found
 
     @verb
