@@ -239,7 +239,7 @@ class Exchange:
 
     def _tell_refused(self, method: str, status: int) -> None:
         version = "1.1" if self._response.is_http11 else "1.0"
-        self._server_state.note_refused(self._connection.client, method, self._target, version, status)
+        self._server_state.refusals.tell(self._connection.client, method, self._target, version, status)
 
     @property
     def is_begun(self) -> bool:

@@ -83,6 +83,8 @@ class Refusals:
     def __init__(self) -> None:
         self.causes: Counter[str] = Counter()
         self.bodies: Counter[tuple[str, str]] = Counter()
+        #: Called with the client, method, target, version and status of each of them.
+        self.tell: NoteRefused = _untold
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
         """Count a request that ends because of its body: with a response of this status, or cut off."""
@@ -139,8 +141,6 @@ class ServerState:
         self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
-        #: Called with the client, method, target, version and status of a request that the server refuses.
-        self.note_refused: NoteRefused = _unnoted
         #: Returns the size that no body may exceed; the application may set a lower limit for each.
         self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
@@ -171,7 +171,7 @@ class ServerState:
 def _ignore(connection: Connection) -> None: ...
 
 
-def _unnoted(client: Client, method: str, target: str, version: str, status: int) -> None: ...
+def _untold(client: Client, method: str, target: str, version: str, status: int) -> None: ...
 
 
 class Connection(asyncio.Protocol):

@@ -163,7 +163,7 @@ class HTTPServer:
 
     def tell_refused(self, note: NoteRefused) -> None:
         """Have a function called for each request that the server refuses in place of the application."""
-        self.state.note_refused = note
+        self.state.refusals.tell = note
 
     async def bind(self) -> None:
         """Take the port.

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -277,10 +276,7 @@ def test_code_logs_while_another_thread_imports_opentelemetry(
     held: Held, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half imported: it is in the table of modules, and has nothing yet.
-    half = ModuleType("opentelemetry.trace")
-    half.__spec__ = ModuleSpec("opentelemetry.trace", None)
-    half.__spec__._initializing = True  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", half)
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
 
     def answer() -> None:
         current_replica.set(ReplicaContext("i", "shop/Model", "shop/Model#abc"))
