@@ -100,9 +100,9 @@ class Slots:
 
     def overgrown(self, request: ActiveRequest) -> BadRequestError:
         """Return the error for a request that does not fit alone, with the step after it."""
-        needed = request.cost + self.limits.cost_per_step
+        needed, most = request.cost + self.limits.cost_per_step, self.limits.max_cost
         return BadRequestError(
-            f"The request needs {shown(needed)} with its next step, and max_cost is {shown(self.limits.max_cost)}; "
+            f"The request needs {shown(needed)} with its next step, and max_cost is {shown(most)}; "
             "send a shorter one."
         )
 
