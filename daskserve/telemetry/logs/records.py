@@ -177,13 +177,17 @@ class Access(NamedTuple):
             "message": self.message,
             "exception": "",
             **self.tags.plain(),
-            "access": {
-                "method": self.method,
-                "path": _printable(self.target),
-                "status": self.status,
-                "duration_s": round(self.seconds, 6),
-                "client": None if self.client is None else self.client[0],
-            },
+            "access": self.facts(),
+        }
+
+    def facts(self) -> Plain:
+        """Return what only a line of the access log has."""
+        return {
+            "method": self.method,
+            "path": _printable(self.target),
+            "status": self.status,
+            "duration_s": round(self.seconds, 6),
+            "client": None if self.client is None else self.client[0],
         }
 
 
