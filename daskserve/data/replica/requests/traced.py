@@ -18,6 +18,7 @@ from daskserve.data.replica.requests.calls import (
     PreparedStreamRequest,
     StreamRequest,
 )
+from daskserve.data.replica.requests.holding import HoldingRequest, holding
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
@@ -188,7 +189,10 @@ def traced_request(
     kind: type[LocalRequest], envelope: Envelope, serving: ServingCode, tracing: Tracing | None
 ) -> LocalRequest:
     """Return a request of a kind, with its trace."""
-    request = _KINDS[kind](envelope, serving.slots, serving.metrics)
+    is_holding = issubclass(kind, HoldingRequest)
+    traced = _KINDS[kind.__mro__[2] if is_holding else kind]
+    made: type[TracedRequest] = holding(traced) if is_holding else traced
+    request = made(envelope, serving.slots, serving.metrics)
     head = envelope.head
     request.carrier = carrier = head[TRACE]
     request.span = None
