@@ -37,7 +37,7 @@ def _latency_buckets_s() -> Sequence[float]:
 
 #: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded. Read
 #: once, because the processes of a cluster, which add up each other's counts, must have the same.
-LATENCY_BUCKETS_S: Sequence[float] = _latency_buckets_s()
+LATENCY_BUCKETS_S: Sequence[float] = tuple(_latency_buckets_s())
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
