@@ -22,6 +22,7 @@ from daskserve.telemetry.replica import StepMetrics
 #: What user code has answered: its value, and what it raised instead.
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 #: The name of a function of user code, and the requests to call it with.
+_SPECIAL = (BaseException, type)
 CallOfUser: TypeAlias = tuple[str, list[ActiveRequest]]
 
 
@@ -187,24 +188,25 @@ class Rounds:
             self._note_error(active, error)
             return
         self.slots.grow(active)
-        count = 0
+        most, count = self._max_outputs, 0
         for request, result in zip(active, results, strict=True):
             if request.has_left:
                 continue
-            if isinstance(result, (BaseException, type)) and self._note_special(request, result):
+            if isinstance(result, _SPECIAL) and self._note_special(request, result):
                 continue
             if result is not None:
-                request.outputs.append(result)
+                outputs = request.outputs
+                outputs.append(result)
                 count += 1
                 if request.waiter is not None:
                     self._to_wake.append(request)
-                elif len(request.outputs) - request.read >= MAX_BUFFERED_RESULTS:
+                elif len(outputs) - request.read >= MAX_BUFFERED_RESULTS:
                     request.is_paused = True
                     self._steppable = None
+                if len(outputs) >= most and not request.is_finished:
+                    self._fail(request, self._too_many())
             if request.is_finished:
                 self._end(request)
-            elif len(request.outputs) >= self._max_outputs:
-                self._fail(request, self._too_many())
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
