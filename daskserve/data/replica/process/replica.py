@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -67,11 +68,15 @@ class ChildReplica(Replica):
         stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
         stats["models"] = self._code.models.facts()
+        stats["multiplexed"] = self._code.models.multiplexed()
         return {**await super().statistics(), **tell(self._all_samples(), self.user_samples()), **stats}
 
     def _all_samples(self) -> list[MetricSample]:
         tracing = tracing_of(self._shared)
-        return [*self.samples(), *(() if tracing is None else tracing.samples())]
+        logs = process_logs.get()
+        # What the logs of this process lose counts beside what its worker's lose.
+        own = [each.samples() for each in (tracing, logs) if each is not None]
+        return [*self.samples(), *itertools.chain.from_iterable(own)]
 
     @verb
     async def send_away(self) -> None:
