@@ -35,7 +35,7 @@ CALLERS = 32
 
 
 def length_of_text(rng: random.Random) -> int:
-    return round(LEAST * (MOST / LEAST) ** rng.random())
+    return int(LEAST * (MOST / LEAST) ** rng.random() + 0.5)
 
 
 class Model:
@@ -92,7 +92,7 @@ class Idle:
         return [1] * len(active)
 
 
-Generate = Callable[[int], AsyncIterator[int]]
+Generate = Callable[[int], Any]
 
 
 async def throughput(generate: Generate, texts: int) -> tuple[float, int]:
@@ -145,7 +145,8 @@ async def overhead(function: Any, callers: int, steps: int) -> float:
 
     before, began = function.stats().steps, time.process_time()
     await asyncio.gather(*(caller() for _ in range(callers)))
-    return (time.process_time() - began) / (function.stats().steps - before) * 1e6
+    steps_made: int = function.stats().steps - before
+    return (time.process_time() - began) / steps_made * 1e6
 
 
 async def wake_up(count: int) -> float:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from daskserve.common.formatting import shown
 from daskserve.context import current_replica, current_request
@@ -156,6 +156,12 @@ class ContinuousFunction(_Settings):
         # As for a batched function.
         parent = self.__qualname__.rpartition(".")[0]
         self._is_method = bool(parent) and not parent.endswith("<locals>")
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> ContinuousFunction: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> BoundContinuous: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> ContinuousFunction | BoundContinuous:
         return self if instance is None else BoundContinuous(self, instance)
