@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from daskserve.errors import BadRequestError, WrongTypeError
+
 #: Longer ids are shortened where they are published, kept or shown.
 MAX_SHOWN = 80
 _KEPT = 47
 
 
 def check_model_id(model_id: Any) -> str:
-    """Return a model id; raise `TypeError` or `ValueError` if it is none."""
+    """Return a model id; raise `WrongTypeError` or `BadRequestError` if it is none."""
     if type(model_id) is not str:
-        raise TypeError(f"The model ID must be a string; got {model_id!r}.")
+        raise WrongTypeError(f"The model ID must be a string; got {model_id!r}.")
     if not model_id:
-        raise ValueError(
+        raise BadRequestError(
             "The model ID cannot be empty; the caller names it in the header serve_multiplexed_model_id, or "
             "with handle.options(multiplexed_model_id=...)."
         )
