@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from daskserve.errors import BadRequestError, WrongTypeError
@@ -30,3 +31,12 @@ def short_id(model_id: str) -> str:
         return model_id
     digest = hashlib.blake2b(model_id.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"{model_id[:_KEPT]}~{digest.hexdigest()}"
+
+
+def model_named_in(head: Mapping[str, Any]) -> str:
+    """Return the id of the model that a request names, by the head of its envelope; empty if it names none."""
+    facts = head.get("facts")
+    if facts is not None:
+        return str(facts.get("multiplexed_model_id", ""))
+    extensions = head.get("extensions") or {}
+    return str(extensions.get("daskserve", {}).get("model_id", ""))

