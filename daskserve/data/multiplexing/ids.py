@@ -34,7 +34,7 @@ def short_id(model_id: str) -> str:
 
 
 def model_named_in(head: Mapping[str, Any]) -> str:
-    """Return the id of the model that a request names, by the head of its envelope; empty if it names none."""
+    """Return the id of the model that a request names in the head of its envelope; empty if it names none."""
     facts = head.get("facts")
     if facts is not None:
         return str(facts.get("multiplexed_model_id", ""))
