@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.proxies.ingress.request import IngressRequest
-from daskserve.telemetry.tracing.carrier import parent_in, read_headers, traceparent
+from daskserve.telemetry.tracing.carrier import parent_in, read_headers
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.process import Tracing
@@ -33,7 +33,7 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     state, baggage = carrier[1:] if carrier else ("", "")
     span = tracing.span("HTTP", parent, _attributes(request, scope), tracing.server_kind, state)
     request.span = span
-    request.trace = [traceparent(span.identity), state, baggage]
+    request.trace = [span.traceparent, state, baggage]
 
 
 def _attributes(request: IngressRequest, scope: Scope) -> dict[str, Any]:

@@ -90,3 +90,28 @@ async def test_a_scheduler_that_was_slow_once_does_not_hold_up_later_answers(
     began = stage.clock.now()
     await ask(stage, found)
     assert stage.clock.now() - began < 1.0 + PERIOD_S
+
+
+@staged(workers=2)
+async def test_a_look_that_costs_much_is_rare_and_answers_are_in_time_all_the_same(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, cost = [], iter(range(0, 10**6, 2))
+    build = overview_module.overview
+
+    def counted(*given: Any) -> Any:
+        looks.append(stage.clock.now())
+        return build(*given)
+
+    await stage.run("x")
+    monkeypatch.setattr(overview_module, "overview", counted)
+    monkeypatch.setattr(overview_module, "processor_time", lambda: float(next(cost)))  # 2 s for each look
+    found = await ask(stage)
+    began = stage.clock.now()
+    for _ in range(8):
+        asked = stage.clock.now()
+        found = await ask(stage, found)
+        assert stage.clock.now() - asked <= 1.1
+        if stage.clock.now() - began < 5:
+            assert (await ask(stage))["parts"].keys() >= {"app/x"}  # who comes anew gets what is known
+    assert len(looks) == 1

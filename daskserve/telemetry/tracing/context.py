@@ -10,7 +10,7 @@ from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags, TraceState
 
-from daskserve.telemetry.tracing.carrier import NO_PARENT, Carrier, Parent, parent_in, traceparent
+from daskserve.telemetry.tracing.carrier import NO_PARENT, SAMPLED, Carrier, Parent, parent_in, traceparent
 from daskserve.telemetry.tracing.span import RecordedSpan
 
 
@@ -44,7 +44,7 @@ def current_parent() -> tuple[Parent, str]:
     """Return the current span as the parent of others, and its ``tracestate``."""
     span = trace.get_current_span()
     if isinstance(span, RecordedSpan):
-        return span.identity, span.tracestate
+        return Parent(span.trace_id, span.span_id, SAMPLED), span.tracestate
     found = span.get_span_context()
     if not found.is_valid:
         return NO_PARENT, ""
@@ -59,7 +59,7 @@ def is_empty() -> bool:
 def carrier_of(span: Span, baggage_text: str) -> Carrier:
     """Return the trace context of requests that a span causes."""
     if isinstance(span, RecordedSpan):
-        return [traceparent(span.identity), span.tracestate, baggage_text]
+        return [span.traceparent, span.tracestate, baggage_text]
     found = span.get_span_context()
     parent = Parent(found.trace_id, found.span_id, int(found.trace_flags))
     return [traceparent(parent), found.trace_state.to_header(), baggage_text]

@@ -18,6 +18,7 @@ from daskserve.common import settings
 from daskserve.common.clock import stopwatch
 from daskserve.errors import BadRequestError
 from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.tracing.carrier import SAMPLED
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
@@ -201,12 +202,11 @@ def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.trace import SpanContext, Status, TraceFlags
 
-    parent = span.parent
     return ReadableSpan(
         span.name,
         context=span.get_span_context(),
-        parent=SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags))
-        if parent.span_id
+        parent=SpanContext(span.trace_id, span.parent_id, True, TraceFlags(SAMPLED))
+        if span.parent_id
         else None,
         resource=resource,
         attributes=dict(span.attributes),

@@ -64,17 +64,16 @@ class SpanEncoder:
     def _span(self, span: RecordedSpan, *, is_plain: bool = False) -> bytes:
         if (span.events or span.links) and not is_plain:
             return self._odd(span)
-        trace_id, parent_id, _ = span.parent
         parts = [
             _TRACE_ID,
-            trace_id.to_bytes(16, "big"),
+            span.trace_id.to_bytes(16, "big"),
             _SPAN_ID,
             span.span_id.to_bytes(8, "big"),
             self._name(span.name),
             _TIMES.pack(_KIND, span.kind.value + 1, 0x39, span.start_ns, 0x41, span.end_ns),
         ]
-        if parent_id:
-            parts += (_PARENT, parent_id.to_bytes(8, "big"), _FLAGS_BELOW)
+        if span.parent_id:
+            parts += (_PARENT, span.parent_id.to_bytes(8, "big"), _FLAGS_BELOW)
         else:
             parts.append(_FLAGS)
         if span.tracestate:

@@ -66,7 +66,7 @@ class Tracing:
         self._call_imported = call_imported
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
-        self._bits = self._rng.getrandbits
+        self.bits: Callable[[int], int] = self._rng.getrandbits
         self._pending: deque[RecordedSpan] = deque()
         self._wakes, self._closing = threading.Event(), threading.Event()
         self._is_awake = False
@@ -103,37 +103,26 @@ class Tracing:
         return self._rng.random() < self.ratio
 
     def span(
-        self,
-        name: str,
-        parent: Parent,
-        attributes: dict[str, Any],
-        kind: Any = None,
-        tracestate: str = "",
-        start_ns: int = 0,
+        self, name: str, parent: Parent, attributes: dict[str, Any], kind: Any = None, tracestate: str = ""
     ) -> RecordedSpan:
         """Begin a span; without a parent, it is the first one of a new trace."""
-        if not parent.trace_id:
-            parent = Parent(self._bits(128) | 1, 0, 1)
-        return self._span(
-            self,
-            name,
-            parent,
-            self._bits(64) | 1,
-            attributes,
-            kind or self._internal_kind,
-            tracestate,
-            start_ns,
-        )
+        trace_id = parent[0] or self.bits(128) | 1
+        found = self._span(self, name, trace_id, parent[1], attributes, kind or self._internal_kind)
+        if tracestate:
+            found.tracestate = tracestate
+        return found
 
     def under(
         self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         parent = parent_in(carrier)
-        if parent.flags & SAMPLED:
+        if parent[2] & SAMPLED:
             return self.span(name, parent, attributes, kind, carrier[1])
         if carrier and carrier[0] == NEW:
-            return self.span(name, NO_PARENT, attributes, kind, start_ns=int(carrier[3]))
+            found = self.span(name, NO_PARENT, attributes, kind)
+            found.start_ns = int(carrier[3])
+            return found
         return None
 
     def keep(self, span: RecordedSpan) -> None:

@@ -147,7 +147,7 @@ class Call:
 
     def start(self, replicas: ReplicaSet) -> bool:
         """Send the request without a task; return False, without any effect, if it may have to wait."""
-        replica = replicas.take_now()
+        replica = replicas.take_now(self._envelope.model_id)
         if replica is None:
             return False
         self._replica = replica

@@ -411,6 +411,11 @@ class ReplicaPool:
         entry.index = -1
 
 
+def has_room(pool: ReplicaPool) -> bool:
+    """Return whether any replica may take a request, or queue it."""
+    return bool(pool._local or pool._remote or pool._relayed or pool._full)
+
+
 def _refuse(envelope: Envelope) -> ActorRequest:
     raise NotImplementedError("The replicas of this pool take no requests.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -26,6 +25,7 @@ from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchModels
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
@@ -67,6 +67,7 @@ class ReplicaSet:
         waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
+        watch_models: WatchModels | None = None,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -89,7 +90,7 @@ class ReplicaSet:
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
         # Ordered, because a cancelled request leaves from any position.
-        self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
+        self._waiting = WaitingRequests(self.pool, clock, rng, watch_models)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -169,11 +170,12 @@ class ReplicaSet:
         self.pool.note_route(worker)
         self._serve_waiting()
 
-    def take_now(self) -> PooledReplica | None:
+    def take_now(self, model_id: str = "") -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
-        replica = self.pool.take(self._clock.now(), self._rng)
+        pick = self._waiting.picker(model_id) if model_id else None
+        replica = self.pool.take(self._clock.now(), self._rng, pick)
         if replica is None or replica.has_queued_request:
             if replica is not None:
                 self._release_unused(replica)
@@ -251,7 +253,7 @@ class ReplicaSet:
         way: Way | None = None,
     ) -> None:
         replay = trial = queued_since = None
-        pool, metrics, is_socket = self.pool, self.metrics, False
+        pool, metrics, is_socket, is_rejected = self.pool, self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
@@ -260,15 +262,15 @@ class ReplicaSet:
                 receive = replay.receive
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
-        is_rejected = refused is not None
         metrics.begin(refused)
         while True:
             if trial is not None:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
-                replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            replica = replica or await _turn_of(self, self._wait(is_rejected, trial), way)
+                pick = self._waiting.picker(envelope.model_id) if envelope.model_id else None
+                replica = pool.take(self._clock.now(), self._rng, pick) if may_go else None
+            replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope.model_id), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
@@ -314,7 +316,7 @@ class ReplicaSet:
         finally:
             queued.leave()
 
-    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> PooledReplica:
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, model_id: str) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
         if not self.availability.may_wait(has_replicas=not self.pool.is_empty):
             raise self.availability.error()
@@ -325,12 +327,14 @@ class ReplicaSet:
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
-            self._waiting[waiter] = None
+            self._waiting[waiter] = model_id, self._clock.now() if model_id else 0.0
             if is_rejected:
                 self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
             self.availability.contact.watch()
+        if self._waiting.models is not None:  # those before it may wait for other models
+            self._serve_waiting()
         self._set_alarm()
         began = stopwatch()
         try:
@@ -357,6 +361,10 @@ class ReplicaSet:
         if self._apart.waiters:
             self._apart.serve()
             self._set_alarm()
+        if self._waiting.models is not None:
+            self._waiting.serve(now, self._release_unused)
+            self._set_alarm()
+            return
         while self._waiting:
             replica = self.pool.take(now, self._rng)
             if replica is None:
@@ -393,7 +401,7 @@ class ReplicaSet:
                 waiter.set_exception(self.availability.error())
 
     def _set_alarm(self) -> None:
-        for at in (self.pool.next_resume_at(), self._apart.next_at()):
+        for at in (self.pool.next_resume_at(), self._apart.next_at(), self._waiting.next_at):
             if at is not None:
                 self._alarm.set(at)
 

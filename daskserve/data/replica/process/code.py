@@ -119,12 +119,16 @@ class ChildModels(Models):
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         self._call = call
         self.known: Mapping[str, Any] = {}
+        self.known_multiplexed: Mapping[str, Any] = {}
 
     async def want(self, wanted: Mapping[str, Any]) -> None:
         await self._call("want_models", wanted=wanted)
 
     def facts(self) -> Mapping[str, Any]:
         return self.known
+
+    def multiplexed(self) -> Mapping[str, Any]:
+        return self.known_multiplexed
 
 
 class ChildCode:
@@ -322,6 +326,7 @@ class ChildCode:
         self._stats.record(found.pop("custom", {}))
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
+        self.models.known_multiplexed = found.pop("multiplexed")
         self._reported = ReportedMetrics(
             found.pop("samples"),
             found.pop("user_samples"),

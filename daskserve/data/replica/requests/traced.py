@@ -18,6 +18,7 @@ from daskserve.data.replica.requests.calls import (
     PreparedStreamRequest,
     StreamRequest,
 )
+from daskserve.data.replica.requests.holding import HoldingRequest, holding
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
@@ -25,7 +26,7 @@ from daskserve.data.replica.requests.slots import found_at
 from daskserve.data.replica.requests.states import FAILED, LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.payload.packed_errors import PackedError
-from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier, traceparent
+from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type
@@ -100,7 +101,9 @@ def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
     """Record that a request has waited for a slot, unless that was short."""
     state, request.wait = request.wait, None
     if state is not None and wall_ns() - span.start_ns > SHORT_NS:
-        span.child("queue", state, start_ns=span.start_ns).end()
+        wait = span.child("queue", state)
+        wait.start_ns = span.start_ns
+        wait.end()
 
 
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
@@ -133,7 +136,7 @@ def _begin_code(request: TracedRequest) -> RecordedSpan:
     if scope is not None:
         # Frameworks read the header, and so does code that passes headers on.
         others = [each for each in scope["headers"] if each[0] != TRACEPARENT]
-        others.append((TRACEPARENT, traceparent(code.identity).encode()))
+        others.append((TRACEPARENT, code.traceparent.encode()))
         scope["headers"] = others
     return code
 
@@ -186,7 +189,10 @@ def traced_request(
     kind: type[LocalRequest], envelope: Envelope, serving: ServingCode, tracing: Tracing | None
 ) -> LocalRequest:
     """Return a request of a kind, with its trace."""
-    request = _KINDS[kind](envelope, serving.slots, serving.metrics)
+    is_holding = issubclass(kind, HoldingRequest)
+    traced = _KINDS[kind.__mro__[2] if is_holding else kind]
+    made: type[TracedRequest] = holding(traced) if is_holding else traced
+    request = made(envelope, serving.slots, serving.metrics)
     head = envelope.head
     request.carrier = carrier = head[TRACE]
     request.span = None
@@ -202,7 +208,7 @@ def traced_request(
         way = {**attributes, "daskserve.step": "route_to_replica"}
         request.way = tracing.under(carrier, f"route_to_replica {called}", way)
         if request.way is not None:
-            request.carrier = carrier = [traceparent(request.way.identity), "", ""]
+            request.carrier = carrier = [request.way.traceparent, "", ""]
     request.span = tracing.under(carrier, f"replica {called}", attributes, tracing.server_kind)
     if request.span is not None:
         slots = serving.slots
