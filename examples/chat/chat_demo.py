@@ -55,7 +55,6 @@ class Answer(NamedTuple):
     tokens: int
 
 
-@serve.deployment
 class Page:
     """The page to chat on."""
 
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         model = chat_engine.config(paragraphs, step_s=0.02, autoscaling_config=AUTOSCALING)
         serve.run(build_app({MODEL: model}), name="openai", route_prefix="/")
         html = (HERE / "page.html").read_text(encoding="utf-8")
-        serve.run(Page.bind(html), name="page", route_prefix="/chat")
+        serve.run(serve.deployment(Page).bind(html), name="page", route_prefix="/chat")
         url = client.http_urls()[0].rstrip("/")
         print(f"Chat       {url}/chat")
         print(f"API        {url}/v1, the model is {MODEL!r}", flush=True)
