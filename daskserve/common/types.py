@@ -227,8 +227,6 @@ UNREADY: Final = "unready"
 STORE_TAKEN: Final = "store_taken"
 #: The key of the published share of requests that begin a trace; None without traces.
 TRACING: Final = "tracing"
-#: The key of the published settings of the instance's logs, as the value of ``config``.
-LOGGING: Final = "logging"
 #: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
