@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.request_routers.waiting import WaitingRequests
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of
@@ -88,8 +89,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        # Ordered, because a cancelled request leaves from any position.
-        self._waiting: OrderedDict[asyncio.Future[PooledReplica], None] = OrderedDict()
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, partial(has_room, self.pool))
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -117,9 +117,11 @@ class ReplicaSet:
         """Return the metric samples; none once the backend is deleted."""
         if self.availability.is_deleted and not (self.waiting or self.in_flight):
             return []
-        return self.metrics.samples(
+        found = self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
+        routing = self._waiting.routing
+        return found if routing is None else found + routing.samples(self._cluster.instance)
 
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all versions by tag, once they are known."""
@@ -149,6 +151,7 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
+        self._waiting.choose_by(value.get("router"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -169,11 +172,11 @@ class ReplicaSet:
         self.pool.note_route(worker)
         self._serve_waiting()
 
-    def take_now(self) -> PooledReplica | None:
+    def take_now(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
-        replica = self.pool.take(self._clock.now(), self._rng)
+        replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
             if replica is not None:
                 self._release_unused(replica)
@@ -187,8 +190,12 @@ class ReplicaSet:
         self.pool.put_first(replica)
         self.release(replica, None)
 
-    def release(self, replica: PooledReplica, outcome: Load | Exception | None) -> None:
+    def release(
+        self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
+    ) -> None:
         """Record the end of a request to a replica, and the load or the failure of the replica."""
+        if envelope is not None and envelope.routed is not None:
+            self._waiting.ended(envelope)
         if type(outcome) is Load:
             self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
@@ -251,24 +258,24 @@ class ReplicaSet:
         way: Way | None = None,
     ) -> None:
         replay = trial = queued_since = None
-        pool, metrics, is_socket = self.pool, self.metrics, False
+        pool, metrics, is_socket, is_rejected = self.pool, self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
             if envelope.has_body:
-                replay = Replay(envelope, receive)
-                receive = replay.receive
+                receive = (replay := Replay(envelope, receive)).receive
+                if self._waiting.wants_body:
+                    await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
-        is_rejected = refused is not None
         metrics.begin(refused)
         while True:
             if trial is not None:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
-                replica = pool.take(self._clock.now(), self._rng) if may_go else None
-            replica = replica or await _turn_of(self, self._wait(is_rejected, trial), way)
+                replica = self._waiting.take(envelope) if may_go else None
+            replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
@@ -301,7 +308,7 @@ class ReplicaSet:
                 replica.sockets -= is_socket
                 if trial is not None:
                     trial.leave()
-                self.release(replica, None)
+                self.release(replica, None, envelope)
 
     async def _send_queued(
         self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
@@ -314,7 +321,7 @@ class ReplicaSet:
         finally:
             queued.leave()
 
-    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None) -> PooledReplica:
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
         if not self.availability.may_wait(has_replicas=not self.pool.is_empty):
             raise self.availability.error()
@@ -325,12 +332,14 @@ class ReplicaSet:
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
-            self._waiting[waiter] = None
+            self._waiting[waiter] = envelope
             if is_rejected:
                 self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
             self.availability.contact.watch()
+        if self._waiting.routing is not None:
+            self._serve_waiting()  # those before it may wait for other replicas
         self._set_alarm()
         began = stopwatch()
         try:
@@ -353,20 +362,11 @@ class ReplicaSet:
 
     def _serve_waiting(self) -> None:
         """Give free replicas to the waiting requests, in order."""
-        now = self._clock.now()
         if self._apart.waiters:
             self._apart.serve()
             self._set_alarm()
-        while self._waiting:
-            replica = self.pool.take(now, self._rng)
-            if replica is None:
-                self._set_alarm()
-                return
-            waiter, _ = self._waiting.popitem(last=False)
-            if waiter.done():
-                self._release_unused(replica)
-            else:
-                waiter.set_result(replica)
+        if self._waiting.serve(self._release_unused):
+            self._set_alarm()
 
     def _reject_excess(self) -> None:
         """Reject the newest of the requests that arrived before their limit was known."""
@@ -393,7 +393,7 @@ class ReplicaSet:
                 waiter.set_exception(self.availability.error())
 
     def _set_alarm(self) -> None:
-        for at in (self.pool.next_resume_at(), self._apart.next_at()):
+        for at in (self.pool.next_resume_at(), self._apart.next_at(), self._waiting.next_at):
             if at is not None:
                 self._alarm.set(at)
 
@@ -401,6 +401,7 @@ class ReplicaSet:
         """Fail the requests that still wait."""
         self.availability.update(None)
         self.pool.update({}, 1, str)
+        self._waiting.choose_by(None)
         self._alarm.cancel()
         self.fail_waiting()
 
