@@ -40,7 +40,7 @@ UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
 TEST += ["jsonschema>=4.20", "fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10"]
-TEST += [*PROGRESS, *TRACING]
+TEST += [*PROGRESS, *TRACING, "openai>=1.99"]
 
 setup(
     name="daskserve",
@@ -110,7 +110,9 @@ setup(
         "daskserve.data.caller.calls",
         "daskserve.data.caller.request_routers",
         "daskserve.data.caller.routing",
+        "daskserve.data.caller.routing.multiplexing",
         "daskserve.data.caller.routing.suspects",
+        "daskserve.data.multiplexing",
         "daskserve.data.replica",
         "daskserve.data.replica.environment",
         "daskserve.data.replica.errors",
@@ -120,6 +122,7 @@ setup(
         "daskserve.data.replica.user_code",
         "daskserve.internals",
         "daskserve.loops",
+        "daskserve.openai",
         "daskserve.options",
         "daskserve.options.fields",
         "daskserve.options.routing",

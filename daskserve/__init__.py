@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         ReplicaContext,
         get_deployment_actor_context,
         get_model,
+        get_multiplexed_model_id,
         get_replica_context,
     )
     from daskserve.data.batching.continuous.decorator import continuous_batch
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from daskserve.data.caller.calls.response import Response
     from daskserve.data.caller.calls.response_stream import ResponseGenerator
     from daskserve.data.caller.calls.resuming import resume_stream
+    from daskserve.data.multiplexing.decorator import multiplexed
     from daskserve.data.replica.user_code.class_app import ingress
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
@@ -115,11 +117,12 @@ _NAMES: Mapping[str, str] = {
     "data.caller.calls.resuming": "resume_stream",
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
+    "data.multiplexing.decorator": "multiplexed",
     "data.batching.continuous.decorator": "continuous_batch",
     "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
-    "context": "get_replica_context get_model get_deployment_actor_context ReplicaContext GangContext "
-    "PlacementBundle PlacementGroup",
+    "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
+    "ReplicaContext GangContext PlacementBundle PlacementGroup",
     "common.types": "ReplicaRank",
     "errors": "ServeError",
     # Modules; the last five have the names of those of Ray Serve.
@@ -181,12 +184,14 @@ __all__ = [
     "get_deployment_handle",
     "get_deployment_handle_async",
     "get_model",
+    "get_multiplexed_model_id",
     "get_replica_context",
     "get_trace_context",
     "history",
     "history_async",
     "ingress",
     "metrics",
+    "multiplexed",
     "resume_stream",
     "rollback",
     "rollback_async",

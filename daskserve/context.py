@@ -7,7 +7,7 @@ them in a copy of its actor's context before user code runs.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -240,6 +240,8 @@ class ReplicaContext:
     bundles: tuple[PlacementBundle, ...] = ()
     #: The models of its ``model_repository``.
     models: LoadedModels = field(default_factory=LoadedModels)
+    #: What its multiplexed functions have loaded (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
+    multiplexer: Any = None
 
     @property
     def display_name(self) -> str:
@@ -314,6 +316,8 @@ class RequestContext:
     is_shown: ClassVar[bool] = False
     #: The versions of models that were drawn for it; None before the first.
     drawn: ClassVar[Drawn | None] = None
+    #: What gives back the multiplexed models that it uses; None if nothing calls that at its end.
+    held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 
@@ -350,6 +354,8 @@ current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_repli
 current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_request", default=None)
 #: The versions of models that are drawn for the current batch, which belongs to no single request.
 current_batch: ContextVar[Drawn | None] = ContextVar("daskserve_batch", default=None)
+#: The requests of the current batch of `batch`.
+current_members: ContextVar[Sequence[RequestContext]] = ContextVar("daskserve_members", default=())
 
 
 def drawn_here() -> Drawn | None:
@@ -412,6 +418,30 @@ def get_request_context() -> RequestContext:
             "This code does not answer a daskserve request; call it from a deployment's methods."
         )
     return request
+
+
+def get_batch_request_contexts() -> list[RequestContext]:
+    """Return the requests whose calls the current batch of `batch` answers, in order; empty elsewhere.
+
+    All of them have the same ``multiplexed_model_id``.
+    """
+    return list(current_members.get())
+
+
+def requests_here() -> Sequence[RequestContext]:
+    """Return the requests that the current code answers: one, those of a batch, or none."""
+    request = current_request.get()
+    return current_members.get() if request is None else (request,)
+
+
+def get_multiplexed_model_id() -> str:
+    """Return the id of the model that the current request asks for; empty if it names none.
+
+    The caller names it in the header ``serve_multiplexed_model_id``, or with
+    ``handle.options(multiplexed_model_id=...)``. Calls that a request makes do not inherit it.
+    """
+    requests = requests_here()
+    return requests[0].multiplexed_model_id if requests else ""
 
 
 def get_deployment_actor_context() -> DeploymentActorContext:

@@ -405,6 +405,10 @@ class ReplicaUnavailableError(UnavailableError):
     """The chosen replica has stopped, or was lost."""
 
 
+class ModelCapacityError(UnavailableError):
+    """A multiplexed model found no room in its replica: it is too large, or the others are all in use."""
+
+
 class QuarantinedError(UnavailableError):
     """Retries of the same request ended or blocked several processes, so it is refused for a moment."""
 

@@ -22,6 +22,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "__main__": ("python -m daskserve", BLUE),
     "testing": ("a cluster for your tests", BLUE),
     "client": ("start, deploy, inspect", BLUE),
+    "openai": ("models as OpenAI serves them", BLUE),
     "cli": ("command line", BLUE),
     "handle": ("and others: Ray Serve's names", BLUE),
     "stores": ("back up, restore, check", BLUE),

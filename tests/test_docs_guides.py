@@ -74,7 +74,15 @@ def conversations(page: str) -> list[tuple[list[str], str]]:
 
 @pytest.mark.parametrize(
     "page",
-    ["composition.md", "fastapi.md", "streaming.md", "batching.md", "continuous_batching.md", "migrating.md"],
+    [
+        "composition.md",
+        "fastapi.md",
+        "streaming.md",
+        "batching.md",
+        "continuous_batching.md",
+        "multiplexing.md",
+        "migrating.md",
+    ],
     ids=lambda page: page[:-3],
 )
 def test_the_program_answers_curl_as_the_page_shows(page: str, paste: Any, instance: serve.Client) -> None:

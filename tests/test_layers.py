@@ -50,6 +50,7 @@ ROOMS: Mapping[str, str] = {
     "proxies": "proxies",
     "client": "edge",
     "cli": "edge",
+    "openai": "edge",
 }
 EDGE_MODULES = frozenset(
     {

@@ -59,6 +59,7 @@ PUBLIC = {
     "get_deployment_handle_async",
     "ingress",
     "get_model",
+    "get_multiplexed_model_id",
     "get_replica_context",
     "get_trace_context",
     "history",
@@ -71,6 +72,7 @@ PUBLIC = {
     "ReplicaContext",
     "ReplicaRank",
     "metrics",
+    "multiplexed",
     "run",
     "run_async",
     "run_many",
@@ -131,8 +133,8 @@ def test_an_unknown_name_raises_attribute_error() -> None:
     ("name", "text"),
     [
         (
-            "multiplexed",
-            "no attribute 'multiplexed'. That is Ray Serve's name: there is no multiplexing; keep",
+            "get_world_size",
+            "no attribute 'get_world_size'. That is Ray Serve's name: use serve.get_replica_context",
         ),
         ("get_replica_rank", r"use serve.get_replica_context\(\).rank."),
     ],
@@ -166,7 +168,7 @@ def test_the_places_of_proxies_have_ray_serves_names() -> None:
 @each_case(
     ("statement", "text"),
     [
-        ("from daskserve import multiplexed", "from 'daskserve'. That is Ray Serve's name: there is no"),
+        ("from daskserve import get_world_size", "from 'daskserve'. That is Ray Serve's name: use serve.get"),
         ("from daskserve.config import gRPCOptions", "from 'daskserve.config'.*there are no gRPC proxies"),
         ("from daskserve.exceptions import gRPCStatusError", "there are no gRPC proxies"),
         ("from daskserve.schema import ServeInstanceDetails", r"use serve.status\(\)"),

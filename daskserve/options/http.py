@@ -185,6 +185,12 @@ class HTTPOptions(Options):
         "names what does not run.",
     )
 
+    model_id_parameter: str | None = Field(
+        None,
+        min_length=1,
+        description="Name of a query parameter that names the [multiplexed](multiplexing.md) model, for "
+        "requests without the header ``serve_multiplexed_model_id``.",
+    )
     health_port: int | None = Field(
         None,
         ge=1,

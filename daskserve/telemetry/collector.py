@@ -282,7 +282,8 @@ def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts)
 def _exemplar(example: Example) -> Exemplar:
     from prometheus_client.core import Exemplar
 
-    return Exemplar({"trace_id": example.trace_id}, example.value, example.at)
+    value, trace_id, at_ns = example
+    return Exemplar({"trace_id": f"{trace_id:032x}"}, value, at_ns / 1e9)
 
 
 def _bound_text(bound: float) -> str:

@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from daskserve.common import settings
 from daskserve.common.clock import wall_ns
@@ -84,12 +84,8 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
-class Example(NamedTuple):
-    """One value that was counted, with the id of its trace and its time in seconds since the epoch."""
-
-    value: float
-    trace_id: str
-    at: float
+#: One value that was counted, the number of its trace, and its time in nanoseconds since the epoch.
+Example: TypeAlias = tuple[float, int, int]
 
 
 class HistogramCounts:
@@ -128,7 +124,7 @@ class HistogramCounts:
         """Note the trace of a value that was counted."""
         if self.examples is None:
             self.examples = {}
-        self.examples[bisect_left(self.bounds, value)] = Example(value, f"{trace_id:032x}", wall_ns() / 1e9)
+        self.examples[bisect_left(self.bounds, value)] = value, trace_id, wall_ns()
 
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""

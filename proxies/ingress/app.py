@@ -30,11 +30,12 @@ from daskserve.proxies.ingress.request import (
     TRUSTED_TIMEOUT,
     IngressRequest,
     WebSocketResponse,
+    parameter_of,
     parse_timeout,
     response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.proxies.ingress.traced import serve_traced
+from daskserve.proxies.ingress.traced import begin_trace, end_trace
 from daskserve.telemetry.histogram import cause_of
 from daskserve.telemetry.tracing.carrier import TRACE
 
@@ -108,7 +109,7 @@ class IngressApp:
     Parameters
     ----------
     options : HTTPOptions
-        ``root_path``, ``request_timeout_s``, ``debug`` and ``list_routes``.
+        ``root_path``, ``request_timeout_s``, ``debug``, ``list_routes`` and ``model_id_parameter``.
     routes : callable
         Returns the current `RouteTable`, or None before the first one is received.
     dispatch : callable
@@ -152,8 +153,7 @@ class IngressApp:
         self._root = normalize_prefix(options.root_path)
         self._root_bytes = self._root.encode()
         self._timeout_s = options.request_timeout_s
-        self._debug = options.debug
-        self._lists_routes = options.list_routes
+        self._options = options
         self._routes = routes
         self._dispatch = dispatch
         self._is_direct = is_direct
@@ -170,9 +170,9 @@ class IngressApp:
         if kind == "http" or kind == "websocket":
             response = response_to(send) if kind == "http" else WebSocketResponse(send)
             request = IngressRequest(scope["headers"], response)
-            if self._tracing is None and not request.has_trace_headers:
-                return self._serve(request, scope, receive)
-            return serve_traced(self._serve, self._tracing, self.metrics, request, scope, receive)
+            if self._tracing is not None or request.has_trace_headers:
+                begin_trace(self._tracing, request, scope)
+            return self._serve(request, scope, receive)
         if kind == "lifespan":
             return _serve_lifespan(receive, send)
         raise ValueError(f"the ingress has no answer to a scope of type {kind!r}")
@@ -212,8 +212,15 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
+                trace_id = 0 if request.span is None else request.span.trace_id
                 self.metrics.observe(
-                    request.route, method, response.status, seconds, request.cause, response.matched_route
+                    request.route,
+                    method,
+                    response.status,
+                    seconds,
+                    request.cause,
+                    response.matched_route,
+                    trace_id,
                 )
                 if self._access_log is not None:
                     self._access_log.note(request, scope, seconds)
@@ -221,6 +228,8 @@ class IngressApp:
                     self._responses[response.status // 100 % 10] += 1
                 else:
                     self._unanswered += 1
+            if request.span is not None:
+                end_trace(request.span, request, scope)
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.
@@ -261,7 +270,7 @@ class IngressApp:
         return None if route is None else route.endpoint
 
     async def _answer_system(self, request: IngressRequest, path: str, method: str) -> None:
-        if path == "/-/routes" and not self._lists_routes:
+        if path == "/-/routes" and not self._options.list_routes:
             await self._refuse(request, 404, f"Path '{path}' not found.")
             return
         if method not in ("GET", "HEAD"):
@@ -289,7 +298,7 @@ class IngressApp:
         names = self._unready() if is_ready else ()
         if names is None:
             return NOT_POPULATED
-        if names and not self._lists_routes:
+        if names and not self._options.list_routes:
             return f"{len(names)} deployments have no running replica."
         return f"No replica runs of: {', '.join(names)}." if names else ""
 
@@ -320,6 +329,10 @@ class IngressApp:
                 "route": route.route,
             }
         }
+        if not request.model_id and self._options.model_id_parameter is not None:
+            request.model_id = parameter_of(scope, self._options.model_id_parameter)
+        if request.model_id:
+            head["extensions"]["daskserve"]["model_id"] = request.model_id
         if request.trace is not None:
             head[TRACE] = request.trace
         if has_denial:
@@ -344,6 +357,7 @@ class IngressApp:
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
         envelope.has_started = request.response.has_started
         envelope.is_direct = is_socket and self._is_direct
+        envelope.model_id = request.model_id
         if gathering is None:  # as for most
             return self._dispatch(endpoint, envelope, receive, request.response.send)
         return self._send(request, endpoint, envelope, receive, gathering)
@@ -382,6 +396,7 @@ class IngressApp:
             deadline=deadline,
             has_body=request.has_body,
             has_started=request.response.has_started,
+            model_id=request.model_id,
         )
         request_id = request.response.request_id.decode("latin-1")
         try:
@@ -406,7 +421,7 @@ class IngressApp:
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error
         response.drop_start()
-        reply = reply_to(error, request_id, debug=self._debug)
+        reply = reply_to(error, request_id, debug=self._options.debug)
         if reply.is_fault and not is_logged(error, request_id):
             log.error("Request %s failed", request_id, exc_info=error)
         elif (reply.hides_message or reply.status == ActorLostError.http_status) and not is_logged(
@@ -422,7 +437,7 @@ class IngressApp:
 
     def _refuse_path(self, request: IngressRequest, scope: Scope, path: str) -> Awaitable[None]:
         text = f"Path '{path}' not found."
-        if self._lists_routes:
+        if self._options.list_routes:
             host = request.host.decode("latin-1") or _server_of(scope)
             url = f"{scope.get('scheme', 'http')}://{host}{self._root}/-/routes"
             text = f"{text} Ping {url} for available routes."

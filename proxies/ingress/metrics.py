@@ -69,7 +69,14 @@ class IngressMetrics:
         return total
 
     def observe(
-        self, route: Route, method: str, status: int, seconds: float, cause: str, matched: str = ""
+        self,
+        route: Route,
+        method: str,
+        status: int,
+        seconds: float,
+        cause: str,
+        matched: str = "",
+        trace_id: int = 0,
     ) -> None:
         """Count a request that has ended.
 
@@ -90,6 +97,8 @@ class IngressMetrics:
             metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days
             metrics.latency.observe(seconds)
+            if trace_id:
+                metrics.latency.note_trace(seconds, trace_id)
 
     def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
         # An application may make up routes; the first ones of each are counted apart.
@@ -124,12 +133,6 @@ class IngressMetrics:
                     del self._routes[key]
                     self._matched.pop(key[1], None)
                     self._dropped.add(each.latency.counts, each.latency.sum)
-
-    def note_trace(self, route: Route, matched: str, seconds: float, trace_id: int) -> None:
-        """Note the trace of a request that was counted."""
-        metrics = self._routes.get((route.route, route.endpoint, matched))
-        if metrics is not None:
-            metrics.latency.note_trace(seconds, trace_id)
 
     def samples(self, instance: str) -> list[MetricSample]:
         """Return all metrics."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote_plus
 
 from daskserve.common.types import ON_DEMAND, Message, Send
 from daskserve.proxies.asgi import REQUEST_ID
 from daskserve.proxies.exchange.response.response import Response
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.telemetry.tracing.carrier import TRACE_HEADERS, Carrier
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 REQUEST_TIMEOUT = b"x-request-timeout-seconds"
 #: The key of a scope whose `REQUEST_TIMEOUT` was sent by a trusted forwarder.
@@ -20,8 +25,22 @@ HOST = b"host"
 CONTENT_LENGTH = b"content-length"
 TRANSFER_ENCODING = b"transfer-encoding"
 EXPECT = b"expect"
+#: Names the multiplexed model; proxies in front may have changed underscores to hyphens.
+MODEL_ID = frozenset(
+    b"serve%bmultiplexed%bmodel%bid" % each for each in itertools.product((b"_", b"-"), repeat=3)
+)
 _HEADERS_READ = frozenset(
-    (REQUEST_ID, REQUEST_TIMEOUT, SHARD_KEY, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, EXPECT, *TRACE_HEADERS)
+    (
+        REQUEST_ID,
+        REQUEST_TIMEOUT,
+        SHARD_KEY,
+        HOST,
+        CONTENT_LENGTH,
+        TRANSFER_ENCODING,
+        EXPECT,
+        *TRACE_HEADERS,
+        *MODEL_ID,
+    )
 )
 
 #: An id that a client may choose: it stands in headers, in logs and in user code. Heroku and Rails have
@@ -46,9 +65,13 @@ class IngressRequest:
     host = b""
     #: Its trace context, as it goes on; None without one.
     trace: Carrier | None = None
+    #: Its span, if it is sampled.
+    span: RecordedSpan | None = None
     has_trace_headers = False
     #: Whether its own id is not used.
     has_bad_id = False
+    #: The multiplexed model that it asks for.
+    model_id = ""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], response: Response) -> None:
         self.response = response
@@ -73,10 +96,30 @@ class IngressRequest:
                     self.shard_key = value
                 elif name == REQUEST_TIMEOUT:
                     self.timeout = value
+                elif name in MODEL_ID:
+                    self.model_id = text_of(value)
                 elif name == EXPECT:
                     self.has_body = ON_DEMAND
                 else:
                     self.has_body = self.has_body or value != b"0"
+
+
+def text_of(value: bytes) -> str:
+    """Return the text of a header."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def parameter_of(scope: Mapping[str, Any], name: str) -> str:
+    """Return the first value of a query parameter; empty if there is none."""
+    query = scope.get("query_string") or b""
+    for each in query.split(b"&"):
+        key, _, value = each.partition(b"=")
+        if unquote_plus(key.decode("latin-1")) == name:
+            return unquote_plus(value.decode("latin-1"))
+    return ""
 
 
 def response_to(send: Send) -> Response:

@@ -288,7 +288,7 @@ MODELS = Row(
             "Share of the requests for a model.",
             [
                 Query(
-                    f"1 - {rate('multiplexed_model_loads')} / {rate('multiplexed_model_requests')}",
+                    f"{rate('multiplexed_model_hits')} / {rate('multiplexed_model_requests')}",
                     "found",
                 )
             ],

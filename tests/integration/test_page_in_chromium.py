@@ -56,6 +56,9 @@ class ScriptedFeeds:
     readers = 0
 
     def __init__(self) -> None:
+        #: Whether the scheduler answers what a page asks first, and what it asks of a replica.
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.feed = Feed("one", None, None)  # type: ignore[arg-type]
 
     def enter(self, instance: str) -> Any:
@@ -65,15 +68,27 @@ class ScriptedFeeds:
     def leave(self, instance: str) -> None:
         self.readers -= 1
 
+    def restart(self) -> None:
+        """End the instance, and start another one of its name."""
+        ended, self.feed = self.feed, Feed("one", None, None)  # type: ignore[arg-type]
+        ended.end()
+
     def set(self, **parts: Any) -> None:
         self.feed._set({name.replace("__", "/", 1): each for name, each in parts.items()})
+
+
+class SlowInstances(InstancesHandler):
+    async def get(self) -> None:
+        await self._sources.feeds.answers.wait()  # type: ignore[attr-defined]
+        await super().get()
 
 
 class Posts(RequestHandler):
     """Answers the REST API, and notes what was asked for."""
 
-    def initialize(self, notes: list[tuple[str, str, bytes]]) -> None:
+    def initialize(self, notes: list[tuple[str, str, bytes]], feeds: ScriptedFeeds) -> None:
         self._notes = notes
+        self._feeds = feeds
 
     def post(self, path: str) -> None:
         self._notes.append(("POST", path, self.request.body))
@@ -81,8 +96,14 @@ class Posts(RequestHandler):
             self.set_status(400)
         self.write({"message": "It is autoscaled." if "refused" in path else "Done."})
 
-    def get(self, path: str) -> None:
-        if "history" in path:
+    async def get(self, path: str) -> None:
+        if path.endswith("/stacks"):
+            await self._feeds.answers.wait()
+            self.write({"threads": [{"name": "late", "frames": []}], "tasks": []})
+        elif "profile" in path:
+            functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
+            self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
+        elif "history" in path:
             revision = {
                 "number": 1,
                 "state": "SUPERSEDED",
@@ -138,6 +159,11 @@ def deployment(name: str, status: str = "HEALTHY", **more: Any) -> dict[str, Any
     return {**known, **more}
 
 
+def event(number: int, application: str) -> dict[str, Any]:
+    known = {"at": time.time(), "kind": "DEPLOYED", "deployment": "", "subject": "", "message": "m", "by": ""}
+    return {"number": number, "application": application, **known}
+
+
 def application(name: str, **deployments: Any) -> dict[str, Any]:
     return {
         "name": name,
@@ -174,9 +200,9 @@ async def site() -> AsyncIterator[Site]:
         [
             (r"/daskserve/?", PageHandler, arguments),
             (r"/daskserve/(?P<name>style\.css|script\.js|icon\.svg)", PageHandler, arguments),
-            (r"/daskserve/instances", InstancesHandler, arguments),
+            (r"/daskserve/instances", SlowInstances, arguments),
             (r"/daskserve/(?P<instance>[^/]+)/stream", StreamHandler, arguments),
-            (r"/daskserve/one/(api/.*)", Posts, {"notes": notes}),
+            (r"/daskserve/one/(api/.*)", Posts, {"notes": notes, "feeds": feeds}),
         ]
     )
     server = application.listen(0, "127.0.0.1")
@@ -297,6 +323,72 @@ async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_gr
         assert await tab.ask("document.querySelectorAll('.rows .row').length") == 1
         page.feeds.set(controller=ONLINE)
         await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
+
+
+async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_never_waits_for_ever() -> None:
+    async with site() as page:
+        tab, feeds = page.tab, page.feeds
+        feeds.set(app__old=application("old", Front=deployment("Front")))
+        feeds.feed.events.append(event(50, "old"))
+        feeds.feed._wake()
+        await tab.until("site.deployments.length === 1 && site.events.length === 1")
+        await tab.ask("connect(), connect(), connect(), 1")
+        await tab.until("site.link === 'on' && source && source.readyState === 1")
+        feeds.set(controller=ONLINE | {"message": " "})  # a stream that nobody reads is found to be closed
+        async with asyncio.timeout(10):
+            while feeds.readers != 1:  # noqa: ASYNC110 - the handlers only count
+                await asyncio.sleep(0.02)
+        # An instance of the same name, whose controller is not there yet, with events of lower numbers.
+        feeds.restart()
+        feeds.set(controller={"is_online": False, "message": "The controller does not answer."})
+        await tab.until("site.link === 'off' && $('banner').textContent.includes('What you see')")
+        assert await tab.ask("site.deployments.length") == 1
+        feeds.feed.events.append(event(1, "new"))
+        feeds.set(instance=INSTANCE, controller=ONLINE, app__new=application("new", Back=deployment("Back")))
+        await tab.until("site.deployments.map((each) => each.name).join() === 'Back'")
+        await tab.until("site.events.map((each) => each.application).join() === 'new'")
+        # A page that opens while there is no controller shows no empty tables.
+        feeds.restart()
+        feeds.set(controller={"is_online": False, "message": "The controller does not answer."})
+        await tab.open(page.url)
+        await tab.until("document.querySelector('h1').textContent === 'Offline'")
+        assert await tab.ask("document.querySelectorAll('.tile, .grid').length") == 0
+        # A scheduler that is stopped keeps its connections and answers nothing.
+        feeds.answers.clear()
+        feeds.restart()
+        await tab.until("$('banner').textContent.includes('did not answer within 7 s')", 20)
+        feeds.answers.set()
+        feeds.set(instance=INSTANCE, controller=ONLINE)
+        await tab.until("site.link === 'on' && document.querySelector('h1').textContent === 'Overview'")
+
+
+async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_from_waiting() -> None:
+    async with site() as page:
+        tab = page.tab
+        page.feeds.set(app__shop=application("shop", Front=deployment("Front")))
+        await page.go("/app/shop/Front")
+        press = "[...document.querySelectorAll({!r})].find((each) => each.textContent === {!r}).click()"
+        await tab.until("document.querySelector('button[aria-label^=Stacks]')")
+        page.feeds.answers.clear()
+        await tab.ask(press.format("main button", "Stacks"))
+        await tab.until("$('dialog').open")
+        await tab.press("Escape")
+        await tab.ask(press.format("main button", "Scale"))
+        await tab.until("$('dialog').open && $('replicas')")
+        page.feeds.answers.set()
+        await tab.ask("api('serve/replicas/x/stacks').then(() => 1)")
+        assert await tab.ask("$('dialog').textContent.includes('Scale Front')")
+        await tab.ask("history.back()")
+        await tab.until("!$('dialog').open")
+        await page.go("/app/shop/Front")
+        await tab.until("document.querySelector('button[aria-label^=Profile]')")
+        await tab.ask(press.format("main button", "Profile"))
+        await tab.until("document.querySelector('.flame .waits')")
+        await tab.ask(press.format("#dialog button", "On a processor"))
+        await tab.until("!document.querySelector('.flame .waits')")
+        assert await tab.ask("document.querySelector('.flame').innerText.split('\\n').join()") == (
+            "all, 100 %,works, 100 %"
+        )
 
 
 async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:

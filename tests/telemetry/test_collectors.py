@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from daskserve.telemetry.collector import MAX_FOLDED, ProcessMetrics, plain_sample, sample_of
 from daskserve.telemetry.histogram import HistogramCounts, LatencyHistogram
-from daskserve.telemetry.table import METRICS, PLANNED, SECTIONS, MetricKind, MetricSample
+from daskserve.telemetry.table import METRICS, SECTIONS, MetricKind, MetricSample
 from daskserve.telemetry.user import UserMetric, UserSample
 
 pytestmark = pytest.mark.smoke
@@ -289,7 +289,7 @@ def test_names_and_labels_follow_prometheus_rules() -> None:
         assert not spec.name.endswith(("_total", "_count", "_sum", "_bucket", "_ms"))
         assert not {"instance", "job", "le"} & set(spec.labels)
         assert spec.meaning.endswith(".")
-    assert len(METRICS) == sum(len(section) for section in (*SECTIONS.values(), PLANNED))
+    assert len(METRICS) == sum(len(section) for section in SECTIONS.values())
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Debian's prometheus")

@@ -52,7 +52,8 @@ class ActorStatus(_FromPlain):
     """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known.
 
     A replica has its ``rank``, and the results of the user's ``record_replica_metadata`` and
-    ``record_routing_stats``.
+    ``record_routing_stats``. ``multiplexed`` has the ``count`` of its multiplexed models, its ``capacity``,
+    and as ``models`` the states of those used last, by id; it is empty without a multiplexed function.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class ActorStatus(_FromPlain):
     rank: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routing_stats: Mapping[str, Any] = field(default_factory=dict)
+    multiplexed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from daskserve.cluster.distributed_internals import ScatteringClient, is_wait_fo
 from daskserve.cluster.worker.worker_view import refuse_blocking_lock
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
+from daskserve.telemetry.tracing.tasks import with_trace
 
 logger = logging.getLogger("daskserve.dask")
 
@@ -74,6 +75,14 @@ class UserClient(ScatteringClient):
         if self.scheduler is None:
             self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others take it at once
 
+    def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Submit a task, which belongs to the trace of the present request."""
+        return super().submit(_traced(func, kwargs), *args, **kwargs)
+
+    def map(self, func: Any, *iterables: Any, **kwargs: Any) -> Any:
+        """Submit a task for each item."""
+        return super().map(_traced(func, kwargs), *iterables, **kwargs)
+
     @property
     def asynchronous(self) -> bool:
         """Whether the caller runs on an event loop, of this client or not."""
@@ -124,6 +133,10 @@ class UserClient(ScatteringClient):
         """Return once the client has been connected; a caller that is cancelled does not cancel that."""
         if self.status in ("newly-created", "connecting"):
             await asyncio.shield(asyncio.ensure_future(self))
+
+
+def _traced(function: Any, options: Mapping[str, Any]) -> Any:
+    return function if options.get("actor") or options.get("actors") else with_trace(function)
 
 
 def _only_owner(futures: Any) -> Any:

@@ -13,7 +13,7 @@ from daskserve.common.types import WorkerAddress, short_tag
 from daskserve.control.core import ControllerCore
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.verbs.replicas import busiest, named_replicas
-from daskserve.errors import BadRequestError, InspectionError, ServeError
+from daskserve.errors import BadRequestError, InspectionError, ServeError, UnavailableError
 
 #: The length of a profile by default and at most, how long a worker may take for its answer besides, and
 #: for one about memory.
@@ -53,6 +53,12 @@ class InspectingVerbs:
                 f"Worker {found.worker}, which has replica {short_tag(found.tag)!r}, did not answer within "
                 f"{shown(takes_s)} s: its event loop is blocked, or its process is stopped."
             ) from None
+        except UnavailableError as error:
+            # Asked again, the controller would not find the replica any more.
+            raise InspectionError(
+                f"Replica {short_tag(found.tag)!r} ended, or worker {found.worker} was lost, while its code "
+                f"was looked at: {error}"
+            ) from error
         backend = self._core.state.backends.get(found.backend)
         return {
             **answer,

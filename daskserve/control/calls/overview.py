@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import verb
 from daskserve.common.changed_parts import ChangedParts
+from daskserve.common.clock import processor_time
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.verbs.history.views import events_after
 from daskserve.control.views import views
@@ -26,7 +27,6 @@ class OverviewVerbs:
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
         self._parts = ChangedParts(core.epoch << UPDATE_BITS)
-        self._cost_s = 0.0
         self._due = 0.0
 
     @verb
@@ -46,14 +46,18 @@ class OverviewVerbs:
         deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
             changed = self._core.writer.changed
-            await self._look()
-            is_all, parts = self._parts.since(after)
+            if clock.now() >= self._due:
+                await self._look()
+            has_looked = bool(self._parts.names())
+            number = self._parts.number if has_looked else after
+            is_all, parts = self._parts.since(after) if has_looked else (False, {})
             events = self._events(events_after)
-            if is_all or parts or events["events"] or clock.now() >= deadline:
-                return {"number": self._parts.number, "is_all": is_all, "parts": parts, **events}
-            wait_s = max(0.0, min(PERIOD_S, deadline - clock.now()))
+            if parts or (events["events"] and has_looked) or clock.now() >= deadline:
+                return {"number": number, "is_all": is_all, "parts": parts, **events}
+            # A large instance is not looked at as often; its readers get their answers in time all the same.
+            await clock.sleep(max(0.0, min(self._due, deadline) - clock.now()))
             try:
-                await clock.wait_for(changed.wait(), max(wait_s, self._due - clock.now()))
+                await clock.wait_for(changed.wait(), max(0.0, min(PERIOD_S, deadline - clock.now())))
             except TimeoutError:
                 pass
 
@@ -61,15 +65,11 @@ class OverviewVerbs:
         return events_after(self._core.state, after, wall=self._core.clock.wall())
 
     async def _look(self) -> None:
-        """Update the parts, unless another reader has just done so."""
+        """Update the parts."""
         core = self._core
-        if core.clock.now() < self._due:
-            await core.clock.sleep(self._due - core.clock.now())
-            if core.clock.now() < self._due:
-                return  # another reader did meanwhile
-        began = core.clock.now()
-        self._due = began + PAUSE_S
+        self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
+        began = processor_time()  # a scheduler that is slow to answer costs this process nothing
         controller = {"worker": core.worker, "pid": os.getpid()}
         instance = {
             "instance": core.cluster.instance,
@@ -89,5 +89,5 @@ class OverviewVerbs:
         parts = overview(core.state, core.observed, instance, core.building.waiting, wall)
         self._parts.keep(parts.keys())
         self._parts.update(parts)
-        cost_s = core.clock.now() - began
+        cost_s = processor_time() - began
         self._due = core.clock.now() + max(PAUSE_S, PAUSE_FACTOR * cost_s)

@@ -28,6 +28,7 @@ from daskserve.control.observed.folder_reads import FolderReads
 from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
+from daskserve.control.observed.multiplexed import MultiplexedModels
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -226,6 +227,8 @@ class Observed:
     routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
     #: The models that replicas have loaded, as they last reported them.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
+    #: What their multiplexed functions have loaded.
+    multiplexed: MultiplexedModels = field(default_factory=MultiplexedModels)
     #: Reads the folders of models.
     folders: FolderReads = field(default_factory=FolderReads)
     #: Why the folder of models of a backend cannot be read.
@@ -438,6 +441,7 @@ class Observed:
         self.busy.pop(tag, None)
         self.last_lines.pop(tag, None)
         self.models.pop(tag, None)
+        self.multiplexed.forget_replica(tag)
         for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
             each.pop(tag, None)
         self.gone.discard(tag)

@@ -62,7 +62,7 @@ class WorkerWatch:
         self._state = state
         self._observed = observed
         self._poke = poke
-        #: Publishes the unresponsive workers, and whether anybody watches live metrics.
+        #: Publishes the unresponsive workers, multiplexed models, and whether anybody watches live metrics.
         self._announce = announce
         #: Raises an error if a newer controller has taken over.
         self._confirm_reign = confirm_reign
@@ -199,6 +199,10 @@ class WorkerWatch:
         if "models" in actor:
             record = self._state.models.get(replica.backend)
             self._observed.learn_models(replica, actor["models"], rollouts_of(record) if record else ())
+        if "multiplexed" in actor and self._observed.multiplexed.learn(
+            replica.backend, replica.tag, actor["multiplexed"]
+        ):
+            self._announce()
         if "routing_stats" in actor:
             self._observed.routing_stats[replica.tag] = actor["routing_stats"]
 

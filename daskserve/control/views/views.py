@@ -146,6 +146,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
                 "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
+                "multiplexed": observed.multiplexed.of(replica.tag),
             }
         )
     return found

@@ -16,7 +16,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mappin
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.formatting import as_whole, shown
-from daskserve.context import current_replica, current_request
+from daskserve.context import (
+    RequestContext,
+    current_members,
+    current_replica,
+    current_request,
+    get_multiplexed_model_id,
+)
 from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
 from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
@@ -33,7 +39,7 @@ logger = logging.getLogger("daskserve.replica")
 class _Item:
     """One call: its instance, arguments and stream."""
 
-    __slots__ = ("args", "instance", "kwargs", "span", "stream")
+    __slots__ = ("args", "instance", "kwargs", "request", "span", "stream")
 
     def __init__(
         self, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], stream: BatchStream | None
@@ -42,6 +48,8 @@ class _Item:
         self.args = args
         self.kwargs = kwargs
         self.stream = stream
+        #: The request that makes the call.
+        self.request: RequestContext | None = current_request.get()
         #: The span of its wait and its batch, if it is sampled.
         self.span: RecordedSpan | None = None
 
@@ -173,6 +181,7 @@ class _BatchRunner:
     def _begin(self, items: Sequence[_Item]) -> Any:
         # A batch belongs to no single request: the deadline and id of one would be wrong for the others.
         current_request.set(None)
+        current_members.set([item.request for item in items if item.request is not None])
         first = items[0]
         own = () if first.instance is None else (first.instance,)
         columns = [list(column) for column in zip(*(item.args for item in items), strict=True)]
@@ -335,7 +344,8 @@ class BatchedFunction(_Settings):
                 )
             if not kwargs:
                 self._accepted_counts |= {len(args)}
-        return (len(args), tuple(sorted(kwargs))), args, kwargs
+        # A batch has one model: see `daskserve.data.multiplexing`.
+        return (len(args), tuple(sorted(kwargs)), get_multiplexed_model_id()), args, kwargs
 
 
 class BoundBatch(BoundFunction, _Settings):

@@ -43,6 +43,7 @@ from daskserve.data.replica.requests.batches import ReplicaBatches
 from daskserve.data.replica.requests.calls import CallRequest, request_class_for
 from daskserve.data.replica.requests.chained_values import filled
 from daskserve.data.replica.requests.counted import CountedRequest
+from daskserve.data.replica.requests.holding import holding
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
@@ -243,6 +244,7 @@ class LocalCode:
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
+            multiplexer=self.models.multiplexer,
         )
         self._executor.context.run(current_replica.set, replica)
         self._executor.context.run(enter_app, servable_object)
@@ -280,6 +282,8 @@ class LocalCode:
             kind = request_class_for(envelope.head) if "stream" in envelope.head else CallRequest
         else:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
+        if self.models.multiplexer.is_used:
+            kind = holding(kind)
         request: LocalRequest
         if TRACE in envelope.head:
             from daskserve.data.replica.requests.traced import traced_request
@@ -384,7 +388,8 @@ class LocalCode:
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
-        return [*own, *self._logs.payloads.samples()]
+        labels = (self._context.spec.instance, self._start.backend_tag, self._start.replica_tag)
+        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(labels)]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
@@ -429,7 +434,7 @@ class LocalCode:
             return
         stopped = f"Replica {short_tag(self._start.replica_tag)!r} was stopped."
         executor.abort_runs(ActorLostError(stopped, is_planned=is_planned))
-        await self.models.close()
+        await self.models.close(executor, grace_s)
         self._set_current_replica(None)
         # Cancelled code may clean up.
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)

@@ -22,6 +22,7 @@ from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.context import LoadedModels, ModelSplit
+from daskserve.data.multiplexing.multiplexer import Multiplexer
 from daskserve.data.replica.environment.kept_folders import DRAFT, delete_unused, hold, mark_used
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.definitions import is_async
@@ -50,6 +51,9 @@ class Models(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return what is loaded, the defaults, and the errors with their attempts; empty without models."""
 
+    def multiplexed(self) -> Mapping[str, Any]:
+        """Return what multiplexed functions have loaded; see `Multiplexer.facts`."""
+
 
 class ReplicaModels(Models):
     """The models in the replica's own process."""
@@ -64,6 +68,8 @@ class ReplicaModels(Models):
         self._wanted: Mapping[str, Any] | None = None
         self._errors: dict[str, tuple[int, str]] = {}
         self._task: asyncio.Task[None] | None = None
+        #: The models that user code loads by its multiplexed functions.
+        self.multiplexer = Multiplexer()
         #: Descriptors that keep downloads.
         self._held: dict[str, int] = {}
 
@@ -74,6 +80,8 @@ class ReplicaModels(Models):
 
         ``wanted`` is None if the controller does not know of any yet: then the repository is read here.
         """
+        if self.multiplexer.find(servable.target):
+            await executor.run_async(self.multiplexer.preload)
         if self._repository is None:
             return
         if not servable.has_hook(LOAD):
@@ -105,8 +113,14 @@ class ReplicaModels(Models):
             "splits": {name: each.plain() for name, each in self._loaded.splits.items()},
         }
 
-    async def close(self) -> None:
-        """Stop loading."""
+    def multiplexed(self) -> Mapping[str, Any]:
+        return self.multiplexer.facts()
+
+    async def close(self, executor: UserExecutor, grace_s: float) -> None:
+        """Stop loading, and unload the multiplexed models, within half of the grace period."""
+        if self.multiplexer.is_used:
+            with suppress(TimeoutError):  # the destructor of the user's object has the other half
+                await self._clock.wait_for(executor.run_async(self.multiplexer.close), grace_s / 2)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -241,6 +241,8 @@ class Replica:
             facts["is_leaving"] = True
         if models := self._code.models.facts():
             facts["models"] = models
+        if multiplexed := self._code.models.multiplexed():
+            facts["multiplexed"] = multiplexed
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
         if self._reconfigures_since is not None:

@@ -37,8 +37,6 @@ _NO_TASKS = "your own code takes the tasks; the policy 'queue' scales by the len
 
 #: Names of Ray Serve's modules that daskserve does not have, with replacements.
 OTHER_NAMES: Mapping[str, str] = {
-    "multiplexed": "there is no multiplexing; keep several models in one object, or a deployment for each",
-    "get_multiplexed_model_id": "there is no multiplexing; pass the model's name as an argument",
     "get_replica_rank": "use serve.get_replica_context().rank",
     "get_world_size": "use serve.get_replica_context().world_size",
     "DeploymentHandle": "use serve.Handle, or daskserve.handle.DeploymentHandle",

@@ -27,9 +27,19 @@ TRACE_HEADERS = frozenset((TRACEPARENT, TRACESTATE, BAGGAGE))
 #: More is dropped: what a client sends travels with each call that its request causes.
 MAX_TRACESTATE_BYTES = 512
 MAX_BAGGAGE_BYTES = 8192
+#: Maximum number of members of each.
+MAX_TRACESTATE, MAX_BAGGAGE = 32, 180
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_PRINTABLE = re.compile(r"[\x20-\x7e]*")
+_STATE_MEMBER = re.compile(
+    r"(?:[a-z][_0-9a-z\-*/]{0,255}|[a-z0-9][_0-9a-z\-*/]{0,240}@[a-z][_0-9a-z\-*/]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_TOKEN, _VALUE, _SPACE = r"[!#-'*+\-.0-9A-Z^-z|~]+", r"[!#-+\--:<-\[\]-~]*", r"[ \t]{0,8}"
+#: A name and a value, with properties; at most 4096 characters, as OpenTelemetry takes them.
+_BAGGAGE_MEMBER = re.compile(
+    rf"(?=.{{2,4096}}$){_TOKEN}{_SPACE}={_SPACE}{_VALUE}(?:;{_TOKEN}(?:={_VALUE})?)*"
+)
 SAMPLED = 1
 
 
@@ -87,12 +97,27 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
             found.setdefault(name, []).append(value.decode("latin-1").strip())
     parents = found.get(TRACEPARENT, [])
     parent = parse_parent(parents[0]) if len(parents) == 1 else NO_PARENT
-    baggage = _joined(found.get(BAGGAGE, []), MAX_BAGGAGE_BYTES)
+    baggage = _baggage(found.get(BAGGAGE, []))
     if not parent.trace_id:
         return ["", "", baggage] if baggage else None
-    return [traceparent(parent), _joined(found.get(TRACESTATE, []), MAX_TRACESTATE_BYTES), baggage]
+    return [traceparent(parent), _state(found.get(TRACESTATE, [])), baggage]
 
 
-def _joined(values: Sequence[str], limit: int) -> str:
-    text = ",".join(value for value in values if value)
-    return text if len(text) <= limit and _PRINTABLE.fullmatch(text) else ""
+def _state(values: Sequence[str]) -> str:
+    """Return the members of ``tracestate``, in order; nothing if one of them is not valid, as W3C says."""
+    members = _members(values, MAX_TRACESTATE_BYTES)
+    keys = {each.partition("=")[0] for each in members}
+    if len(keys) < len(members) or len(members) > MAX_TRACESTATE:
+        return ""
+    return ",".join(members) if all(map(_STATE_MEMBER.fullmatch, members)) else ""
+
+
+def _baggage(values: Sequence[str]) -> str:
+    """Return the members of ``baggage`` that are valid: OpenTelemetry would log each of the others."""
+    members = _members(values, MAX_BAGGAGE_BYTES)[:MAX_BAGGAGE]
+    return ",".join(filter(_BAGGAGE_MEMBER.fullmatch, members))
+
+
+def _members(values: Sequence[str], limit: int) -> Sequence[str]:
+    text = ",".join(values)
+    return [member for each in text.split(",") if (member := each.strip(" \t"))] if len(text) <= limit else ()

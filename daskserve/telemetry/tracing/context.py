@@ -10,7 +10,7 @@ from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags, TraceState
 
-from daskserve.telemetry.tracing.carrier import NO_PARENT, Carrier, Parent, parent_in, traceparent
+from daskserve.telemetry.tracing.carrier import NO_PARENT, SAMPLED, Carrier, Parent, parent_in, traceparent
 from daskserve.telemetry.tracing.span import RecordedSpan
 
 
@@ -19,10 +19,9 @@ def enter(carrier: Carrier, span: Span | None = None) -> None:
     found = Context()
     if len(carrier) > 2 and carrier[2]:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
-    parent = parent_in(carrier)
     if span is not None:
         found = trace.set_span_in_context(span, found)
-    elif parent.trace_id:
+    elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)
         found = trace.set_span_in_context(NonRecordingSpan(remote), found)
@@ -45,7 +44,7 @@ def current_parent() -> tuple[Parent, str]:
     """Return the current span as the parent of others, and its ``tracestate``."""
     span = trace.get_current_span()
     if isinstance(span, RecordedSpan):
-        return span.identity, span.tracestate
+        return Parent(span.trace_id, span.span_id, SAMPLED), span.tracestate
     found = span.get_span_context()
     if not found.is_valid:
         return NO_PARENT, ""
@@ -60,7 +59,7 @@ def is_empty() -> bool:
 def carrier_of(span: Span, baggage_text: str) -> Carrier:
     """Return the trace context of requests that a span causes."""
     if isinstance(span, RecordedSpan):
-        return [traceparent(span.identity), span.tracestate, baggage_text]
+        return [span.traceparent, span.tracestate, baggage_text]
     found = span.get_span_context()
     parent = Parent(found.trace_id, found.span_id, int(found.trace_flags))
     return [traceparent(parent), found.trace_state.to_header(), baggage_text]

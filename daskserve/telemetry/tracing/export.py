@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from opentelemetry import context, trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from daskserve.common import settings
+from daskserve.common.clock import stopwatch
 from daskserve.errors import BadRequestError
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.tracing.carrier import SAMPLED
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExporter
 
     from daskserve.telemetry.tracing.span import RecordedSpan
 
@@ -20,74 +30,171 @@ CallImported: TypeAlias = Callable[[str, str], Any]
 
 #: The name of an exporter in ``OTEL_TRACES_EXPORTER`` -> its entry point, by protocol for OTLP.
 _OTLP: Mapping[str, str] = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-#: The size of the queue of the SDK's processor, unless a variable says otherwise.
-QUEUE_SIZE = 2048
+#: As the SDK's processor has them, unless variables say otherwise.
+QUEUE_SIZE, BATCH_SIZE, DELAY_MS = 2048, 512, 5000
+
+#: Where the exporter of OTLP by HTTP is defined.
+OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+logger = logging.getLogger("daskserve.tracing")
 
 
-class CountingExporter:
-    """An exporter of the SDK that counts what it was given, and what came of it."""
+class Batches:
+    """The queue of an exporter, and the thread that exports it in batches.
 
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self.taken = self.exported = self.failed = 0
+    It does what the SDK's own processor does, by the same variables, and counts what that drops silently.
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken += len(spans)
+    Parameters
+    ----------
+    send : callable
+        Exports spans, and returns whether that has succeeded.
+    shutdown : callable
+        Ends the exporter, and its repetitions.
+    """
+
+    def __init__(
+        self, send: Callable[[Sequence[RecordedSpan]], bool], shutdown: Callable[[], object]
+    ) -> None:
+        self._send = send
+        self._shutdown = shutdown
+        self._queue: deque[RecordedSpan] = deque()
+        self._max_queue = _number("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SIZE)
+        self._max_batch = min(_number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", BATCH_SIZE), self._max_queue)
+        self._delay_s = _number("OTEL_BSP_SCHEDULE_DELAY", DELAY_MS) / 1000
+        self._wakes = threading.Event()
+        self._is_closing = False
+        self._errors = ErrorLog(logger)
+        self.exported = self.failed = self.dropped = 0
+        self._thread = threading.Thread(target=self._work, name="daskserve-trace-export", daemon=True)
+        self._thread.start()
+
+    def put(self, spans: Sequence[RecordedSpan]) -> None:
+        """Export spans later; drop those that the queue has no room for."""
+        room = max(0, self._max_queue - len(self._queue))
+        self._queue.extend(spans[:room])
+        self.dropped += max(0, len(spans) - room)
+        if len(self._queue) >= self._max_batch:
+            self._wakes.set()
+
+    def _work(self) -> None:
+        # A trace that is not sampled. Else libraries that trace HTTP requests make spans of each export.
+        nothing = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
+        context.attach(trace.set_span_in_context(nothing))
+        while True:
+            self._wakes.wait(self._delay_s)
+            self._wakes.clear()
+            is_last = self._is_closing
+            while self._queue:
+                self._export([self._queue.popleft() for _ in range(min(self._max_batch, len(self._queue)))])
+            if is_last:
+                break
+
+    def _export(self, spans: Sequence[RecordedSpan]) -> None:
         is_done = False
         try:
-            result = self._exporter.export(spans)
-            is_done = result.name == "SUCCESS"
-            return result
-        finally:
-            if is_done:
-                self.exported += len(spans)
-            else:
-                self.failed += len(spans)
+            is_done = self._send(spans)
+        except Exception as error:
+            self._errors.log(error, "Spans could not be exported")
+        if is_done:
+            self.exported += len(spans)
+        else:
+            self.failed += len(spans)
 
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
+    def close(self) -> None:
+        """Begin to export what is left."""
+        self._is_closing = True
+        self._wakes.set()
 
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return bool(self._exporter.force_flush(timeout_millis))
+    def join(self, deadline: float) -> None:
+        """Wait until all is exported, and end the exporter."""
+        self._thread.join(max(0.0, deadline - stopwatch()))
+        self._shutdown()
 
 
 class Export:
-    """The processors of spans, and how many spans they have exported."""
+    """The exporters and processors of spans, and how many spans they have exported."""
 
-    def __init__(self, resource: Any, processors: Sequence[SpanProcessor], scope: Any) -> None:
+    def __init__(self, resource: Any, scope: Any) -> None:
         self._resource = resource
         self._scope = scope
-        self.processors = processors
-        self.counting: list[CountingExporter] = []
-        self._given = self.dropped = 0
-        self._queue_size = _number("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SIZE)
+        self.processors: list[SpanProcessor] = []
+        self.batches: list[Batches] = []
+        self._errors = ErrorLog(logger)
+        self._dropped = 0
 
     @property
     def exported(self) -> int:
         """Spans that an exporter has delivered."""
-        return sum(each.exported for each in self.counting)
+        return sum(each.exported for each in self.batches)
 
     @property
     def failed(self) -> int:
         """Spans that an exporter could not deliver."""
-        return sum(each.failed for each in self.counting)
+        return sum(each.failed for each in self.batches)
 
-    def put(self, span: RecordedSpan) -> None:
-        """Pass a span on; drop it if the exporters' queues are full, because they drop without counting."""
-        if any(self._given - self.dropped - each.taken >= self._queue_size for each in self.counting):
-            self._given += 1
-            self.dropped += 1
-            return
-        self._given += 1
-        readable = readable_of(span, self._resource, self._scope)
+    @property
+    def dropped(self) -> int:
+        """Spans that an exporter had no room for, or that a processor did not take."""
+        return self._dropped + sum(each.dropped for each in self.batches)
+
+    def readable_of(self, span: RecordedSpan) -> ReadableSpan:
+        """Return a span as one of the SDK."""
+        return readable_of(span, self._resource, self._scope)
+
+    def add(self, exporter: SpanExporter) -> None:
+        """Export by this, too."""
+        self.batches.append(Batches(self._sender_of(exporter), exporter.shutdown))
+
+    def _sender_of(self, exporter: SpanExporter) -> Callable[[Sequence[RecordedSpan]], bool]:
+        post = post_of(exporter)
+        if post is not None:
+            from opentelemetry.sdk.trace import ReadableSpan
+
+            from daskserve.telemetry.tracing.otlp import SpanEncoder
+
+            shared: Any = {"resource": self._resource, "instrumentation_scope": self._scope}
+            encoder = SpanEncoder(self.readable_of, ReadableSpan("", SpanContext(1, 1, False), **shared))
+            return lambda spans: post(encoder.batch(spans))
+        return lambda spans: exporter.export([*map(self.readable_of, spans)]).name == "SUCCESS"
+
+    def put(self, spans: Sequence[RecordedSpan]) -> None:
+        """Pass spans on."""
+        for batches in self.batches:
+            batches.put(spans)
         for processor in self.processors:
-            processor.on_end(readable)
+            for span in spans:
+                try:
+                    processor.on_end(self.readable_of(span))
+                except Exception as error:  # a processor is the user's
+                    self._dropped += 1
+                    self._errors.log(error, "A span could not be processed")
 
     def close(self, timeout_s: float) -> None:
         """Export what is left, and close the exporters."""
+        deadline = stopwatch() + timeout_s
+        for batches in self.batches:
+            batches.close()
+        closing: list[Callable[[], object]] = []
+        for batches in self.batches:
+            closing.append(partial(batches.join, deadline))
         for processor in self.processors:
-            processor.force_flush(int(1000 * timeout_s))
-            processor.shutdown()
+            closing += [partial(processor.force_flush, int(1000 * timeout_s)), processor.shutdown]
+        for close in closing:
+            try:
+                close()
+            except Exception as error:  # one that fails keeps no other from its end
+                self._errors.log(error, "The exporter of traces could not be closed")
+
+
+def post_of(exporter: Any) -> Callable[[bytes], bool] | None:
+    """Return what sends an encoded body to the collector of an exporter of OTLP by HTTP; None for others.
+
+    It has no public name. The exporters of versions without it get spans, which takes longer.
+    """
+    if type(exporter).__module__ != OTLP_HTTP:
+        return None
+    export: Any = getattr(getattr(exporter, "_client", None), "export", None)
+    return None if export is None else lambda body: bool(export(body).success)
 
 
 def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
@@ -95,12 +202,11 @@ def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.trace import SpanContext, Status, TraceFlags
 
-    parent = span.parent
     return ReadableSpan(
         span.name,
         context=span.get_span_context(),
-        parent=SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags))
-        if parent.span_id
+        parent=SpanContext(span.trace_id, span.parent_id, True, TraceFlags(SAMPLED))
+        if span.parent_id
         else None,
         resource=resource,
         attributes=dict(span.attributes),
@@ -138,7 +244,6 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
             "tracing_config needs OpenTelemetry's SDK on the workers; pip install 'daskserve[tracing]'"
         )
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from daskserve._version import __version__
@@ -149,16 +254,13 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
         own.pop("service.name", None)
     resource = Resource(own).merge(Resource.create({} if "service.name" not in own else own))
     made: Any = call_imported(path, "exporter_import_path") if path else _standard_exporters()
-    found: list[SpanProcessor] = []
-    export = Export(resource, found, InstrumentationScope("daskserve", __version__))
+    export = Export(resource, InstrumentationScope("daskserve", __version__))
     each: Any
     for each in made if isinstance(made, (list, tuple)) else [made]:
         if hasattr(each, "on_end"):
-            found.append(each)
+            export.processors.append(each)
         elif hasattr(each, "export"):
-            counting = CountingExporter(each)
-            export.counting.append(counting)
-            found.append(BatchSpanProcessor(cast(Any, counting)))
+            export.add(each)
         else:
             raise BadRequestError(
                 f"exporter_import_path={path!r} must return span processors or exporters of OpenTelemetry, "
@@ -195,6 +297,6 @@ def _exporter(name: str, variables: Mapping[str, str]) -> SpanExporter:
 
 def _number(name: str, default: int) -> int:
     try:
-        return int(settings.process_variables().get(name, default))
+        return max(1, int(settings.process_variables().get(name, default)))
     except ValueError:
         return default

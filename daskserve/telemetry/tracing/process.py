@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
-from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import NEW, NO_PARENT, SAMPLED, Carrier, Parent, parent_in
 
@@ -55,15 +54,19 @@ class Tracing:
         resource: Mapping[str, Any],
         call_imported: Callable[[str, str], Any],
     ) -> None:
+        from opentelemetry.trace import SpanKind  # takes long to import
+
         from daskserve.telemetry.tracing.span import RecordedSpan
 
         self._span = RecordedSpan
+        self._internal_kind, self.server_kind = SpanKind.INTERNAL, SpanKind.SERVER
         self.instance = instance
         self.config = config
         self.resource = resource
         self._call_imported = call_imported
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
+        self.bits: Callable[[int], int] = self._rng.getrandbits
         self._pending: deque[RecordedSpan] = deque()
         self._wakes, self._closing = threading.Event(), threading.Event()
         self._is_awake = False
@@ -71,7 +74,6 @@ class Tracing:
         self._thread: threading.Thread | None = None
         self.ended = self.dropped = 0
         self.export: Export | None = None
-        self._errors = ErrorLog(logger)
 
     def __repr__(self) -> str:
         return f"<Tracing of {self.instance!r}, {self.ended} spans, {self.dropped} dropped>"
@@ -101,33 +103,26 @@ class Tracing:
         return self._rng.random() < self.ratio
 
     def span(
-        self,
-        name: str,
-        parent: Parent,
-        attributes: dict[str, Any],
-        kind: Any = None,
-        tracestate: str = "",
-        start_ns: int = 0,
+        self, name: str, parent: Parent, attributes: dict[str, Any], kind: Any = None, tracestate: str = ""
     ) -> RecordedSpan:
         """Begin a span; without a parent, it is the first one of a new trace."""
-        bits = self._rng.getrandbits
-        if not parent.trace_id:
-            parent = Parent(bits(128) | 1, 0, 1)
-        if kind is None:
-            return self._span(
-                self, name, parent, bits(64) | 1, attributes, tracestate=tracestate, start_ns=start_ns
-            )
-        return self._span(self, name, parent, bits(64) | 1, attributes, kind, tracestate, start_ns)
+        trace_id = parent[0] or self.bits(128) | 1
+        found = self._span(self, name, trace_id, parent[1], attributes, kind or self._internal_kind)
+        if tracestate:
+            found.tracestate = tracestate
+        return found
 
     def under(
         self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         parent = parent_in(carrier)
-        if parent.flags & SAMPLED:
+        if parent[2] & SAMPLED:
             return self.span(name, parent, attributes, kind, carrier[1])
         if carrier and carrier[0] == NEW:
-            return self.span(name, NO_PARENT, attributes, kind, start_ns=int(carrier[3]))
+            found = self.span(name, NO_PARENT, attributes, kind)
+            found.start_ns = int(carrier[3])
+            return found
         return None
 
     def keep(self, span: RecordedSpan) -> None:
@@ -165,22 +160,14 @@ class Tracing:
             if self.is_closed:
                 break
         if self.export is not None:
-            try:
-                self.export.close(FLUSH_S)
-            except Exception as error:
-                self._errors.log(error, "The exporter of traces could not be closed")
+            self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        while self._pending:
-            span = self._pending.popleft()
-            if self.export is None:
-                self.dropped += 1
-                continue
-            try:
-                self.export.put(span)
-            except Exception as error:  # a processor of the user's
-                self.dropped += 1
-                self._errors.log(error, "A span could not be exported")
+        spans = [self._pending.popleft() for _ in range(len(self._pending))]
+        if self.export is None:
+            self.dropped += len(spans)
+        elif spans:
+            self.export.put(spans)
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; see `daskserve.telemetry.table.Source`."""

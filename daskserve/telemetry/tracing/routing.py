@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, SpanKind
 from daskserve.telemetry.tracing.carrier import TRACE, Carrier, parent_in
 from daskserve.telemetry.tracing.context import carrier_of, program_span
 from daskserve.telemetry.tracing.process import tracing_of
-from daskserve.telemetry.tracing.span import error_type, exception_attributes, note_failure
+from daskserve.telemetry.tracing.span import RecordedSpan, error_type, exception_attributes, note_failure
 
 T = TypeVar("T")
 
@@ -25,6 +25,7 @@ class Way:
     def __init__(self, shared: Mapping[str, Any], span: Span, carrier: Carrier) -> None:
         self._shared = shared
         self._span = span
+        self._own = span if isinstance(span, RecordedSpan) else None
         #: The trace context with which the request goes on.
         self.carrier: Carrier = carrier_of(span, carrier[2] if len(carrier) > 2 else "")
         self._attempts = 0
@@ -59,8 +60,11 @@ class Way:
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
         """Note that the request is sent to a replica."""
         self._attempts += 1
-        self._span.set_attribute("daskserve.replica", replica)
-        self._span.set_attribute("daskserve.worker", worker)
+        where = {"daskserve.replica": replica, "daskserve.worker": worker}
+        if self._own is None:
+            self._span.set_attributes(where)
+        else:
+            self._own.attributes.update(where)
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 

@@ -5,34 +5,34 @@ A span of OpenTelemetry's SDK takes ten times as long to make, which a request w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from daskserve.common.clock import wall_ns
-from daskserve.telemetry.tracing.carrier import SAMPLED, Parent
+from daskserve.telemetry.tracing.carrier import SAMPLED
 
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
+#: The values of attributes, and the items of their lists.
+PLAIN = (str, bool, int, float)
+
+logger = logging.getLogger("daskserve.tracing")
 
 
 class SpanMaker(Protocol):
-    """Makes and keeps the spans of an instance; see `daskserve.telemetry.tracing.process.Tracing`."""
+    """Keeps the spans of an instance; see `daskserve.telemetry.tracing.process.Tracing`."""
 
     is_closed: bool
 
-    def span(
-        self,
-        name: str,
-        parent: Parent,
-        attributes: dict[str, Any],
-        kind: SpanKind | None = None,
-        tracestate: str = "",
-        start_ns: int = 0,
-    ) -> RecordedSpan: ...
+    @property
+    def bits(self) -> Callable[[int], int]:
+        """Returns a random number of so many bits."""
 
     def keep(self, span: RecordedSpan) -> None: ...
 
@@ -43,47 +43,52 @@ class RecordedSpan(Span):
     Any thread may use it, as any span of OpenTelemetry.
     """
 
+    # Few spans change these.
+    end_ns = 0
+    tracestate = ""
+    status: tuple[StatusCode, str] = (StatusCode.UNSET, "")
+    #: ``(name, attributes, time)`` of each event.
+    events: Sequence[tuple[str, Mapping[str, Any], int]] = ()
+    links: Sequence[Link] = ()
+    _context: SpanContext | None = None
+
     def __init__(
         self,
         tracing: SpanMaker,
         name: str,
-        parent: Parent,
-        span_id: int,
+        trace_id: int,
+        parent_id: int,
         attributes: dict[str, Any],
         kind: SpanKind = SpanKind.INTERNAL,
-        tracestate: str = "",
-        start_ns: int = 0,
     ) -> None:
         self.tracing = tracing
         self.name = name
-        self.parent = parent
-        self.span_id = span_id
+        self.trace_id = trace_id
+        #: 0 for the first span of a trace.
+        self.parent_id = parent_id
+        self.span_id = tracing.bits(64) | 1
         self.attributes = attributes
         self.kind = kind
-        self.tracestate = tracestate
-        self.start_ns = start_ns or wall_ns()
-        self.end_ns = 0
-        #: ``(name, attributes, time)`` of each event.
-        self.events: list[tuple[str, Mapping[str, Any], int]] = []
-        self.links: list[Link] = []
-        self.status = StatusCode.UNSET, ""
-        self._context: SpanContext | None = None
+        self.start_ns = wall_ns()
 
     @property
-    def identity(self) -> Parent:
-        """The span as the parent of others."""
-        return Parent(self.parent.trace_id, self.span_id, SAMPLED)
-
-    @property
-    def trace_id(self) -> int:
-        """The number of the trace."""
-        return self.parent.trace_id
+    def traceparent(self) -> str:
+        """The text that makes the span the parent of others."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
 
     def child(
-        self, name: str, attributes: dict[str, Any], kind: SpanKind | None = None, start_ns: int = 0
+        self, name: str, attributes: dict[str, Any], kind: SpanKind = SpanKind.INTERNAL
     ) -> RecordedSpan:
         """Begin a span under this one."""
-        return self.tracing.span(name, self.identity, attributes, kind, self.tracestate, start_ns)
+        found = RecordedSpan(self.tracing, name, self.trace_id, self.span_id, attributes, kind)
+        if self.tracestate:
+            found.tracestate = self.tracestate
+        return found
+
+    def fail(self, kind: str) -> None:
+        """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
+        self.set_attribute("error.type", kind)
+        self.set_status(StatusCode.ERROR, kind)
 
     # ---- OpenTelemetry's interface
 
@@ -92,7 +97,7 @@ class RecordedSpan(Span):
         if found is None:
             state = TraceState.from_header([self.tracestate]) if self.tracestate else None
             found = self._context = SpanContext(
-                self.parent.trace_id,
+                self.trace_id,
                 self.span_id,
                 is_remote=False,
                 trace_flags=TraceFlags(SAMPLED),
@@ -104,27 +109,29 @@ class RecordedSpan(Span):
         return not self.end_ns
 
     def set_attribute(self, key: str, value: Any) -> None:
-        known = self.attributes
-        if not self.end_ns and (key in known or len(known) < MAX_ATTRIBUTES):
-            known[key] = value
+        self.set_attributes({key: value})
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        for key, value in attributes.items():
-            self.set_attribute(key, value)
+        known = self.attributes
+        if not self.end_ns:
+            for key, value in _cleaned(attributes).items():
+                if key in known or len(known) < MAX_ATTRIBUTES:
+                    known[key] = value
 
     def add_event(
         self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None
     ) -> None:
         if not self.end_ns and len(self.events) < MAX_EVENTS:
-            self.events.append((name, dict(attributes or {}), timestamp or wall_ns()))
+            event = name, _cleaned(attributes or {}), timestamp or wall_ns()
+            self.events = [*self.events, event]
 
     def add_link(self, context: SpanContext, attributes: Mapping[str, Any] | None = None) -> None:
         if not self.end_ns and len(self.links) < MAX_EVENTS and context.is_valid:
-            self.links.append(Link(context, attributes))
+            self.links = [*self.links, Link(context, attributes)]
 
     def update_name(self, name: str) -> None:
         if not self.end_ns:
-            self.name = name
+            self.name = str(name)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         if self.end_ns or self.status[0] is StatusCode.OK:
@@ -146,7 +153,8 @@ class RecordedSpan(Span):
 
     def end(self, end_time: int | None = None) -> None:
         if not self.end_ns:
-            self.end_ns = max(end_time or wall_ns(), self.start_ns)
+            now, began = end_time or wall_ns(), self.start_ns
+            self.end_ns = now if now > began else began  # the clock may have been set
             self.tracing.keep(self)
 
     def __exit__(
@@ -159,6 +167,21 @@ class RecordedSpan(Span):
             self.record_exception(exc_val)
             note_failure(self, error_type(exc_val))
         self.end()
+
+
+def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes of user code without what no exporter takes, as it is now."""
+    found: dict[str, Any] = {}
+    for key, value in itertools.islice(attributes.items(), MAX_ATTRIBUTES):
+        if isinstance(value, PLAIN):
+            found[str(key)] = value
+        elif isinstance(value, (list, tuple)) and all(isinstance(each, PLAIN) for each in value):
+            found[str(key)] = tuple(value)
+        else:
+            logger.warning(
+                "Attribute %r of a span has a value of type %s, which cannot be exported", key, type(value)
+            )
+    return found
 
 
 def error_type(error: BaseException) -> str:

@@ -7,9 +7,11 @@ whose request the code answers, else the latest. If the process has a provider a
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,7 +19,6 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
-from daskserve.telemetry.tracing.carrier import Parent
 from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
 
 
@@ -45,14 +46,17 @@ class UserTracer(Tracer):
         if tracing is None or not known.is_valid or not known.trace_flags.sampled:
             # Only requests begin traces: a framework begins a span for each request, sampled or not.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
-        parent = Parent(known.trace_id, known.span_id, 1)
-        state = known.trace_state.to_header()
-        span = tracing.span(name, parent, dict(attributes or {}), kind, state, start_time or 0)
-        span.attributes.setdefault("otel.scope.name", self._scope)
-        span.links += links or ()
+        span = RecordedSpan(
+            tracing, name, known.trace_id, known.span_id, {"otel.scope.name": self._scope}, kind
+        )
+        span.tracestate = known.trace_state.to_header()
+        if start_time:
+            span.start_ns = start_time
+        span.set_attributes(attributes or {})
+        for each in links or ():
+            span.add_link(each.context, each.attributes)
         return span
 
-    @contextmanager
     def start_as_current_span(  # type: ignore[override]
         self,
         name: str,
@@ -64,15 +68,44 @@ class UserTracer(Tracer):
         record_exception: bool = True,
         set_status_on_exception: bool = True,
         end_on_exit: bool = True,
-    ) -> Iterator[Span]:
-        span = self.start_span(name, context, kind, attributes, links, start_time)
-        with trace.use_span(
-            span,
-            end_on_exit=end_on_exit,
-            record_exception=record_exception,
-            set_status_on_exception=set_status_on_exception,
-        ):
-            yield span
+    ) -> CurrentSpan:
+        start = partial(self.start_span, name, context, kind, attributes, links, start_time)
+        return CurrentSpan(start, (end_on_exit, record_exception, set_status_on_exception))
+
+
+class CurrentSpan(AbstractContextManager[Span]):
+    """Begins a span and makes it the current one: within a block, or in each call of a function it decorates.
+
+    The function may be asynchronous, which a decorator of `contextlib` does not wait for.
+    """
+
+    def __init__(self, start: Callable[[], Span], how: tuple[bool, bool, bool]) -> None:
+        self._start = start
+        self._how = how
+
+    def __enter__(self) -> Span:
+        self._block: Any = trace.use_span(self._start(), *self._how)
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)  # type: ignore[no-any-return]
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def call_async(*args: Any, **kwargs: Any) -> Any:
+                with CurrentSpan(self._start, self._how):
+                    return await function(*args, **kwargs)
+
+            return call_async
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with CurrentSpan(self._start, self._how):
+                return function(*args, **kwargs)
+
+        return call
 
 
 class UserTracerProvider(TracerProvider):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from distributed import Scheduler
+from test_api_routes import Site
 from tornado.httpclient import AsyncHTTPClient
 
 from daskserve.cluster.scheduler.http.panels import feed as feeds
@@ -141,12 +142,17 @@ async def test_panels_come_to_a_dashboard_that_runs_and_go(monkeypatch: pytest.M
         client.close()
 
 
-def test_a_scheduler_without_a_dashboard_has_no_panels() -> None:
-    scheduler: Any = type("Plain", (), {})()
-
+async def test_a_scheduler_without_a_dashboard_says_why_it_has_no_panels() -> None:
     async def ask(name: str) -> dict[str, Any]:
         raise AssertionError
 
-    panels = Panels(scheduler, list, ask)
-    panels.install()
-    panels.uninstall()
+    async with Site("/prefix").open() as site:
+        scheduler: Any = type("Plain", (), {"http_application": site.application})()
+        panels = Panels(scheduler, list, ask)
+        for _ in range(2):
+            panels.install()
+            reply = await site.ask("/daskserve-panels")
+            assert (reply.code, "pip install" in json.loads(reply.body)["message"]) == (404, True)
+            panels.uninstall()
+        assert b"pip install" not in (await site.ask("/daskserve-panels")).body
+    Panels(type("Plain", (), {})(), list, ask).install()  # type: ignore[arg-type]

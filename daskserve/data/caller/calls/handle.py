@@ -220,6 +220,7 @@ class Handle:
         head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
         head |= head_of(facts_of_call(None, None, connection, cluster.shared) or {})
         envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
+        envelope.model_id = options.multiplexed_model_id
 
         async def reserve(receive: Receive, send: Send) -> None:
             router = await self._known_router(cluster)
@@ -377,6 +378,7 @@ class Handle:
                 if replicas is not None and (facts is None or TRACE not in facts):
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
+                    envelope.model_id = self._options.multiplexed_model_id
                     if Call(connection, router, envelope, future, self._caller).start(replicas):
                         return
         except Exception as error:  # the caller gets it
@@ -411,6 +413,7 @@ class Handle:
         head, payload = await self._settled(cluster, request_id, facts, payload, values, put is not None)
         router = await self._known_router(cluster)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
+        envelope.model_id = self._options.multiplexed_model_id
         shard_key = self._options.shard_key or self._options.session_id
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:

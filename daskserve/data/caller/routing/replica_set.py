@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,14 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
-from daskserve.data.caller.request_routers.waiting import WaitingRequests
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchModels
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of
@@ -68,6 +67,7 @@ class ReplicaSet:
         waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
+        watch_models: WatchModels | None = None,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -89,7 +89,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        self._waiting = WaitingRequests(tag, self.pool, clock, rng, partial(has_room, self.pool))
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_models)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -264,7 +264,7 @@ class ReplicaSet:
                 trial = self._apart.trial_of(envelope)
             if envelope.has_body:
                 receive = (replay := Replay(envelope, receive)).receive
-                if self._waiting.wants_body:
+                if self._waiting.routing is not None:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
@@ -332,13 +332,13 @@ class ReplicaSet:
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
-            self._waiting[waiter] = envelope
+            self._waiting[waiter] = envelope, self._clock.now()
             if is_rejected:
                 self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
             self.availability.contact.watch()
-        if self._waiting.routing is not None:
+        if self._waiting.is_selective:
             self._serve_waiting()  # those before it may wait for other replicas
         self._set_alarm()
         began = stopwatch()
@@ -421,7 +421,7 @@ async def _send_traced(
         await replicas._send(envelope, receive, send, refused)
         return
     failure: BaseException | None = None
-    envelope = replace(envelope, head={**envelope.head, TRACE: way.carrier})
+    envelope = _with_head(envelope, {**envelope.head, TRACE: way.carrier})
     try:
         await replicas._send(envelope, receive, send, refused, way)
     except BaseException as error:
@@ -430,6 +430,22 @@ async def _send_traced(
     finally:
         way.end(failure)
         del failure  # else an error's traceback holds this frame, and this frame the error
+
+
+def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:
+    """Return a request with another head, in a fifth of the time of `replace`."""
+    return Envelope(
+        envelope.kind,
+        head,
+        envelope.payload,
+        envelope.deadline,
+        envelope.has_body,
+        envelope.queue_timeout,
+        envelope.is_direct,
+        envelope.note_turn,
+        envelope.call,
+        envelope.has_started,
+    )
 
 
 def _turn_of(

@@ -38,6 +38,7 @@ from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
+from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.routing.shadow import (
     Answer,
@@ -47,7 +48,7 @@ from daskserve.data.caller.routing.shadow import (
     send_with_copies,
 )
 from daskserve.data.caller.routing.suspects.suspects import Suspects
-from daskserve.data.caller.routing.versions import OLD, Versions, candidate_of
+from daskserve.data.caller.routing.versions import OLD, Versions, backend_of, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotFoundError, RequestTimeoutError, ServeError, UnavailableError
 from daskserve.loops.tasks import TaskSet
@@ -343,6 +344,7 @@ class Routers:
         for backend in router.backends - used:
             if not self._sets[backend].waiting:
                 self._watches.pop(f"backend/{backend}")()
+                self._watches.pop(f"models/{backend}", bool)()
                 self._sets.pop(backend).close()
                 if (new := self._sets.pop(candidate_of(backend), None)) is not None:
                     new.close()
@@ -373,8 +375,12 @@ class Routers:
             waiting_calls=self._waiting_calls,
             contact=self._contact,
             reports=self._reports,
+            watch_models=partial(self._watch_models, tag),
         )
         return found
+
+    def _watch_models(self, tag: BackendTag, models: ModelRouting) -> None:
+        self._watches[f"models/{tag}"] = self._listener.watch(f"models/{backend_of(tag)}", models.update)
 
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
         replicas.update(value)

@@ -43,6 +43,7 @@ from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
 from daskserve.data.replica.requests.slots import Slots, found_at
+from daskserve.data.replica.requests.states import RequestEvent
 from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
@@ -93,21 +94,23 @@ class ForwardedRequest(ReplicaRequest):
 class TracedForward(ForwardedRequest):
     """A request whose wait for a slot has a span; the child makes the spans of the rest."""
 
-    __slots__ = ("_found", "_tracing")
+    __slots__ = ("_wait",)
 
     def __init__(self, code: ChildCode, envelope: Envelope, tracing: Tracing) -> None:
         super().__init__(code, envelope)
-        self._tracing = tracing
-        self._found = found_at(code.slots, list)
+        state = found_at(code.slots, list)
+        self._wait = None if state is None else tracing.under(envelope.head[TRACE], "queue", state)
 
     def granted(self) -> None:
         super().granted()
-        state = self._found.get("state")
-        if state is not None:
-            span = self._tracing.under(self.envelope.head[TRACE], "queue", state)
-            if span is not None:
-                span.start_ns = self._found["start"]
-                span.end()
+        if self._wait is not None:
+            self._wait.end()
+
+    def _close(self, event: RequestEvent) -> None:
+        super()._close(event)
+        if self._wait is not None and not self._wait.end_ns:
+            self._wait.fail(event)
+            self._wait.end()
 
 
 class ChildModels(Models):
@@ -116,12 +119,16 @@ class ChildModels(Models):
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         self._call = call
         self.known: Mapping[str, Any] = {}
+        self.known_multiplexed: Mapping[str, Any] = {}
 
     async def want(self, wanted: Mapping[str, Any]) -> None:
         await self._call("want_models", wanted=wanted)
 
     def facts(self) -> Mapping[str, Any]:
         return self.known
+
+    def multiplexed(self) -> Mapping[str, Any]:
+        return self.known_multiplexed
 
 
 class ChildCode:
@@ -319,6 +326,7 @@ class ChildCode:
         self._stats.record(found.pop("custom", {}))
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
+        self.models.known_multiplexed = found.pop("multiplexed")
         self._reported = ReportedMetrics(
             found.pop("samples"),
             found.pop("user_samples"),

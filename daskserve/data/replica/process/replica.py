@@ -67,6 +67,7 @@ class ChildReplica(Replica):
         stats = {"custom": self.metrics().get("custom", {})} if has_stats else {}
         stats["routing_stats"] = self._code.routing_stats()
         stats["models"] = self._code.models.facts()
+        stats["multiplexed"] = self._code.models.multiplexed()
         return {**await super().statistics(), **tell(self._all_samples(), self.user_samples()), **stats}
 
     def _all_samples(self) -> list[MetricSample]:

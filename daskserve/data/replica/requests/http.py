@@ -32,7 +32,10 @@ _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
 def _request_context(envelope: Envelope) -> RequestContext:
     try:
         ours = envelope.head["extensions"]["daskserve"]
-        return RequestContext(ours["request_id"], ours["route"], envelope.deadline)
+        context = RequestContext(ours["request_id"], ours["route"], envelope.deadline)
+        if "model_id" in ours:
+            context.add_facts({"multiplexed_model_id": ours["model_id"]})
+        return context
     except (KeyError, TypeError):  # not by way of the ingress
         return RequestContext(deadline=envelope.deadline)
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from daskserve.common.clock import Clock, wall_ns
+from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, Send, short_tag
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -241,15 +241,14 @@ class Slots:
         return self._metrics.refusal(self.replica_tag, self.ongoing)
 
 
-def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any]:
-    """Return what a replica does when a sampled request arrives; names what runs if it has to wait."""
-    found: dict[str, Any] = {"start": wall_ns()}
-    if slots.ongoing >= slots.concurrency or slots.waiting:
-        found["state"] = {
-            "daskserve.step": "queue",
-            "daskserve.queue.place": "replica",
-            "daskserve.queue.waiting_before": slots.waiting,
-            "daskserve.queue.ongoing": slots.ongoing,
-            "daskserve.queue.running": running(),
-        }
-    return found
+def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any] | None:
+    """Return for what a request that arrives has to wait, and names what runs; None if there is a slot."""
+    if slots.ongoing < slots.concurrency and not slots.waiting:
+        return None
+    return {
+        "daskserve.step": "queue",
+        "daskserve.queue.place": "replica",
+        "daskserve.queue.waiting_before": slots.waiting,
+        "daskserve.queue.ongoing": slots.ongoing,
+        "daskserve.queue.running": running(),
+    }

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opentelemetry.trace import SpanKind
-
 from daskserve.common.clock import stopwatch, wall_ns
 from daskserve.common.types import Envelope, EnvelopeKind, split_deployment_tag
-from daskserve.context import ReplicaContext, current_replica, current_request
+from daskserve.context import current_replica, current_request
 from daskserve.data.replica.requests.calls import (
     CallRequest,
     PreparedCallRequest,
     PreparedStreamRequest,
     StreamRequest,
 )
+from daskserve.data.replica.requests.holding import HoldingRequest, holding
 from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
@@ -27,10 +26,10 @@ from daskserve.data.replica.requests.slots import found_at
 from daskserve.data.replica.requests.states import FAILED, LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.payload.packed_errors import PackedError
-from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier, traceparent
+from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
-from daskserve.telemetry.tracing.span import RecordedSpan, error_type, note_failure
+from daskserve.telemetry.tracing.span import RecordedSpan, error_type
 
 #: How many of the requests that run are named.
 MAX_NAMED = 8
@@ -48,15 +47,18 @@ class TracedRequest(LocalRequest):
     carrier: Carrier
     #: The span of its way here, if no other process has made it.
     way: RecordedSpan | None = None
-    #: What the replica did when the request arrived.
-    found: dict[str, Any]
+    #: For what it waits, unless there was a slot when it arrived.
+    wait: dict[str, Any] | None = None
+    #: The value of ``error.type`` of its user code.
+    error_type = ""
 
     def granted(self) -> None:
         super().granted()
         span = self.span
         if span is not None:
-            record_wait(span, self.found)
-            span.set_attribute("daskserve.replica.ongoing", self.slots.ongoing)
+            if self.wait is not None:
+                _end_wait(self, span)
+            span.attributes["daskserve.replica.ongoing"] = self.slots.ongoing
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         if self.span is None:
@@ -68,32 +70,40 @@ class TracedRequest(LocalRequest):
 
     def accept(self, value: Any) -> None:
         if type(value) is PackedError and self.span is not None and self.is_failure(value):
-            note_failure(self.span, self.found.pop("error.type", "error"))
+            self.span.fail(self.error_type or "error")
         super().accept(value)
 
     def answered(self) -> None:
         began = self._began
         super().answered()
-        if self.span is not None:
-            self.metrics.latency.note_trace(stopwatch() - began, self.span.trace_id)
-            _end_spans(self)
+        span = self.span
+        if span is not None:
+            self.metrics.latency.note_trace(stopwatch() - began, span.trace_id)
+            span.end()
+            if self.way is not None:
+                self.way.end()
 
     def _close(self, event: RequestEvent) -> None:
         was_waiting = self.state == WAITING
         super()._close(event)
         if self.span is not None:
             if was_waiting:
-                record_wait(self.span, self.found)
-            kind = _ERRORS.get(event) or ("refused" if was_waiting else self.found.get("error.type", event))
+                _end_wait(self, self.span)
+            kind = _ERRORS.get(event) or ("refused" if was_waiting else self.error_type or event)
             if event != FAILED or was_waiting or self.span.status[0].name == "UNSET":
-                note_failure(self.span, kind)
-            _end_spans(self)
+                self.span.fail(kind)
+            self.span.end()
+            if self.way is not None:
+                self.way.end()
 
 
-def _end_spans(request: TracedRequest) -> None:
-    for span in (request.span, request.way):
-        if span is not None:
-            span.end()
+def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
+    """Record that a request has waited for a slot, unless that was short."""
+    state, request.wait = request.wait, None
+    if state is not None and wall_ns() - span.start_ns > SHORT_NS:
+        wait = span.child("queue", state)
+        wait.start_ns = span.start_ns
+        wait.end()
 
 
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
@@ -126,22 +136,23 @@ def _begin_code(request: TracedRequest) -> RecordedSpan:
     if scope is not None:
         # Frameworks read the header, and so does code that passes headers on.
         others = [each for each in scope["headers"] if each[0] != TRACEPARENT]
-        scope["headers"] = [*others, (TRACEPARENT, traceparent(code.identity).encode())]
+        others.append((TRACEPARENT, code.traceparent.encode()))
+        scope["headers"] = others
     return code
 
 
 def _note_error(request: TracedRequest, span: RecordedSpan, error: BaseException) -> None:
-    request.found["error.type"] = kind = error_type(error)
+    request.error_type = kind = error_type(error)
     span.record_exception(error)
-    note_failure(span, kind)
+    span.fail(kind)
 
 
 def _end_code(request: TracedRequest, span: RecordedSpan) -> None:
     scope = getattr(request, "_scope", None)
-    route = None if scope is None else scope.get("route")
-    path = getattr(route, "path_format", None) or getattr(route, "path", None)
-    if isinstance(path, str) and request.span is not None:
-        request.span.set_attribute("http.route", path)
+    if scope is not None and (route := scope.get("route")) is not None:
+        path = getattr(route, "path_format", None) or getattr(route, "path", None)
+        if isinstance(path, str) and request.span is not None:
+            request.span.set_attribute("http.route", path)
     span.end()
 
 
@@ -178,46 +189,45 @@ def traced_request(
     kind: type[LocalRequest], envelope: Envelope, serving: ServingCode, tracing: Tracing | None
 ) -> LocalRequest:
     """Return a request of a kind, with its trace."""
-    request = _KINDS[kind](envelope, serving.slots, serving.metrics)
-    request.carrier = carrier = envelope.head[TRACE]
-    request.found = {}
+    is_holding = issubclass(kind, HoldingRequest)
+    traced = _KINDS[kind.__mro__[2] if is_holding else kind]
+    made: type[TracedRequest] = holding(traced) if is_holding else traced
+    request = made(envelope, serving.slots, serving.metrics)
+    head = envelope.head
+    request.carrier = carrier = head[TRACE]
     request.span = None
-    if tracing is not None:
-        replica = serving.executor.context.get(current_replica)
-        attributes = _attributes(replica, envelope)
-        above = carrier
-        if carrier and carrier[0] == NEW:  # its caller has no spans, so the time until here is not covered
-            way = {**attributes, "daskserve.step": "route_to_replica"}
-            request.way = tracing.under(carrier, f"route_to_replica {_called(replica, envelope)}", way)
-            above = request.carrier = [traceparent(request.way.identity), "", ""] if request.way else carrier
-        request.span = tracing.under(
-            above, f"replica {_called(replica, envelope)}", attributes, SpanKind.SERVER
-        )
-        if request.span is not None:
-            request.found = found_at(serving.slots, lambda: _running(serving))
+    if tracing is None:
+        return request
+    names = serving.names or _names(serving)
+    attributes = {**names, "daskserve.request_id": request_id_of(head)}
+    called = names["daskserve.deployment"]
+    if envelope.kind is EnvelopeKind.CALL:
+        attributes["rpc.method"] = method = head.get("method") or "__call__"
+        called = f"{called}.{method}"
+    if carrier and carrier[0] == NEW:  # its caller has no spans, so the time until here is not covered
+        way = {**attributes, "daskserve.step": "route_to_replica"}
+        request.way = tracing.under(carrier, f"route_to_replica {called}", way)
+        if request.way is not None:
+            request.carrier = carrier = [request.way.traceparent, "", ""]
+    request.span = tracing.under(carrier, f"replica {called}", attributes, tracing.server_kind)
+    if request.span is not None:
+        slots = serving.slots
+        if slots.ongoing >= slots.concurrency or slots.waiting:
+            request.wait = found_at(slots, lambda: _running(serving))
     return request
 
 
-def _called(replica: ReplicaContext | None, envelope: Envelope) -> str:
-    deployment = "" if replica is None else replica.deployment
-    if envelope.kind is EnvelopeKind.HTTP:
-        return deployment
-    return f"{deployment}.{envelope.head.get('method') or '__call__'}"
-
-
-def _attributes(replica: ReplicaContext | None, envelope: Envelope) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "daskserve.step": "replica",
-        "daskserve.request_id": request_id_of(envelope.head),
-    }
+def _names(serving: ServingCode) -> Mapping[str, Any]:
+    """Return the attributes that all requests of a replica share."""
+    found: dict[str, Any] = {"daskserve.step": "replica", "daskserve.deployment": ""}
+    replica = serving.executor.context.get(current_replica)
     if replica is not None:
         found["daskserve.application"], found["daskserve.deployment"] = split_deployment_tag(
             replica.backend_tag
         )
         found["daskserve.replica"] = replica.replica_tag
         found["daskserve.version"] = replica.code_version
-    if envelope.kind is EnvelopeKind.CALL:
-        found["rpc.method"] = envelope.head.get("method") or "__call__"
+        serving.names = found
     return found
 
 
@@ -231,11 +241,3 @@ def _running(serving: ServingCode) -> list[str]:
         if len(found) == MAX_NAMED:
             break
     return found
-
-
-def record_wait(span: RecordedSpan, found: dict[str, Any]) -> None:
-    """Record that a request has waited for a slot at its replica, unless that was short."""
-    start = found.pop("start", 0)
-    state = found.pop("state", None)
-    if start and state is not None and wall_ns() - start > SHORT_NS:
-        span.child("queue", state, start_ns=start).end()

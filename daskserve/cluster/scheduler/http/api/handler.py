@@ -136,6 +136,8 @@ class ApiHandler(GuardedHandler):
             self._guard.refusals[BODY] += 1
             raise BadRequestError(f"the body has more than {operation.max_body_bytes} bytes")
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
+        if agent.startswith("Mozilla/"):
+            agent = "a browser"  # they all say that they are this one, and more than anyone wants to read
         return Asked(
             path,
             {name: self.get_query_argument(name) for name in self.request.query_arguments},

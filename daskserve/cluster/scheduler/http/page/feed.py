@@ -15,8 +15,9 @@ from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
 from daskserve.errors import NotFoundError, ServeError
 
-#: How long the controller waits for a change before it answers, and how late its answer may be.
-WAIT_S, LATE_S = 1.0, 1.5
+#: How long the controller waits for a change before it answers, and how late its answer may be: after each
+#: failure twice as late, until the greatest, because a large instance on a busy machine is slow.
+WAIT_S, LATE_S, MAX_LATE_S = 1.0, 1.5, 6.0
 #: Pause after a call that failed.
 RETRY_S = 0.5
 #: Events that a page which opens gets.
@@ -66,10 +67,11 @@ class Feed:
     async def _read_overview(self) -> None:
         number, events_after = 0, None
         entry: Instance | None = None
+        late_s = LATE_S
         while True:
             message = {"after": number, "events_after": events_after, "timeout_s": WAIT_S}
             try:
-                async with asyncio.timeout(WAIT_S + LATE_S):
+                async with asyncio.timeout(WAIT_S + late_s):
                     present = await self._access.find(self._instance)
                     if entry is not None and entry is not present:
                         return  # another one of the same name, with numbers of its own
@@ -80,8 +82,10 @@ class Feed:
             except (ServeError, OSError) as error:
                 self._set({CONTROLLER: {"is_online": False, "message": _why(error)}})
                 await asyncio.sleep(RETRY_S)
+                late_s = min(2 * late_s, MAX_LATE_S)
                 continue
             number, events_after = found["number"], found["next"]
+            late_s = max(LATE_S, late_s / 2)
             self.events.extend(found["events"])
             own = {**found["parts"], CONTROLLER: _ONLINE}
             is_changed = found["is_all"] and self.parts.keep({*own, *filter(_is_live, self.parts.names())})

@@ -249,7 +249,7 @@ async function connect() {
     retry = setTimeout(connect, 2000);
     return;
   }
-  let isNew = true;
+  let got = new Set();
   const opened = (source = new EventSource(`${BASE}${encodeURIComponent(site.instance)}/stream`));
   heard = Date.now();
   const on = (kind, use) => source.addEventListener(kind, (event) => {
@@ -259,10 +259,19 @@ async function connect() {
   });
   on("ping", (at) => { site.skew = at - Date.now() / 1000; });
   on("parts", (message) => {
-    // The numbers of events are those of one instance, and another one may have its name since.
-    if (isNew) site.events = [];
-    isNew = false;
-    accept(message);
+    if (got) {
+      for (const name in message.parts) got.add(name);
+      message.is_all = got.has("instance");
+    }
+    if (message.is_all && got) {
+      // Only now all parts are known: until then, what was seen before stays. The numbers of events are those
+      // of one instance, and another one may have its name since.
+      for (const name of site.parts.keys()) if (!got.has(name)) site.parts.delete(name);
+      site.events = [];
+      site.isDirty = true;
+      got = null;
+      accept({ ...message, is_all: false });
+    } else accept(message);
   });
   on("events", (list) => {
     const last = site.events.length ? site.events[site.events.length - 1].number : -1;
@@ -281,8 +290,7 @@ function lost(pause) {
 
 function accept({ is_all: isAll, parts }) {
   const before = site.byTag;
-  if (isAll && "instance" in parts) {
-    // Without it the scheduler itself has nothing yet: what was seen stays.
+  if (isAll) {
     for (const name of site.parts.keys()) if (!(name in parts)) site.parts.delete(name);
   }
   for (const name in parts) {
@@ -376,7 +384,7 @@ function draw() {
   const stale = site.link === "off" || site.link === "ended";
   $("main").classList.toggle("stale", stale && site.parts.has("instance"));
   drawHeader();
-  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${new Date(site.since).toLocaleTimeString()}. ` : ""}This page comes back by itself.` : "";
+  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page comes back by itself.` : "";
   render($("banner"), text && h("p", null, text));
   render($("main"), ...page());
   const bad = site.deployments.filter(isBad).length;
@@ -464,7 +472,7 @@ function means(ring, field, step) {
   return found.reverse();
 }
 const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring, field, { class: look, step: 4 }), h("span", null, text));
-const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, ` ${unit}`) : null), chart);
+const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, unit) : null), chart);
 
 /** Draw how many of a whole are in each state. */
 const shares = (list) => h("div", null, h("div", { class: "shares", "aria-hidden": "true" }, list.map(([look, count]) => h("span", { key: look, class: look, style: { "flex-grow": count } }))), h("p", { class: "soft small" }, list.filter(([, count]) => count).map(([, count, text]) => `${number(count)} ${text}`).join(" · ")));
@@ -624,7 +632,7 @@ function applicationPage() {
   const revisions = history && history.revisions ? [...history.revisions].reverse() : [];
   return [
     h("div", { class: "head", key: "head" },
-      h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route. ", ` Deployed ${age(app.last_deployed_time_s)} ago.`)),
+      h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route", ` · deployed ${age(app.last_deployed_time_s)} ago`)),
       h("div", { class: "acts" }, action("Roll back", () => rollBack(app)), action("Restart", () => confirmed({ title: `Restart ${app.name}?`, text: "All of its replicas are replaced by ones of the same code, a few at a time, without failing requests.", button: "Restart", done: `${app.name} restarts.`, act: () => api(`serve/applications/${encodeURIComponent(app.name)}/restart`, { method: "POST" }) })))),
     app.message ? h("p", { class: `note ${SHORT[app.status] || "warn"}`, key: "message" }, app.message) : null,
     card("Graph", {}, null, graph(app.deployments)),
@@ -652,22 +660,22 @@ function deploymentPage() {
   return [
     h("div", { class: "head", key: "head" },
       h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / ", app ? h("a", { href: to("app", app) }, app) : "no application", " / Deployment"),
-        h("div", { class: "title" }, h("h1", { tabindex: -1 }, name), chip(each.status), each.is_ingress ? chip("", "Ingress") : null),
+        h("div", { class: "title" }, h("h1", { tabindex: -1 }, name), chip(each.status), each.is_ingress ? h("span", { class: "chip tag" }, "Ingress") : null),
         h("p", { class: "soft small" }, [each.version && `Version ${each.version}`, each.deployed_at && `deployed ${age(each.deployed_at)} ago`, each.needs.length && `calls ${each.needs.join(", ")}`, each.max_ongoing && `up to ${number(each.max_ongoing)} requests at a time in each replica`].filter(Boolean).join(" · "))),
       each.actor_of || !each.isThere ? null : h("div", { class: "acts" }, h("a", { class: "button", href: logsOf(each) }, "Logs"), action("Scale", () => scale(each)), action("Restart", () => confirmed({ title: `Restart ${name}?`, text: `Its ${plural(each.running, "replica")} are replaced by ones of the same code, a few at a time, without failing requests.`, button: "Restart", done: `${name} restarts.`, act: () => api(`${deploymentPath(each)}/restart`, { method: "POST" }) })))),
     each.message ? h("p", { class: `note ${SHORT[each.status] === "good" ? "warn" : SHORT[each.status] || ""}`, key: "message" }, each.message) : null,
-    h("div", { class: "tiles", key: "tiles" },
-      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, ` ${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), h("p", { class: "legend" }, h("span", null, "all"), h("span", { class: "second" }, "failed"))),
-      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, ` median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
-      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, ` ${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
-      h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, ` of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
+    !each.isThere ? null : h("div", { class: "tiles", key: "tiles" },
+      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, `${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), h("p", { class: "legend" }, h("span", null, "all"), h("span", { class: "second" }, "failed"))),
+      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, `median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
+      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, `${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
+      h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, `of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
     each.rollout ? card("Rollout", {}, each.rollout.steps ? h("div", { class: "acts" }, rolloutAction(each, "pause", "Pause"), rolloutAction(each, "promote", "Promote"), rolloutAction(each, "abort", "Abort")) : null, h("div", { class: "body" }, rolloutBody(each))) : null,
     each.dead.length ? card("Errors", {}, h("span", { class: "soft small" }, `${plural(each.dead.length, "replica")} lost or failed lately`), h("ul", { class: "items" }, [...each.dead].reverse().map((one) => h("li", { key: `${one.name}${one.at}` },
       h("div", { class: "title" }, h("h3", { class: "mono" }, shortId(one.name)), h("span", { class: "soft small", title: when(one.at) }, `${age(one.at)} ago`)),
       h("p", { class: "note bad" }, firstLines(one.reason)),
       one.user_traceback ? h("details", { open: one === each.dead[each.dead.length - 1] }, h("summary", null, "Traceback"), h("pre", { tabindex: 0, "aria-label": "Traceback" }, one.user_traceback)) : null,
       one.last_lines && one.last_lines.length ? h("details", null, h("summary", null, "Last lines of its log"), h("pre", { tabindex: 0, "aria-label": "Log" }, one.last_lines.join("\n"))) : null)))) : null,
-    card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
+    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
       card("Events", {}, null, eventList(site.events.filter((one) => one.deployment === each.tag), 20))),
@@ -689,7 +697,7 @@ const replicaColumns = (deployment) => [
 
 function rolloutBody(each) {
   const it = each.rollout;
-  const facts = [["State", chip(it.state === "STARTING" || it.state === "WATCHING" ? "UPDATING" : it.state, word(it.state))], ["Versions", `${it.version} beside ${it.stable}`], ["Since", `${age(it.began_at)} ago`]];
+  const facts = [["State", chip(["STARTING", "SERVING", "WATCHING"].includes(it.state) ? "UPDATING" : it.state, word(it.state))], ["Versions", `${it.version} beside ${it.stable}`], ["Since", `${age(it.began_at)} ago`]];
   if (it.why) facts.push(["Reason", it.why]);
   if (it.requests) facts.push(["Requests", `${number(it.requests.candidate.ended)} of the new version, ${number(it.requests.candidate.failed)} failed; ${number(it.requests.stable.ended)} of the old, ${number(it.requests.stable.failed)} failed`]);
   if (it.waiting) facts.push(["Waits for", it.waiting]);
@@ -843,7 +851,9 @@ function graph(list) {
     const from = places.get(each.from), to = places.get(each.to);
     const x1 = from.x + BOX.width, y1 = from.y + BOX.height / 2, x2 = to.x - 9, y2 = to.y + BOX.height / 2;
     const isBack = to.x <= from.x, bend = isBack ? BOX.gapX : (x2 - x1) / 2;
-    return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, x: (x1 + x2) / 2, y: (y1 + y2) / 2, look: look(each) };
+    // Nearer to the end, where the lines of one caller are apart.
+    const at = isBack ? { x: (x1 + x2) / 2, y: (y1 + y2) / 2 } : { x: x1 + 0.66 * (x2 - x1), y: y1 + 0.8 * (y2 - y1) };
+    return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, ...at, look: look(each) };
   });
   return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
     lines.map((each) => h("path", { key: `e${each.from}\n${each.to}`, class: `edge ${each.look}`, d: each.d })),
@@ -1008,24 +1018,36 @@ function stacksText(answer) {
   return [...parts.filter(isBusy), ...parts.filter((each) => !isBusy(each))].map(([kind, each]) => `${kind} ${each.name}\n${each.frames.map(frameOf).join("\n")}`).join("\n\n") || "No thread runs code.";
 }
 
-/** Return the tree of a profile's stacks: each has the numbers of its functions, the outermost first, and a count. */
-function treeOf(answer) {
-  const root = { name: "all", count: 0, kids: new Map() };
-  for (const [numbers, count] of answer.stacks || []) {
+/**
+ * Return the tree of a profile's stacks: each has the numbers of its functions, the outermost first, and how often it
+ * was seen, and was on a processor.
+ */
+function treeOf(answer, isRunning) {
+  const root = { name: "all", count: 0, ran: 0, kids: new Map() };
+  for (const [numbers, seen, ran] of answer.stacks || []) {
+    const count = isRunning ? ran : seen;
+    if (!count) continue;
     root.count += count;
+    root.ran += ran;
     let node = root;
     for (const each of numbers) {
       const [name, file, line] = answer.functions[each];
-      if (!node.kids.has(each)) node.kids.set(each, { name, place: `${file}:${line}`, count: 0, kids: new Map(), parent: node });
+      if (!node.kids.has(each)) node.kids.set(each, { name, place: `${file}:${line}`, count: 0, ran: 0, kids: new Map(), parent: node });
       node = node.kids.get(each);
       node.count += count;
+      node.ran += ran;
     }
   }
   return root;
 }
-const flame = (answer, show) => flameOf(treeOf(answer), show);
-function flameOf(root, show) {
-  if (!root.count) return h("p", { class: "soft" }, "The replica ran no code of its user during these seconds.");
+/** Show a profile: all of the time, or that on a processor, because a thread that waits would hide what works. */
+function flame(answer, show, isRunning = false) {
+  const pick = (text, value) => h("button", { type: "button", key: text, "aria-pressed": String(value === isRunning), onclick: () => show(flame(answer, show, value)) }, text);
+  const draw = (root) => [h("div", { class: "choices", role: "group", "aria-label": "Which time counts", key: "time" }, pick("All time", false), pick("On a processor", true)), flameOf(root, (one) => show(draw(one)))];
+  return draw(treeOf(answer, isRunning));
+}
+function flameOf(root, go) {
+  if (!root.count) return h("p", { class: "soft", key: "none" }, "The replica ran no code of its user during these seconds.");
   const boxes = [];
   const place = (node, x, depth) => {
     const share = node.count / root.count;
@@ -1033,12 +1055,12 @@ function flameOf(root, show) {
     let own = node.count, start = x;
     for (const each of node.kids.values()) own -= each.count;
     const text = `${node.name}, ${number(Math.round(1000 * share) / 10)} %`;
-    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: `${text} ${node.place || ""}`, class: own > 0.05 * root.count ? "own" : "", style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => show(flameOf(node === root ? node.parent || root : node, show)) }, text));
+    boxes.push(h("button", { type: "button", key: `${depth} ${x}`, title: `${text} ${node.place || ""}`, class: `${own > 0.05 * root.count ? "own" : ""} ${node.ran < node.count / 2 ? "waits" : ""}`, style: { left: `${100 * x}%`, width: `${100 * share}%`, top: `${21 * depth}px` }, onclick: () => go(node === root ? node.parent || root : node) }, text));
     for (const each of [...node.kids.values()].sort((one, two) => two.count - one.count)) { place(each, start, depth + 1); start += each.count / root.count; }
   };
   place(root, 0, 0);
   const depth = boxes.reduce((most, each) => Math.max(most, parseFloat(each.props.style.top)), 0);
-  return [h("p", { class: "soft small" }, "Wider is more time. Choose a frame to see it alone; choose the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
+  return [h("p", { class: "soft small" }, "Wider is more time; blue is time that waits. Choose a frame to see it alone, and the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
 }
 
 // ---- Start

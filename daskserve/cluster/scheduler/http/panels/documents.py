@@ -18,11 +18,10 @@ from daskserve.cluster.scheduler.http.panels.dashboard_internals import (
     update_source,
 )
 from daskserve.cluster.scheduler.http.panels.feed import PERIOD_S, PanelFeed
-from daskserve.cluster.scheduler.http.panels.series import SHOWN_S
+from daskserve.cluster.scheduler.http.panels.series import PATH, SHOWN_S
 
 COLOURS: Sequence[str] = Category10[10]
-#: The paths of the page with all panels, and of each panel. Those of JupyterLab begin with "individual-".
-PAGE = "/daskserve-panels"
+#: The path of each panel: those of JupyterLab begin with "individual-".
 PANEL = "/individual-daskserve-"
 
 
@@ -165,7 +164,7 @@ def documents(feed: PanelFeed, extra: Mapping[str, Any]) -> dict[str, Callable[[
     extra : mapping
         The variables of Dask's template.
     """
-    found: dict[str, Callable[[Any], None]] = {PAGE: partial(_fill_page, feed, extra)}
+    found: dict[str, Callable[[Any], None]] = {PATH: partial(_fill_page, feed, extra)}
     return found | {f"{PANEL}{name}": partial(_fill_panel, feed, name) for name in PANELS}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
+from daskserve.cluster.scheduler.http.panels.series import PATH
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.common.clock import LoopClock
 from daskserve.errors import LibraryVersionError
 
@@ -17,6 +19,17 @@ logger = logging.getLogger("daskserve.scheduler")
 
 #: The module of the dashboard, which is imported if bokeh is installed and the dashboard is wanted.
 _DASHBOARD = "distributed.dashboard.scheduler"
+
+
+class NoPanelsHandler(GuardedHandler):
+    """Says why there are no panels, because links lead to them that do not know of it."""
+
+    def get(self) -> None:
+        text = (
+            "The panels are pages of Dask's dashboard, which needs bokeh on the scheduler: "
+            'pip install "bokeh>=3.1". The page at /daskserve needs nothing.'
+        )
+        self.answer(404, {"message": text})
 
 
 class Panels:
@@ -38,13 +51,17 @@ class Panels:
         self._make_feed = lambda: PanelFeed(instances, ask, LoopClock())
         self._feed = self._make_feed()
         self._pages: Any = None
+        self._none = SchedulerRoute(scheduler, PATH, NoPanelsHandler, {})
         self._plots: list[dict[str, str]] = []
 
     def install(self) -> None:
-        """Add the panels; idempotent, and does nothing without a dashboard."""
+        """Add the panels, or without a dashboard a page that says so; idempotent."""
         dashboard: Any = sys.modules.get(_DASHBOARD)
         applications = getattr(getattr(self._scheduler, "http_application", None), "applications", None)
-        if self._pages is not None or dashboard is None or not applications:
+        if self._pages is not None:
+            return
+        if dashboard is None or not applications:
+            self._none.install()
             return
         try:
             self._add(dashboard, applications)
@@ -55,7 +72,7 @@ class Panels:
 
     def _add(self, dashboard: Any, applications: Collection[Any]) -> None:
         # Only now, because schedulers without a dashboard need no bokeh.
-        from daskserve.cluster.scheduler.http.panels.documents import PAGE, documents
+        from daskserve.cluster.scheduler.http.panels.documents import documents
         from daskserve.internals.bokeh import AddedPages, server_among
 
         server = server_among(applications)
@@ -67,7 +84,7 @@ class Panels:
         self._pages = AddedPages(server, pages)
         # One list for all pages of the scheduler: its menu.
         for path in pages:
-            name = "Daskserve" if path == PAGE else " ".join(path.strip("/").split("-")[1:]).title()
+            name = "Daskserve" if path == PATH else " ".join(path.strip("/").split("-")[1:]).title()
             plot = {"url": path.strip("/"), "name": name}
             self._plots.append(plot)
             variables["plots"].append(plot)
@@ -76,6 +93,7 @@ class Panels:
     def uninstall(self) -> None:
         """Remove the panels, and end the sessions of those who look; idempotent."""
         self._feed.close()
+        self._none.uninstall()
         pages, self._pages = self._pages, None
         if pages is not None:
             pages.remove()

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
 
+#: The path of the page with all panels.
+PATH = "/daskserve-panels"
 #: Seconds that are shown, and lines in a panel: the busiest deployments; others are added up.
 SHOWN_S, MAX_LINES = 300, 9
 #: Workers in a panel.

@@ -1,0 +1,1 @@
+"""The choice of a replica for a request that names a model."""

@@ -1,0 +1,91 @@
+"""The requests of one process to one backend that name a model: where they go, and how long they wait for
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from daskserve.common.types import Reachability, ReplicaTag
+from daskserve.data.caller.routing.multiplexing.demand import ModelDemand
+from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place, hash_of
+from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica
+from daskserve.data.multiplexing.ids import short_id
+
+#: How long a request waits for a free slot of a replica that has its model, while others have one.
+MATCHING_TIMEOUT_S = 1.0
+#: How long a replica is assumed to have a model after a request for it was sent: until it has published that.
+ASSUMED_S = 3.0
+#: How many assumptions there are for each replica.
+MAX_ASSUMED = 1000
+#: How many replicas that have gone are remembered, beside as many as there are.
+SPARE_KNOWN = 16
+
+
+class ModelRouting:
+    """Chooses replicas by the models that they have."""
+
+    def __init__(self) -> None:
+        self._demand = ModelDemand()
+        self._known: dict[ReplicaTag, KnownModels] = {}
+
+    def update(self, published: Mapping[ReplicaTag, Mapping[str, Any]] | None) -> None:
+        """Apply what the controller published of the models of all replicas."""
+        reports = published or {}
+        for tag, facts in reports.items():
+            known = self._of(tag)
+            known.published, known.capacity = frozenset(facts["models"]), facts["capacity"]
+        for tag in self._known.keys() - reports.keys():
+            self._known[tag].published = frozenset()
+
+    def picker(self, model_id: str, now: float, since: float | None = None) -> Pick:
+        """Return what chooses the replica for a request, for `ReplicaPool.take`; it may choose none.
+
+        ``since`` says since when the request waits; None if it has just arrived.
+        """
+        key = short_id(model_id)
+        if since is None:
+            self._demand.note(key)
+        return partial(self._pick, key, now, since is None or now - since < MATCHING_TIMEOUT_S)
+
+    def _pick(
+        self, key: str, now: float, is_patient: bool, entries: Sequence[PooledReplica]
+    ) -> PooledReplica | None:
+        open_ = [each for each in entries if each.index >= 0]
+        near = [each for each in open_ if each.route is not Reachability.SCHEDULER] or open_
+        # One that is full with requests of other processes: this one queues there.
+        free = [each for each in near if not each.is_full] or near
+        if not free:
+            return None
+        for each in entries:
+            if each.tag not in self._known:
+                self._of(each.tag)
+        if len(self._known) > 2 * len(entries) + SPARE_KNOWN:  # replicas come and go
+            self._known = {each.tag: self._known[each.tag] for each in entries}
+        chosen = choose_place(
+            key,
+            entries,
+            free,
+            self._known,
+            share=self._demand.share(key),
+            concurrency=free[0].concurrency,
+            now=now,
+            is_patient=is_patient,
+        )
+        if chosen is not None:
+            self._assume(chosen.tag, key, now)
+        return chosen
+
+    def _assume(self, tag: ReplicaTag, key: str, now: float) -> None:
+        assumed = self._of(tag).assumed
+        assumed.pop(key, None)
+        assumed[key] = now + ASSUMED_S
+        while len(assumed) > MAX_ASSUMED or next(iter(assumed.values())) <= now:
+            del assumed[next(iter(assumed))]
+
+    def _of(self, tag: ReplicaTag) -> KnownModels:
+        known = self._known.get(tag)
+        if known is None:
+            known = self._known[tag] = KnownModels(hash_of(tag))
+        return known

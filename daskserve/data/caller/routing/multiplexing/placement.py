@@ -1,0 +1,138 @@
+"""Which replica gets a request that names a model.
+
+Problem: a model's requests should go where it is loaded. But a replica that has a popular model must not get
+more than it can answer while others are idle, and a burst of requests for a rare model must not push popular
+models out of several replicas. Several processes choose, and none of them knows at once what the others have
+chosen.
+
+Choice: all processes order the replicas in the same way for each model, by a hash of both (rendezvous
+hashing).
+
+1. The first replica in this order that has the model and is not overloaded. So a second copy is used only
+while
+   it is needed; afterwards it is the least recently used one there, and goes.
+2. If each that has it is overloaded: another replica, which then loads it, if the model's share of all
+requests
+   is worth a further copy. A model with a quarter of the requests is worth one whole replica of four.
+3. If each that has it has no free slot: none, for a while; then another replica. 4. If no replica has it:
+the one with the fewest models as long as one has room for it, else the first in order.
+
+Pure: the load of replicas and the time are arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+#: A replica is overloaded from this many requests on, or this share of its slots, if that is also this many
+#: times the mean.
+LEAST_LOAD = 2
+SLOTS_SHARE = 0.25
+MEAN_FACTOR = 2.0
+#: How many copies a model is worth: its share of the requests, times the number of replicas, times this.
+COPIES_FACTOR = 1.25
+
+_MASK = (1 << 64) - 1
+
+
+class Place(Protocol):
+    """A replica, for the choice."""
+
+    @property
+    def tag(self) -> str: ...
+
+    def score(self, now: float) -> float:
+        """Return the number of requests at the replica."""
+
+
+P = TypeVar("P", bound=Place)
+
+
+@dataclass(slots=True)
+class KnownModels:
+    """The models of one replica, as far as they are known."""
+
+    seed: int
+    #: Those that it has published, and how many it may hold; None for no limit, or while that is not known.
+    published: frozenset[str] = frozenset()
+    capacity: int | None = None
+    #: Until when a model is assumed to be there because a request for it was sent.
+    assumed: dict[str, float] = field(default_factory=dict)
+
+    def has(self, key: str, now: float) -> bool:
+        """Return whether the replica has a model, or is about to."""
+        return key in self.published or self.assumed.get(key, 0.0) > now
+
+    def count(self) -> int:
+        """Return how many models it has."""
+        return len(self.published) + sum(key not in self.published for key in self.assumed)
+
+
+def hash_of(text: str) -> int:
+    """Return a number of 64 bits that is the same in all processes."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def rank(key_hash: int, seed: int) -> int:
+    """Return the place of a replica in the order of a model; the greatest is the first."""
+    mixed = ((key_hash ^ seed) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed ^= mixed >> 31
+    mixed = (mixed * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def choose_place(
+    key: str,
+    places: Sequence[P],
+    free: Collection[P],
+    known: Mapping[str, KnownModels],
+    *,
+    share: float,
+    concurrency: int,
+    now: float,
+    is_patient: bool,
+) -> P | None:
+    """Return the replica for a request; None if it should wait.
+
+    Parameters
+    ----------
+    places, free
+        All replicas, and those that have a free slot; not empty.
+    share : float
+        The model's share of all requests.
+    is_patient : bool
+        Whether the request may still wait for a replica that has the model.
+    """
+    key_hash = hash_of(key)
+    ordered = sorted(free, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
+    loads = {each.tag: each.score(now) for each in places}
+    bound = max(LEAST_LOAD, SLOTS_SHARE * concurrency, MEAN_FACTOR * (sum(loads.values()) + 1) / len(places))
+    having = {each.tag for each in places if known[each.tag].has(key, now)}
+    with_model = [each for each in ordered if each.tag in having]
+    fit = next((each for each in with_model if loads[each.tag] < bound), None)
+    if fit is not None:
+        return fit
+    others = [each for each in ordered if each.tag not in having]
+    if having:
+        worth = math.ceil(share * len(places) * COPIES_FACTOR)
+        calm = [each for each in others if loads[each.tag] < bound]
+        if with_model and not (calm and len(having) < worth):
+            return min(with_model, key=lambda each: loads[each.tag])
+        if not with_model and is_patient and len(having) >= worth:
+            return None
+        others = calm or others
+    return _emptiest(others, known)
+
+
+def _emptiest(ordered: Sequence[P], known: Mapping[str, KnownModels]) -> P | None:
+    """Return the replica with the fewest models if it has room for one more, else the first one."""
+    if not ordered:
+        return None
+    counts = [(known[each.tag].count(), known[each.tag].capacity) for each in ordered]
+    roomy = [place for place, (count, most) in enumerate(counts) if most is None or count < most]
+    return ordered[min(roomy, key=lambda place: counts[place][0]) if roomy else 0]

@@ -1,0 +1,1 @@
+"""Model multiplexing: many models in few replicas, loaded when they are first asked for."""

@@ -1,0 +1,271 @@
+"""Which models a replica keeps, and which of them makes room for the next one.
+
+Problem: the least recently used model is the wrong one to drop if requests for rare models keep coming: each
+of them would push out a popular model that is only idle at the moment. Counts alone would be wrong, too: a
+model that was popular yesterday would stay for ever. Choice: the least recently used model goes, unless it
+is plainly more popular than another one that nobody uses. Popularity is a count of uses that halves with
+further uses of any model, and is remembered for a while after a model is dropped. As long as no model is
+used much more than the others, this is exactly LRU.
+
+Pure: neither time nor locks. A model that is being unloaded holds its room until that has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+ModelState: TypeAlias = Literal["queued", "loading", "loaded", "leaving"]
+#: It waits for room; it is being loaded; it can be used; it is being unloaded.
+QUEUED: Final = "queued"
+LOADING: Final = "loading"
+LOADED: Final = "loaded"
+LEAVING: Final = "leaving"
+
+#: A model is plainly more popular than another one by these many uses and this factor.
+MARGIN: Final = 8.0
+FACTOR: Final = 2.0
+#: A count halves with this many uses of any model, for each model that is kept, and at least as many as for
+#: 8.
+HALF_LIFE_USES: Final = 64
+#: How many of the least recently used models are compared.
+COMPARED: Final = 64
+#: How many counts of dropped models are remembered: for each model that is kept, at least, and at most.
+REMEMBERED: Final = (10, 256, 10_000)
+
+
+class CachedModel:
+    """One model, from when it is asked for until it is unloaded."""
+
+    __slots__ = (
+        "count",
+        "counted_at",
+        "has_model",
+        "holders",
+        "id",
+        "model",
+        "size_bytes",
+        "state",
+        "used_at",
+        "waiting",
+    )
+
+    def __init__(self, model_id: str) -> None:
+        self.id = model_id
+        self.state: ModelState = QUEUED
+        #: What was loaded, which may be None, and whether it was.
+        self.model: Any = None
+        self.has_model = False
+        self.size_bytes = 0
+        #: The numbers of the requests that use it.
+        self.holders: set[int] = set()
+        #: How many callers wait for it to be loaded.
+        self.waiting = 0
+        #: When it was last used, on the clock of the caller.
+        self.used_at = 0.0
+        self.count = 0.0
+        self.counted_at = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.id} {self.state} holders={len(self.holders)} waiting={self.waiting}>"
+
+
+class ModelCache:
+    """The models of one multiplexed function in one replica.
+
+    Parameters
+    ----------
+    max_models, max_bytes
+        What may be loaded at a time; None for no limit.
+    pinned : collection of str
+        Ids of models that are never dropped.
+    """
+
+    def __init__(
+        self,
+        max_models: int | None = None,
+        max_bytes: int | None = None,
+        pinned: Collection[str] = (),
+    ) -> None:
+        self.max_models = max_models
+        self.max_bytes = max_bytes
+        self.pinned = frozenset(pinned)
+        #: The models, the least recently used first.
+        self.models: OrderedDict[str, CachedModel] = OrderedDict()
+        #: Those that are being unloaded.
+        self.leaving: list[CachedModel] = []
+        self._uses = 0
+        #: How many of `models` have room, and their bytes.
+        self._kept = self._kept_bytes = 0
+        #: The count and the size of dropped models.
+        self._dropped: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ModelCache {list(self.models.values())!r} leaving={self.leaving!r}>"
+
+    # ---- uses
+
+    def use(self, model_id: str, now: float) -> CachedModel | None:
+        """Count a use of a model; return it, or None if it is neither there nor on its way."""
+        self._uses += 1
+        entry = self.models.get(model_id)
+        if entry is None:
+            count, size_bytes, at = self._dropped.get(model_id, (0.0, 0, 0))
+            self._remember(model_id, self._decayed(count, at) + 1, size_bytes)
+            return None
+        self.models.move_to_end(model_id)
+        entry.count, entry.counted_at = self.popularity(entry) + 1, self._uses
+        entry.used_at = now
+        return entry
+
+    def expect(self, model_id: str, now: float) -> CachedModel:
+        """Add a model that is to be loaded; it waits for room."""
+        entry = self.models[model_id] = CachedModel(model_id)
+        entry.used_at = now
+        entry.count, entry.size_bytes, entry.counted_at = self._dropped.pop(model_id, (1.0, 0, self._uses))
+        return entry
+
+    def popularity(self, entry: CachedModel) -> float:
+        """Return how often a model has been used lately."""
+        return self._decayed(entry.count, entry.counted_at)
+
+    def _decayed(self, count: float, at: int) -> float:
+        half_life = HALF_LIFE_USES * max(8, len(self.models))
+        return count * math.exp2((at - self._uses) / half_life)
+
+    def _remember(self, model_id: str, count: float, size_bytes: int = 0) -> None:
+        self._dropped[model_id] = (count, size_bytes, self._uses)
+        self._dropped.move_to_end(model_id)
+        each, least, most = REMEMBERED
+        while len(self._dropped) > min(most, max(least, each * len(self.models))):
+            self._dropped.popitem(last=False)
+
+    # ---- room
+
+    def admit(self, entry: CachedModel) -> None:
+        """Give a model its room; it may be loaded once `must_wait` is False."""
+        entry.size_bytes = self._expected(entry) if self.max_bytes is not None else 0
+        entry.state = LOADING
+        self._kept += 1
+        self._kept_bytes += entry.size_bytes
+
+    def must_wait(self) -> bool:
+        """Return whether a model that leaves still has the room of another one."""
+        if not self.leaving:
+            return False
+        count = self._kept + len(self.leaving)
+        size = self._kept_bytes + sum(each.size_bytes for each in self.leaving)
+        return (self.max_models is not None and count > self.max_models) or (
+            self.max_bytes is not None and size > self.max_bytes
+        )
+
+    def _expected(self, entry: CachedModel) -> int:
+        """Return the size that a model had before, or else the mean of those that are loaded."""
+        if entry.size_bytes:
+            return entry.size_bytes
+        sizes = [each.size_bytes for each in self.models.values() if each.state == LOADED]
+        return sum(sizes) // len(sizes) if sizes else 0
+
+    def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
+        """Return what to drop for a model that waits for room; None if it must wait, because all is in use.
+
+        First goes what loads although nobody waits for it any more, then what no request uses, then what only
+        those requests use that now ask for this model.
+        """
+        count, size = self._kept, self._kept_bytes
+        found: list[CachedModel] = []
+        while not self._fits(entry, count, size):
+            victim = self._victim([entry, *found], requesters)
+            if victim is None:
+                return None
+            found.append(victim)
+            count, size = count - 1, size - victim.size_bytes
+        return found
+
+    def surplus(self, entry: CachedModel) -> list[CachedModel]:
+        """Return what to drop because a model that is loaded turned out larger than expected."""
+        size = self._kept_bytes
+        found: list[CachedModel] = []
+        while self.max_bytes is not None and size > self.max_bytes:
+            victim = self._victim([entry, *found])
+            if victim is None:
+                break
+            found.append(victim)
+            size -= victim.size_bytes
+        return found
+
+    def _fits(self, entry: CachedModel, count: int, size: int) -> bool:
+        if self.max_models is not None and count >= self.max_models:
+            return False
+        return self.max_bytes is None or not count or size + self._expected(entry) <= self.max_bytes
+
+    def _victim(self, spared: Sequence[CachedModel], requesters: Collection[int] = ()) -> CachedModel | None:
+        # Who waits for a model that is loaded gets it next; nobody may wait for one that loads.
+        idle = [
+            each
+            for each in self.models.values()
+            if each.state != QUEUED and not each.waiting and each.id not in self.pinned and each not in spared
+        ]
+        abandoned = [each for each in idle if each.state == LOADING]
+        if abandoned:
+            return abandoned[0]
+        unused = [each for each in idle if not each.holders]
+        if unused:
+            return self._least_worth(unused[:COMPARED])
+        return next((each for each in idle if all(one in requesters for one in each.holders)), None)
+
+    def _least_worth(self, unused: Iterable[CachedModel]) -> CachedModel:
+        chosen, *others = unused
+        worth = self.popularity(chosen)
+        for each in others:
+            if worth <= MARGIN:
+                break
+            if (other := self.popularity(each)) * FACTOR + MARGIN < worth:
+                chosen, worth = each, other
+        return chosen
+
+    # ---- changes
+
+    def loaded(self, entry: CachedModel, model: Any, size_bytes: int) -> None:
+        """Record that a model is loaded."""
+        self._kept_bytes += size_bytes - entry.size_bytes
+        entry.state, entry.model, entry.size_bytes, entry.has_model = LOADED, model, size_bytes, True
+
+    def failed(self, entry: CachedModel) -> None:
+        """Drop a model that could not be loaded; the next request for it tries again."""
+        if self.models.get(entry.id) is entry:
+            self._take_out(entry)
+            self._remember(entry.id, self.popularity(entry))
+
+    def drop(self, entry: CachedModel) -> None:
+        """Stop offering a model; it keeps its room until `left`."""
+        self._take_out(entry)
+        self._remember(entry.id, self.popularity(entry), entry.size_bytes)
+        entry.state = LEAVING
+        self.leaving.append(entry)
+
+    def _take_out(self, entry: CachedModel) -> None:
+        del self.models[entry.id]
+        if entry.state != QUEUED:
+            self._kept -= 1
+            self._kept_bytes -= entry.size_bytes
+
+    def left(self, entry: CachedModel) -> None:
+        """Record that a dropped model is unloaded."""
+        entry.model = None
+        if entry in self.leaving:
+            self.leaving.remove(entry)
+
+    def idle_since(self, before: float) -> list[CachedModel]:
+        """Return the models that are not pinned, not in use, and were last used before a time."""
+        return [
+            each
+            for each in self.models.values()
+            if each.state == LOADED
+            and not each.holders
+            and not each.waiting
+            and each.used_at <= before
+            and each.id not in self.pinned
+        ]

@@ -1,0 +1,72 @@
+"""The object that ``multiplexed`` returns for an async function or method that loads a model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Coroutine
+from typing import Any
+
+from daskserve.context import current_replica
+from daskserve.data.batching.instances import is_importable
+from daskserve.data.multiplexing.loader import ModelLimits, ModelLoader
+from daskserve.errors import NotInReplicaError
+
+
+class MultiplexedFunction:
+    """A function or method that returns a model by its id, loading it first if need be.
+
+    Each replica has its own models, and so has each object whose method this is. `inspect` and asyncio treat
+    it as a coroutine function.
+    """
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, function: Any, limits: ModelLimits) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.limits = limits
+        self._signature = inspect.signature(function)
+        #: A method takes its object first.
+        self._count = len(self._signature.parameters)
+
+    def __repr__(self) -> str:
+        return f"<multiplexed {self.__qualname__} {self.limits!r}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if is_importable(self):
+            return self.__qualname__
+        return MultiplexedFunction, (self.function, self.limits)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return self.function.__code__  # type: ignore[no-any-return]
+
+    @property
+    def __defaults__(self) -> Any:
+        return self.function.__defaults__
+
+    @property
+    def __kwdefaults__(self) -> Any:
+        return self.function.__kwdefaults__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        if kwargs or len(args) != self._count:
+            args = self._signature.bind(*args, **kwargs).args  # raises what Python does
+        return self._loader(args[0] if self._count > 1 else None).get(args[-1])
+
+    def _loader(self, instance: Any) -> ModelLoader:
+        replica = current_replica.get()
+        if replica is None or replica.multiplexer is None:
+            raise NotInReplicaError(
+                f"{self.__qualname__} can only be used within a deployment: its models are a replica's. "
+                "A thread of your own needs the replica's context: "
+                "Thread(target=contextvars.copy_context().run, ...)."
+            )
+        found: ModelLoader = replica.multiplexer.loader(self.function, instance, self.limits)
+        return found

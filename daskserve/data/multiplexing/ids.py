@@ -1,0 +1,30 @@
+"""The ids of models, and the short names under which replicas and routers exchange them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+#: Longer ids are shortened where they are published, kept or shown.
+MAX_SHOWN = 80
+_KEPT = 47
+
+
+def check_model_id(model_id: Any) -> str:
+    """Return a model id; raise `TypeError` or `ValueError` if it is none."""
+    if type(model_id) is not str:
+        raise TypeError(f"The model ID must be a string; got {model_id!r}.")
+    if not model_id:
+        raise ValueError(
+            "The model ID cannot be empty; the caller names it in the header serve_multiplexed_model_id, or "
+            "with handle.options(multiplexed_model_id=...)."
+        )
+    return model_id
+
+
+def short_id(model_id: str) -> str:
+    """Return a model id, or its beginning and a digest if it is long: always the same for the same id."""
+    if len(model_id) <= MAX_SHOWN:
+        return model_id
+    digest = hashlib.blake2b(model_id.encode("utf-8", "surrogatepass"), digest_size=16)
+    return f"{model_id[:_KEPT]}~{digest.hexdigest()}"

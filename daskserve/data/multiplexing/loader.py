@@ -1,0 +1,467 @@
+"""Loads and unloads the models of one multiplexed function in one replica.
+
+Each model has a load of its own: a slow one delays nobody who asks for another model. Callers of the same
+model share its load, which is a task of its own, so a caller that leaves ends nothing. What is kept and what
+goes is decided by `daskserve.data.multiplexing.cache`.
+
+A replica's requests may run on several event loops, and end on yet another one. So a lock protects the
+state; it is never held while user code runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.formatting import shown
+from daskserve.context import RequestContext, current_members, current_request, requests_here
+from daskserve.data.multiplexing.cache import LOADED, LOADING, QUEUED, CachedModel, ModelCache
+from daskserve.data.multiplexing.ids import check_model_id, short_id
+from daskserve.data.multiplexing.sizes import size_of_model
+from daskserve.data.multiplexing.unloading import unload
+from daskserve.errors import ClosedError, ModelCapacityError, RequestTimeoutError
+from daskserve.loops.event_loop import running_loop
+from daskserve.loops.tasks import is_cancelling
+from daskserve.payload.packed_errors import raisable
+from daskserve.telemetry.models import ModelMetrics
+
+logger = logging.getLogger("daskserve.replica")
+
+#: How long a request waits for room while other requests use all models that could make it.
+ROOM_TIMEOUT_S = 60.0
+#: The weight of the newest load in the mean duration of loads.
+LOAD_WEIGHT = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The options of a multiplexed function; see `daskserve.data.multiplexing.decorator.multiplexed`."""
+
+    max_models: int | None = 3
+    max_bytes: int | None = None
+    size_of: Callable[[Any], float] | None = None
+    unload: Callable[[Any], Any] | None = None
+    pinned: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    idle_timeout_s: float | None = None
+    load_timeout_s: float | None = None
+
+
+class _Again(Exception):
+    """The load ended with the event loop of another caller; try again."""
+
+
+class _Load:
+    """A model on its way: who waits for it, and its task."""
+
+    __slots__ = ("entry", "is_cancelled", "loop", "requesters", "task", "waiters")
+
+    def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
+        self.entry = entry
+        self.loop = loop
+        self.task: asyncio.Task[None] | None = None
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        #: The numbers of the requests that wait.
+        self.requesters: set[int] = set()
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the task, begun or not; any thread may call this."""
+        self.is_cancelled = True
+        if self.task is not None:
+            with suppress(RuntimeError):  # the loop is closed, and its tasks have ended
+                self.loop.call_soon_threadsafe(self.task.cancel)
+
+
+class ModelLoader:
+    """The models of one function, or of one method of one object, in one replica.
+
+    Parameters
+    ----------
+    load : coroutine function
+        Takes a model's id and returns the model.
+    name : str
+        The function's name, for messages.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Coroutine[Any, Any, Any]],
+        limits: ModelLimits,
+        metrics: ModelMetrics,
+        name: str,
+    ) -> None:
+        self._load_model = load
+        self.limits = limits
+        self.metrics = metrics
+        self.name = name
+        self.cache = ModelCache(limits.max_models, limits.max_bytes, limits.pinned)
+        self._lock = threading.RLock()
+        self._loads: dict[str, _Load] = {}
+        #: Those of them that wait for room, in order.
+        self._queue: dict[str, _Load] = {}
+        #: The numbers of the requests that hold models, each with how many.
+        self._holding: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: The loads that wait until a model has left.
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        #: Counts the changes of what is loaded, or on its way.
+        self.version = 0
+        #: The mean seconds of a load.
+        self.load_s = 0.0
+
+    # ---- for user code
+
+    async def get(self, model_id: str) -> Any:
+        """Return a model, loading it first if need be."""
+        check_model_id(model_id)
+        requests, loop = requests_here(), asyncio.get_running_loop()
+        self.metrics.requests += 1
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise ClosedError("The replica has been stopped; it loads no more models.")
+                entry = self.cache.use(model_id, loop.time())
+                if entry is not None and entry.state == LOADED:
+                    self.metrics.hits += 1
+                    self._hold(entry, requests)
+                    return entry.model
+                if entry is None:
+                    entry = self.cache.expect(model_id, loop.time())
+                    self._loads[model_id] = self._queue[model_id] = _Load(entry, loop)
+                    self.version += 1
+                load = self._loads[model_id]
+                ready: asyncio.Future[None] = loop.create_future()
+                load.waiters.append((loop, ready))
+                load.requesters.update(map(id, requests))
+                entry.waiting += 1
+                self._admit()
+            timer = loop.call_later(ROOM_TIMEOUT_S, self._expire, load, ready)
+            try:
+                await ready
+                with self._lock:
+                    self._hold(entry, requests)
+                return entry.model
+            except _Again:
+                continue
+            finally:
+                timer.cancel()
+                with self._lock:
+                    entry.waiting -= 1
+                    if self._queue:
+                        self._admit()
+
+    def _hold(self, entry: CachedModel, requests: Sequence[RequestContext]) -> None:
+        for request in requests:
+            if request.held is not None and (key := (id(self), entry.id, id(entry))) not in request.held:
+                number = id(request)
+                request.held[key] = partial(self._let_go, entry, number)
+                entry.holders.add(number)
+                self._holding[number] += 1
+
+    def _let_go(self, entry: CachedModel, number: int) -> None:
+        """Record that a request has ended that has used a model; any thread may call this."""
+        with self._lock:
+            entry.holders.discard(number)
+            self._holding[number] -= 1
+            if not self._holding[number]:
+                del self._holding[number]
+            if self._queue and not entry.holders:
+                self._admit()
+
+    def _expire(self, load: _Load, ready: asyncio.Future[None]) -> None:
+        if load.entry.state == QUEUED and not ready.done():
+            ready.set_exception(
+                ModelCapacityError(
+                    f"Model {short_id(load.entry.id)!r} found no room in this replica within "
+                    f"{shown(ROOM_TIMEOUT_S)} s, because running requests use all that it holds, "
+                    f"{len(self.cache.models) - len(self._loads)}. Increase "
+                    "max_num_models_per_replica, or the number of replicas."
+                )
+            )
+
+    # ---- room
+
+    def _admit(self) -> None:
+        """Begin the loads for which there is room, or a model that can make it. Holds the lock."""
+        is_full = False
+        for load in list(self._queue.values()):
+            if all(ready.done() for _, ready in load.waiters):
+                self._forget(load)  # nobody waits any more
+                continue
+            # A request that holds a model may give that up for another one.
+            if is_full and not any(each in self._holding for each in load.requesters):
+                continue
+            victims = self.cache.victims(load.entry, load.requesters)
+            if victims is None:
+                is_full = True
+                continue
+            for victim in victims:
+                self._drop(victim)
+            del self._queue[load.entry.id]
+            self.cache.admit(load.entry)
+            if not _start(load.loop, load.entry.id, self._load, load, victims):
+                self._forget(load)
+                self._settle(load, _Again())
+
+    def _drop(self, entry: CachedModel) -> None:
+        self.cache.drop(entry)
+        self.version += 1
+        if (load := self._loads.pop(entry.id, None)) is not None:
+            load.cancel()  # nobody waits for it
+
+    def _forget(self, load: _Load) -> None:
+        if self._loads.get(load.entry.id) is load:
+            del self._loads[load.entry.id]
+            self._queue.pop(load.entry.id, None)
+        self.cache.failed(load.entry)
+        self.version += 1
+
+    # ---- loads
+
+    async def _load(self, load: _Load, victims: Sequence[CachedModel]) -> None:
+        """Load a model, once its victims are unloaded."""
+        load.task = asyncio.current_task()
+        error: BaseException | None = None
+        model: Any = None
+        size_bytes = 0
+        try:
+            await self._unload_all(victims)
+            await self._wait_for_room()
+            if load.is_cancelled:
+                raise asyncio.CancelledError
+            model, size_bytes = await self._loaded_model(load.entry.id)
+        except asyncio.CancelledError as raised:
+            # One that user code has raised itself is an error like others.
+            error = _Again() if load.is_cancelled or is_cancelling() else raised
+        except BaseException as raised:  # SystemExit of user code, too, goes to the callers
+            error = raised
+        with self._lock:
+            if self._loads.get(load.entry.id) is load:
+                del self._loads[load.entry.id]
+            is_kept = error is None and load.entry.state == LOADING
+            if is_kept:
+                self.cache.loaded(load.entry, model, size_bytes)
+                surplus = self.cache.surplus(load.entry)
+                for victim in surplus:
+                    self._drop(victim)
+            else:
+                surplus = []
+                self.cache.failed(load.entry)
+                self.cache.left(load.entry)
+            self.version += 1
+            self._settle(load, error)
+            self._admit()
+        self._wake()
+        if isinstance(error, Exception) and not isinstance(error, _Again):
+            self.metrics.failures += 1
+            logger.error("Model %r of %s was not loaded: %r", short_id(load.entry.id), self.name, error)
+        if error is None and not is_kept:
+            await self._call_unload(load.entry.id, model)
+        del error, model  # else an error's traceback holds this frame, and this frame the error
+        await self._unload_all(surplus)
+        self._watch_idle()
+
+    async def _loaded_model(self, model_id: str) -> tuple[Any, int]:
+        limits, began = self.limits, stopwatch()
+        self.metrics.loads += 1
+        loading = asyncio.ensure_future(self._load_model(model_id))
+        try:
+            await asyncio.wait([loading], timeout=limits.load_timeout_s)
+            if not loading.done():
+                raise RequestTimeoutError(
+                    f"Model {short_id(model_id)!r} was not loaded within load_timeout_s, "
+                    f"which is {shown(limits.load_timeout_s or 0)} s."
+                )
+            model = loading.result()
+        finally:
+            if not loading.done():  # user code may go on nevertheless; nobody waits for it
+                loading.cancel()
+                loading.add_done_callback(partial(self._note_late, model_id))
+        took_s = stopwatch() - began
+        self.metrics.load_seconds.observe(took_s)
+        self.load_s += (took_s - self.load_s) * (LOAD_WEIGHT if self.load_s else 1.0)
+        logger.info("Model %r of %s was loaded in %.3f s", short_id(model_id), self.name, took_s)
+        if limits.max_bytes is None:
+            return model, 0
+        try:
+            size_bytes = size_of_model(model, limits.size_of)
+            if size_bytes > limits.max_bytes:
+                raise ModelCapacityError(
+                    f"Model {short_id(model_id)!r} has {size_bytes} bytes, more than max_bytes of "
+                    f"{self.name}, which is {limits.max_bytes}; increase max_bytes."
+                )
+        except BaseException:
+            await self._call_unload(model_id, model)
+            raise
+        return model, size_bytes
+
+    def _note_late(self, model_id: str, loading: asyncio.Future[Any]) -> None:
+        """Unload a model whose load has ended after it was given up."""
+        if not loading.cancelled() and loading.exception() is None:
+            self._spawn(self._call_unload(model_id, loading.result()))
+
+    def _settle(self, load: _Load, error: BaseException | None) -> None:
+        """Tell those who wait for a load how it ended."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for loop, ready in load.waiters:
+            by_loop.setdefault(loop, []).append(ready)
+        for loop, each in by_loop.items():
+            with suppress(RuntimeError):  # the loop is closed
+                if loop is running_loop():
+                    _end_all(each, error)
+                else:
+                    loop.call_soon_threadsafe(_end_all, each, error)
+
+    # ---- the end of models
+
+    async def _unload_all(self, victims: Sequence[CachedModel]) -> None:
+        if victims:
+            # Tasks of their own: if this one is cancelled, the models are unloaded nevertheless.
+            tasks = [self._spawn(self._unload(each)) for each in victims]
+            await asyncio.wait(tasks)
+
+    def _spawn(self, code: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(code, name="daskserve-unload-model")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _unload(self, entry: CachedModel) -> None:
+        model = entry.model
+        if not entry.has_model:  # its load ends, and leaves
+            return
+        try:
+            if not self._is_shared(model):
+                await self._call_unload(entry.id, model)
+        finally:
+            del model
+            with self._lock:
+                self.cache.left(entry)
+                self._admit()
+            self._wake()
+
+    def _is_shared(self, model: Any) -> bool:
+        """Return whether another id has the same object."""
+        with self._lock:
+            return any(each.model is model for each in self.cache.models.values())
+
+    async def _call_unload(self, model_id: str, model: Any) -> None:
+        began = stopwatch()
+        self.metrics.unloads += 1
+        await unload(model, self.limits.unload, name=f"model {short_id(model_id)!r} of {self.name}")
+        self.metrics.unload_seconds.observe(stopwatch() - began)
+        logger.info("Model %r of %s was unloaded", short_id(model_id), self.name)
+
+    async def _wait_for_room(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if not self.cache.must_wait():
+                    return
+                woken: asyncio.Future[None] = loop.create_future()
+                self._sleepers.append((loop, woken))
+            await woken
+
+    def _wake(self) -> None:
+        """Let the loads go on that wait for the end of a model."""
+        with self._lock:
+            sleepers, self._sleepers = self._sleepers, []
+        for loop, woken in sleepers:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_end_all, [woken], None)
+
+    def _watch_idle(self) -> None:
+        """Unload the models that nobody has used for long, now and later."""
+        idle_s = self.limits.idle_timeout_s
+        if idle_s is None or self._is_closed:
+            return
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            idle = self.cache.idle_since(loop.time() - idle_s)
+            for each in idle:
+                self._drop(each)
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+            times = [each.used_at for each in self.cache.models.values() if each.id not in self.cache.pinned]
+            next_at = max(min(times, default=0.0) + idle_s, loop.time() + idle_s / 8)
+            self._idle_timer = loop.call_at(next_at, self._watch_idle) if times else None
+        for each in idle:
+            self._spawn(self._unload(each))
+
+    async def close(self) -> None:
+        """Cancel the loads, and unload all models."""
+        self._is_closed = True
+        with self._lock:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+            for load in list(self._loads.values()):
+                load.cancel()
+                if load.entry.state == QUEUED:
+                    self._forget(load)
+                    self._settle(load, _Again())
+            loaded = [each for each in self.cache.models.values() if each.state == LOADED]
+            for each in loaded:
+                self._drop(each)
+        await self._unload_all(loaded)
+
+    # ---- for the replica
+
+    def ids(self) -> list[tuple[str, str]]:
+        """Return the short ids and the states of all models, the most recently used first."""
+        with self._lock:
+            return [(short_id(each.id), each.state) for each in reversed(self.cache.models.values())]
+
+
+def _start(
+    loop: asyncio.AbstractEventLoop,
+    model_id: str,
+    function: Callable[[_Load, Sequence[CachedModel]], Coroutine[Any, Any, None]],
+    load: _Load,
+    victims: Sequence[CachedModel],
+) -> bool:
+    """Run a load in a task on a loop, in a context of its own; return False if the loop is closed."""
+    context = copy_context()
+    context.run(_enter, model_id)
+
+    def start() -> None:
+        load.task = loop.create_task(function(load, victims), name="daskserve-load-model", context=context)
+
+    if running_loop() is loop:
+        start()
+        return True
+    try:
+        loop.call_soon_threadsafe(start)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _enter(model_id: str) -> None:
+    """Leave the request that began a load; the code that loads sees the model's id."""
+    context = RequestContext()
+    context.add_facts({"multiplexed_model_id": model_id})
+    current_request.set(context)
+    current_members.set(())
+
+
+def _end_all(futures: Sequence[asyncio.Future[None]], error: BaseException | None) -> None:
+    for each in futures:
+        if each.done():
+            continue
+        if error is None:
+            each.set_result(None)
+        else:
+            each.set_exception(raisable(error))
+            each.exception()  # retrieved, so that asyncio does not log it if its caller has left

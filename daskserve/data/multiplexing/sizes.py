@@ -1,0 +1,26 @@
+"""How many bytes a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from daskserve.errors import WrongTypeError
+
+
+def size_of_model(model: Any, size_of: Callable[[Any], float] | None) -> int:
+    """Return a model's size by ``size_of``, or by its own ``nbytes``.
+
+    Raises
+    ------
+    WrongTypeError
+        There is neither, or it is no number of bytes.
+    """
+    size: Any = size_of(model) if size_of is not None else getattr(model, "nbytes", None)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 <= size < float("inf"):
+        source = "size_of" if size_of is not None else "nbytes"
+        raise WrongTypeError(
+            f"The size of a model is not known: {source} of a {type(model).__name__} is {size!r}. With "
+            "max_bytes it must be a number of bytes; pass a function as size_of."
+        )
+    return int(size)

@@ -1,0 +1,191 @@
+"""The bodies of answers. Only the fields that are set are sent."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from daskserve.openai.engine import Embeddings, Token
+from daskserve.openai.generation import Piece
+
+#: The logprob of what is next to impossible.
+IMPOSSIBLE = -9999.0
+
+
+class Answer(BaseModel):
+    """A body."""
+
+    def as_text(self) -> str:
+        """Return the JSON text."""
+        return self.model_dump_json(exclude_unset=True)
+
+
+class Usage(Answer):
+    """How many tokens a request has taken."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, last: Iterable[Piece]) -> Usage:
+        """Return the usage of answers, from their last pieces; the answers to one prompt share it."""
+        pieces = list(last)
+        prompt = max((each.prompt_tokens for each in pieces), default=0)
+        completion = sum(each.completion_tokens for each in pieces)
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class Function(Answer):
+    """The function of a call of a tool."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCallPart(Answer):
+    """A call of a tool, or a part of one."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(Answer):
+    """What the model says, or in a stream a part of it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallPart] = []
+
+
+class ChatChoice(Answer):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(Answer):
+    """The answer to a conversation, or a chunk of it."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class CompletionChoice(Answer):
+    """One of the texts that complete a prompt."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Answer):
+    """The answer to a prompt, or a chunk of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class EmbeddingItem(Answer):
+    """One vector."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Answer):
+    """The vectors of texts."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: dict[str, int]
+
+    @classmethod
+    def of(cls, found: Embeddings, model: str, encoding: str | None) -> EmbeddingList:
+        """Return the answer with these vectors."""
+        data = [
+            EmbeddingItem(object="embedding", index=index, embedding=_encoded(vector, encoding))
+            for index, vector in enumerate(found.vectors)
+        ]
+        usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+        return cls(object="list", data=data, model=model, usage=usage)
+
+
+class ModelCard(Answer):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Answer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def _encoded(vector: Sequence[float], encoding: str | None) -> list[float] | str:
+    numbers = [float(each) for each in vector]
+    if encoding != "base64":
+        return numbers
+    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+
+
+def chat_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Return the probabilities of tokens in the form of chat completions."""
+    return [
+        {
+            **_with_bytes(each.text, each.logprob),
+            "top_logprobs": [_with_bytes(*other) for other in each.top_logprobs],
+        }
+        for each in tokens
+    ]
+
+
+def _with_bytes(text: str, logprob: float | None) -> dict[str, Any]:
+    encoded = list(text.encode("utf-8", "replace"))
+    return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float | None) -> float:
+    """Return a number that JSON can hold; OpenAI writes -9999 for what is next to impossible."""
+    return logprob if logprob is not None and logprob > IMPOSSIBLE else IMPOSSIBLE
+
+
+def completion_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+    """Return the probabilities of tokens in the form of plain completions."""
+    offsets = []
+    for each in tokens:
+        offsets.append(offset)
+        offset += len(each.text)
+    return {
+        "tokens": [each.text for each in tokens],
+        "token_logprobs": [_finite(each.logprob) for each in tokens],
+        "top_logprobs": [{text: _finite(logprob) for text, logprob in each.top_logprobs} for each in tokens],
+        "text_offset": offsets,
+    }

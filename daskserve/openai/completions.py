@@ -1,0 +1,213 @@
+"""Answers of ``/v1/chat/completions`` and ``/v1/completions``: whole ones, and streams of chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol
+
+from daskserve.openai.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    Function,
+    ToolCallPart,
+    Usage,
+    chat_logprobs,
+    completion_logprobs,
+)
+from daskserve.openai.engine import Token, ToolCall
+from daskserve.openai.generation import Piece
+from daskserve.openai.requests import ChatBody, CompletionBody
+
+#: The pieces of several answers, each with the number of its answer.
+Numbered = AsyncIterator[tuple[int, Piece]]
+#: The end of a stream.
+DONE = "data: [DONE]\n\n"
+
+
+class Whole:
+    """An answer, put together from its pieces."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.logprobs: list[Token] = []
+        self.calls: dict[int, ToolCall] = {}
+        self.last = Piece()
+
+    def add(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.logprobs += piece.logprobs
+        for each in piece.tool_calls:
+            known = self.calls.setdefault(each.index, ToolCall(each.index))
+            known.id = known.id or each.id
+            known.name = known.name or each.name
+            known.arguments += each.arguments
+        self.last = piece
+
+
+async def gathered(numbered: Numbered, count: int) -> list[Whole]:
+    """Return the whole answers."""
+    wholes = [Whole() for _ in range(count)]
+    async for index, piece in numbered:
+        wholes[index].add(piece)
+    return wholes
+
+
+class Format(Protocol):
+    """Makes the answers of one path."""
+
+    def whole(self, wholes: Sequence[Whole]) -> str: ...
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[str]: ...
+
+    def end(self) -> Iterator[str]: ...
+
+    def failure(self, error: dict[str, Any]) -> Iterator[str]: ...
+
+
+class _Choices:
+    """What both kinds of completions have in common."""
+
+    def __init__(self, head: dict[str, Any], *, has_usage: bool, choices_per_prompt: int) -> None:
+        self._head = head
+        self._has_usage = has_usage
+        self._per_prompt = choices_per_prompt
+        self._last: dict[int, Piece] = {}
+
+    def usage(self, last: Sequence[Piece]) -> Usage:
+        """Return the usage; several answers to one prompt have taken the prompt once."""
+        groups = [last[at : at + self._per_prompt] for at in range(0, len(last), self._per_prompt)]
+        parts = [Usage.of(each) for each in groups]
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return Usage(**{name: sum(getattr(each, name) for each in parts) for name in names})
+
+    def failure(self, error: dict[str, Any]) -> Iterator[str]:
+        """Yield the event of an error in the middle of a stream."""
+        yield event(error)
+        yield DONE
+
+    def _stream_usage(self) -> Usage:
+        return self.usage([self._last[each] for each in sorted(self._last)])
+
+
+class ChatFormat(_Choices):
+    """Answers of ``/v1/chat/completions``."""
+
+    def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
+        super().__init__(head, has_usage=body.has_usage, choices_per_prompt=body.n or 1)
+        self._has_logprobs = bool(body.logprobs)
+
+    def whole(self, wholes: Sequence[Whole]) -> str:
+        choices = [self._choice(index, each) for index, each in enumerate(wholes)]
+        usage = self.usage([each.last for each in wholes])
+        return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self._head).as_text()
+
+    def _choice(self, index: int, whole: Whole) -> ChatChoice:
+        text = "".join(whole.text)
+        message = ChatMessage(role="assistant", content=text, refusal=None)
+        if whole.calls:
+            message.content = text or None
+            message.tool_calls = [
+                ToolCallPart(
+                    id=each.id,
+                    type="function",
+                    function=Function(name=each.name, arguments=each.arguments),
+                )
+                for _, each in sorted(whole.calls.items())
+            ]
+        logprobs = {"content": chat_logprobs(whole.logprobs)} if self._has_logprobs else None
+        reason = whole.last.finish_reason
+        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason)
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[str]:
+        if index not in self._last:
+            yield self._chunk(index, ChatMessage(role="assistant", content=""), None, ())
+        self._last[index] = piece
+        if piece.text or piece.logprobs:
+            yield self._chunk(index, ChatMessage(content=piece.text), None, piece.logprobs)
+        for call in piece.tool_calls:
+            yield self._chunk(index, ChatMessage(tool_calls=[_part(call)]), None, ())
+        if piece.finish_reason:
+            yield self._chunk(index, ChatMessage(), piece.finish_reason, ())
+
+    def _chunk(self, index: int, delta: ChatMessage, reason: str | None, logprobs: Sequence[Token]) -> str:
+        choice = ChatChoice(index=index, delta=delta, finish_reason=reason)
+        if self._has_logprobs:
+            choice.logprobs = {"content": chat_logprobs(logprobs)} if logprobs else None
+        return self._event([choice], None)
+
+    def _event(self, choices: list[ChatChoice], usage: Usage | None) -> str:
+        made = ChatCompletion(object="chat.completion.chunk", choices=choices, **self._head)
+        if self._has_usage:
+            made.usage = usage
+        return f"data: {made.as_text()}\n\n"
+
+    def end(self) -> Iterator[str]:
+        if self._has_usage:
+            yield self._event([], self._stream_usage())
+        yield DONE
+
+
+def _part(call: ToolCall) -> ToolCallPart:
+    if not (call.id or call.name):
+        return ToolCallPart(index=call.index, function=Function(arguments=call.arguments))
+    function = Function(name=call.name, arguments=call.arguments)
+    return ToolCallPart(index=call.index, id=call.id, type="function", function=function)
+
+
+class CompletionFormat(_Choices):
+    """Answers of ``/v1/completions``."""
+
+    def __init__(self, body: CompletionBody, head: dict[str, Any]) -> None:
+        super().__init__(head, has_usage=body.has_usage, choices_per_prompt=body.n or 1)
+        self._has_logprobs = body.logprobs is not None
+        prompts = body.prompts() if body.echo else []
+        self._echoed = [str(each) for each in prompts for _ in range(body.n or 1)]
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, wholes: Sequence[Whole]) -> str:
+        choices = []
+        for index, each in enumerate(wholes):
+            echo = self._echo(index)
+            logprobs = completion_logprobs(each.logprobs, len(echo)) if self._has_logprobs else None
+            reason, text = each.last.finish_reason, echo + "".join(each.text)
+            choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason))
+        usage = self.usage([each.last for each in wholes])
+        return Completion(object="text_completion", choices=choices, usage=usage, **self._head).as_text()
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index] if self._echoed else ""
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[str]:
+        echo = "" if index in self._last else self._echo(index)
+        self._last[index] = piece
+        offset = self._offsets.get(index, 0) + len(echo)
+        self._offsets[index] = offset + sum(len(each.text) for each in piece.logprobs)
+        choice = CompletionChoice(index=index, text=echo + piece.text, finish_reason=piece.finish_reason)
+        choice.logprobs = completion_logprobs(piece.logprobs, offset) if self._has_logprobs else None
+        yield self._event([choice], None)
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> str:
+        made = Completion(object="text_completion", choices=choices, **self._head)
+        if self._has_usage:
+            made.usage = usage
+        return f"data: {made.as_text()}\n\n"
+
+    def end(self) -> Iterator[str]:
+        if self._has_usage:
+            yield self._event([], self._stream_usage())
+        yield DONE
+
+
+def event(body: dict[str, Any], name: str = "") -> str:
+    """Return a server-sent event."""
+    text = json_text(body)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def json_text(body: Any) -> str:
+    """Return the JSON text of a body."""
+    return json.dumps(body, separators=(",", ":"))

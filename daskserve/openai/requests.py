@@ -1,0 +1,181 @@
+"""The bodies of requests. Fields that are not here are passed on to the engine, which may know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from daskserve.openai.engine import EmbeddingRequest, GenerationRequest
+from daskserve.openai.errors import InvalidRequestError, invalid_request
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+#: Maximum number of answers to one request; the limit of OpenAI.
+MAX_CHOICES = 128
+#: Maximum number of texts of one request for embeddings; the limit of OpenAI.
+MAX_INPUTS = 2048
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1000
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopTexts: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Tokens: TypeAlias = list[int]
+
+
+class Body(BaseModel):
+    """A request, with what all kinds have."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    user: str | None = None
+
+    @classmethod
+    def parse(cls: type[BodyT], body: bytes) -> BodyT:
+        """Return the request of a body; raise `InvalidRequestError` if it is wrong."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that the server does not know."""
+        return dict(self.model_extra or {})
+
+
+class StreamOptions(BaseModel):
+    """What a stream contains."""
+
+    include_usage: bool | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation; the engine gets all of its fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class Sampling(Body):
+    """What chat and plain completions have in common."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = None
+    stop: StopText | StopTexts | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields that engines get as they are."""
+        names = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "user")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return {**{each: getattr(self, each) for each in names}, "stop": stop, "extra": self.extra}
+
+    def choices(self, base: GenerationRequest, count: int) -> Iterator[GenerationRequest]:
+        """Yield the requests for several answers to one prompt, each with a seed of its own."""
+        fields = {each: getattr(base, each) for each in base.__slots__}
+        for choice in range(count):
+            seed = None if self.seed is None else self.seed + choice
+            yield GenerationRequest(**{**fields, "choice": choice, "seed": seed})
+
+
+class ChatBody(Sampling):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def generations(self) -> list[GenerationRequest]:
+        """Return what the engine is asked for, one request for each choice."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        base = GenerationRequest(
+            messages=[each.model_dump(exclude_unset=True) for each in self.messages],
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            response_format=self.response_format,
+            **self.sampling(),
+        )
+        return list(self.choices(base, self.n or 1))
+
+
+class CompletionBody(Sampling):
+    """``POST /v1/completions``."""
+
+    prompt: str | Tokens | list[str] | list[Tokens]
+    # Plain completions may ask for no token at all, to have the prompt echoed.
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    def prompts(self) -> list[str | Tokens]:
+        """Return the prompts: a list of numbers is one prompt, a list of anything else has several."""
+        is_one = isinstance(self.prompt, str) or bool(self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if is_one else list(self.prompt)  # type: ignore[list-item, arg-type]
+
+    def generations(self) -> list[GenerationRequest]:
+        """Return what the engine is asked for: for each prompt, one request for each choice."""
+        prompts, count = self.prompts(), self.n or 1
+        if self.best_of not in (None, count):
+            raise InvalidRequestError("'best_of' must be equal to 'n', or left out.", param="best_of")
+        if not prompts:
+            raise InvalidRequestError("'prompt' must not be empty.", param="prompt")
+        if len(prompts) * count > MAX_CHOICES:
+            text = f"'prompt' and 'n' ask for {len(prompts) * count} answers; the limit is {MAX_CHOICES}."
+            raise InvalidRequestError(text, param="n" if count > 1 else "prompt")
+        if self.echo and not all(isinstance(each, str) for each in prompts):
+            raise InvalidRequestError("'echo' needs a 'prompt' of text.", param="echo")
+        sampling = self.sampling()
+        if self.suffix is not None:
+            sampling["extra"]["suffix"] = self.suffix
+        found: list[GenerationRequest] = []
+        for prompt in prompts:
+            limit = 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+            base = GenerationRequest(prompt=prompt, max_tokens=limit, logprobs=self.logprobs, **sampling)
+            found += self.choices(base, count)
+        return found
+
+
+class EmbeddingBody(Body):
+    """``POST /v1/embeddings``."""
+
+    input: str | Tokens | list[str] | list[Tokens]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+
+    def request(self) -> EmbeddingRequest:
+        """Return what the engine is asked for."""
+        is_one = isinstance(self.input, str) or bool(self.input and isinstance(self.input[0], int))
+        inputs: list[Any] = [self.input] if is_one else list(self.input)
+        if not 1 <= len(inputs) <= MAX_INPUTS or not all(inputs):
+            raise InvalidRequestError(
+                f"'input' must be 1 to {MAX_INPUTS} texts, none of them empty.", param="input"
+            )
+        return EmbeddingRequest(inputs=inputs, dimensions=self.dimensions, user=self.user, extra=self.extra)
