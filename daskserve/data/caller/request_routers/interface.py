@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from daskserve.common.clock import seeded_rng
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, ReplicaTag
 from daskserve.payload.pickling import load
 
@@ -33,6 +34,18 @@ class PooledEntry(Protocol):
 
     def score(self, now: float) -> float:
         """Return the number of requests at the replica, as far as this process knows."""
+
+
+class Pool(Protocol):
+    """The replicas of a process; `daskserve.data.caller.routing.replica_pool.ReplicaPool`."""
+
+    in_flight: int
+
+    def entries(self) -> Mapping[str, Any]:
+        """Return all replicas by tag, in the same mapping until they change."""
+
+    def take(self, now: float, rng: random.Random, pick: Callable[[Any], Any] | None = None) -> Any:
+        """Return the replica for a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +323,7 @@ class RequestRouter:
         self._self_node_id = self_node_id
         self._count_ongoing = count_ongoing
         #: For choices by chance.
-        self.rng = rng or random.Random()
+        self.rng = rng or seeded_rng(0)
         self._replicas: dict[ReplicaID, RunningReplica] = {}
         self._replicas_list: list[RunningReplica] = []
         self._replica_id_set: set[ReplicaID] = set()
@@ -372,18 +385,10 @@ class SessionMixin:
     """For routers that are written for Ray Serve: each request has its ``metadata.session_id`` anyway."""
 
 
-class _Replicas(Protocol):
-    _replica_id_set: set[ReplicaID]
-    _replicas_list: list[RunningReplica]
-    _self_node_id: str
-
-
-class LocalityMixin:
+class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
-    def apply_locality_routing(
-        self: _Replicas, pending_request: PendingRequest | None = None
-    ) -> set[ReplicaID]:
+    def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
         """Return the ids of the replicas on this host at the first call for a request, and else of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
@@ -392,9 +397,7 @@ class LocalityMixin:
                 return near
         return set(self._replica_id_set)
 
-    def rank_replicas_via_locality(
-        self: _Replicas, replicas: Iterable[RunningReplica]
-    ) -> list[list[RunningReplica]]:
+    def rank_replicas_via_locality(self, replicas: Iterable[RunningReplica]) -> list[list[RunningReplica]]:
         """Return the replicas on this host, those in its zone, of which Dask knows none, and the others."""
         ranks: list[list[RunningReplica]] = [[], [], []]
         for each in replicas:
@@ -402,12 +405,10 @@ class LocalityMixin:
         return ranks
 
 
-class MultiplexMixin:
+class MultiplexMixin(RequestRouter):
     """Methods for a router that prefers replicas that have a request's model."""
 
-    def apply_multiplex_routing(
-        self: _Replicas, pending_request: PendingRequest | None = None
-    ) -> set[ReplicaID]:
+    def apply_multiplex_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
         """Return the ids of the replicas that have a request's model, or else the fewest models."""
         model_id = "" if pending_request is None else pending_request.metadata.multiplexed_model_id
         if not model_id:
@@ -419,7 +420,7 @@ class MultiplexMixin:
         return {each.replica_id for each in self._replicas_list if len(each.multiplexed_model_ids) == fewest}
 
     def rank_replicas_via_multiplex(
-        self: _Replicas, replicas: Iterable[RunningReplica], multiplexed_model_id: str
+        self, replicas: Iterable[RunningReplica], multiplexed_model_id: str
     ) -> list[list[RunningReplica]]:
         """Return the replicas that have a model, and the others with the fewest models first."""
         having = []

@@ -18,11 +18,13 @@ from http.cookies import CookieError, SimpleCookie
 from itertools import islice
 from typing import Any, Protocol
 
+from daskserve.common.clock import seeded_rng
 from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, described
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
     PendingRequest,
+    Pool,
     PooledEntry,
     ReplicaResult,
     RequestRouter,
@@ -43,18 +45,6 @@ LATENCY_WEIGHT = 0.2
 MAX_SESSION = 1024
 #: How often each replica may be named in an answer, on average; more is not looked at.
 MAX_NAMED = 10
-
-
-class Pool(Protocol):
-    """The replicas of a process; `daskserve.data.caller.routing.replica_pool.ReplicaPool`."""
-
-    in_flight: int
-
-    def entries(self) -> Mapping[str, Any]:
-        """Return all replicas by tag, in the same mapping until they change."""
-
-    def take(self, now: float, rng: random.Random, pick: Callable[[Any], Any] | None = None) -> Any:
-        """Return the replica for a request."""
 
 
 class Body(Protocol):
@@ -113,7 +103,7 @@ class RequestRouting:
     # ---- making the router
 
     def _new_router(self, kind: type[RequestRouter], **more: Any) -> RequestRouter:
-        router = kind(self._deployment, rng=random.Random(self._rng.random()), **more)
+        router = kind(self._deployment, rng=seeded_rng(self._rng.getrandbits(64)), **more)
         router.initialize_state(**self.setup.kwargs)
         return router
 
