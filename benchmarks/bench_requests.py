@@ -10,7 +10,7 @@ This benchmark needs ``wrk`` (Debian has a package). Run:
 ``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``. It prints a line per case:
 requests per second at 32 connections (unless the line names another number), the ratio to the floor with its
 range, the CPU time of all serving processes per request, and as multiples of the floor's this CPU time, the
-p99 there, and the p50 at one connection. The cases of traces stand beside the same case without traces.
+p99 there, and the p50 at one connection. Traces and logs stand beside the same case without them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from http_load import Place, System, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
+#: To files, because standard output is the reader's.
+LOGS = {"logs_dir": os.path.join(tempfile.gettempdir(), "daskserve-bench-logs"), "output": "files"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class Case:
     connections: int = 32
 
     def beside(self) -> AbstractContextManager[System]:
-        """Start what the case is compared with: its floor, or the same without traces."""
-        if self.place.traced is not None:
-            return serving(replace(self.place, traced=None))
+        """Start what the case is compared with: its floor, or the same without traces and logs."""
+        if self.place.traced is not None or self.place.logged is not None:
+            return serving(replace(self.place, traced=None, logged=None))
         return floor_of(self.floor, self.place.processes)
 
 
@@ -54,10 +57,19 @@ CASES = [
         "floor_uvicorn",
     ),
     Case("asyncio, one hop", Place(hops=1, server="asyncio"), "floor_uvicorn", 100),
-    # The floor of these is the same without traces.
+    # The floor of these is the same without traces or logs.
     Case("one hop, traces of none", Place(hops=1, traced=0.0)),
     Case("one hop, traces of 1 %", Place(hops=1, traced=0.01)),
     Case("one hop, traces of all", Place(hops=1, traced=1.0)),
+    *(
+        Case(f"{name}, {text}", replace(place, logged=logged))
+        for name, place in (("zero hop", Place()), ("one hop", Place(hops=1)))
+        for text, logged in (
+            ("logs without access log", {**LOGS, "enable_access_log": False}),
+            ("access log", LOGS),
+            ("access log, JSON", {**LOGS, "encoding": "JSON"}),
+        )
+    ),
 ]
 
 

@@ -134,6 +134,8 @@ class Place:
     config: dict[str, Any] = field(default_factory=dict)
     #: The share of the requests that are traced; None: no traces.
     traced: float | None = None
+    #: The ``logging_config`` of the instance; None: no logs.
+    logged: dict[str, Any] | None = None
 
     @property
     def processes(self) -> int:
@@ -149,11 +151,13 @@ def serving(place: Place, function: Any = answer) -> Iterator[System]:
     http = {"port": 0, "location": location, "server": place.server}
     try:
         tracing = None if place.traced is None else {"sampling_ratio": place.traced}
-        with serve.start(http_options=http, dask_client=dask, tracing_config=tracing) as client:
+        with serve.start(
+            http_options=http, dask_client=dask, tracing_config=tracing, logging_config=place.logged
+        ) as client:
             proxies = {each.worker for each in client.status().actors if each.kind == "proxy" and each.worker}
             others = [each for each in dask.scheduler_info(n_workers=-1)["workers"] if each not in proxies]
             config = {**place.config, "num_replicas": place.workers}
-            options: dict[str, Any] = {"workers": others if place.hops else sorted(proxies)}
+            options = {"workers": others if place.hops else sorted(proxies)}
             client.create_backend("answer", function, config=config, actor_options=options)
             client.create_endpoint("answer", backend="answer", route="/answer", methods=["GET", "POST"])
             replicas = {each.worker for each in client.status().replicas("answer")}

@@ -30,6 +30,7 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
+from daskserve.telemetry.logs.records import LOGGING
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 
@@ -110,6 +111,7 @@ class ProxyActor:
             watch("routes", self._update_routes),
             watch(UNREADY, self._update_unready),
             watch(STORE_TAKEN, self._update_store_taken),
+            watch(LOGGING, self._update_logging),
             watch("system", self._routers.suspects.update_system_workers),
         ]
         options = self._start.options
@@ -146,6 +148,8 @@ class ProxyActor:
             lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
             self._is_crowded,
         )
+        if self._access_log is not None:
+            self._server.tell_refused(self._access_log.refused)
         await self._server.bind()
         self._health = health_server(self._ingress, options, **place)
         if self._health is not None:
@@ -253,6 +257,10 @@ class ProxyActor:
 
     def _update_store_taken(self, value: Any) -> None:
         self._is_store_taken = bool(value)
+
+    def _update_logging(self, value: Any) -> None:
+        if value is not None and self._access_log is not None:
+            self._access_log.configure(value["config"])
 
     def _update_unready(self, value: Any) -> None:
         self._unready = value

@@ -580,7 +580,14 @@ def test_every_exception_to_a_rule_is_still_needed(tree: Tree) -> None:
 
 # ---- errors cross processes
 
-SAMPLES: Mapping[str, Any] = {"int": 7, "float": 2.5, "str": "some text", "bool": None, "tuple": ("a", 1)}
+SAMPLES: Mapping[str, Any] = {
+    "int": 7,
+    "float": 2.5,
+    "str": "some text",
+    "bool": None,
+    "tuple": ("a", 1),
+    "NoneType": "some",
+}
 
 
 def _keyword_fields(error_class: type[BaseException]) -> dict[str, Any]:

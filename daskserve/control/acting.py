@@ -78,7 +78,7 @@ class Acting:
         announce: Callable[[Iterable[str]], object],
         debug: bool,
         tracing: Mapping[str, Any],
-        logging_config: Mapping[str, Any] | None = None,
+        logging_config: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
@@ -207,7 +207,7 @@ class Acting:
                 backend_tag=replica.backend,
                 replica_tag=replica.tag,
                 code=code.code,
-                config=cast(BackendConfig, OptionValues(dump_config_in(backend.config, self._logging))),
+                config=cast(BackendConfig, OptionValues(dump_config_in(backend.config, self._logging()))),
                 concurrency=backend.config.concurrency(),
                 user_config=backend.user_config,
                 environment=backend.env,
@@ -256,7 +256,7 @@ class Acting:
                 "reconfigure",
                 user_config=backend.user_config,
                 concurrency=backend.config.concurrency(),
-                config=dump_config_in(backend.config, self._logging),
+                config=dump_config_in(backend.config, self._logging()),
                 rank_info=rank_info,
                 patience_s=patience_s,
             )

@@ -47,7 +47,7 @@ from daskserve.control.records.storing.writer import Writer
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.scaling.scaler import Scaler
 from daskserve.control.verbs import endpoints as endpoint_state
-from daskserve.control.verbs import goals
+from daskserve.control.verbs import goals, target_capacity
 from daskserve.control.verbs.history.recorder import HistoryRecorder
 from daskserve.control.views import views
 from daskserve.control.views.published import published_backend
@@ -58,7 +58,8 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
 from daskserve.telemetry.live import LIVE_METRICS
-from daskserve.telemetry.logs.records import Tags
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.records import LOGGING, Tags
 from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")
@@ -78,8 +79,8 @@ class ControllerCore:
         self.rng: random.Random = context.rng
         self.epoch = context.spec.incarnation
         self.worker = context.worker
-        self._start = ControllerStart.decode(context.spec.payload)
-        self.http = HTTPOptions(**vars(self._start.http))
+        self.start_message = ControllerStart.decode(context.spec.payload)
+        self.http = HTTPOptions(**vars(self.start_message.http))
         self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
@@ -87,16 +88,17 @@ class ControllerCore:
         self._tasks: list[asyncio.Task[None]] = []
         self._reconciler: Reconciler | None = None
         #: Functions that `stop` calls, the last one first.
-        self._undoing: list[Callable[[], Awaitable[object]]] = []
+        self.undoing: list[Callable[[], Awaitable[object]]] = []
         if context.logs is not None:
-            context.logs.configure("controller", Tags(component="controller"), self._start.logging)
+            follow_logging(self, context, context.logs)
 
     # Lifecycle
 
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""
-        if self._start.callback is not None:
-            await asyncio.to_thread(call_imported, self._start.callback, "daskserve.controller.callback")
+        callback = self.start_message.callback
+        if callback is not None:
+            await asyncio.to_thread(call_imported, callback, "daskserve.controller.callback")
         records = await self.cluster.store.load()
         self.state, self.corrupt = checkpoint.restore(records)
         self.observed.inherited = goals.pending(self.state)
@@ -113,9 +115,9 @@ class ControllerCore:
             next_worker=reconciler.next_worker,
             poke=reconciler.poke,
         )
-        self._undoing.append(self.building.stop)
+        self.undoing.append(self.building.stop)
         self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
-        self._undoing.append(await self.cluster.subscribe(self._on_message))
+        self.undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
         self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
         self._notify(self._all_keys())
@@ -130,7 +132,7 @@ class ControllerCore:
             epoch=self.epoch,
         )
         models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
-        self._undoing += [watch.stop, models.stop]
+        self.undoing += [watch.stop, models.stop]
         watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
         reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
         # It ends if a newer controller has taken over, and then this one must not act either.
@@ -148,7 +150,7 @@ class ControllerCore:
         ]
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")
-        self._undoing.append(partial(noting.close, timeout_s=2))
+        self.undoing.append(partial(noting.close, timeout_s=2))
         self.trial.begin()
         reconciler.metrics.started_at = self.clock.wall()
         return {"epoch": self.epoch}
@@ -163,7 +165,7 @@ class ControllerCore:
 
     def _make_parts(self) -> Reconciler:
         """Create the writer, the loop and its parts for the loaded state; return the loop."""
-        self.history = HistoryRecorder(self.state, self.clock, self.epoch, self._start.history_bytes)
+        self.history = HistoryRecorder(self.state, self.clock, self.epoch, self.start_message.history_bytes)
         self.writer = Writer(self.cluster.store, self.epoch, self.state, self._apply, self.history.accompany)
         self.trial = StoreTrial(
             self.cluster.store,
@@ -173,7 +175,7 @@ class ControllerCore:
             self.clock,
             lock=self.writer,
             adopt=self._adopt,
-            has_proxies=self.http.has_proxies and not self._start.opens_with_route,
+            has_proxies=self.http.has_proxies and not self.start_message.opens_with_route,
         )
         acting = Acting(
             self.cluster,
@@ -186,10 +188,10 @@ class ControllerCore:
             poke=self._poke,
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
-            logging_config=self._start.logging,
-            tracing=self._start.tracing,
+            logging_config=lambda: target_capacity.logging_of(self.state, self.start_message),
+            tracing=self.start_message.tracing,
         )
-        self._undoing += [acting.stop, self.trial.stop]
+        self.undoing += [acting.stop, self.trial.stop]
         return Reconciler(
             self.state,
             self.observed,
@@ -199,8 +201,8 @@ class ControllerCore:
             commit=self.writer.note,
             lock=self.writer,
             worker=self.worker,
-            rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self._start.start_id),
-            listen_rules=ListenRules(self.http.take_over, self._start.opens_with_route),
+            rules=ProxyRules.of(self.http, avoid=self.worker, start_id=self.start_message.start_id),
+            listen_rules=ListenRules(self.http.take_over, self.start_message.opens_with_route),
             epoch=self.epoch,
         )
 
@@ -224,8 +226,8 @@ class ControllerCore:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2)
         self._tasks = []
-        while self._undoing:
-            await self._undoing.pop()()
+        while self.undoing:
+            await self.undoing.pop()()
 
     @property
     def loop(self) -> Reconciler:
@@ -255,13 +257,13 @@ class ControllerCore:
         )
         return ProxyStart(
             options=self.http.model_copy(update={"port": proxy.port}),
-            middlewares=self._start.middlewares,
+            middlewares=self.start_message.middlewares,
             # Always where it can be, so that the instance of an upgrade may listen beside it.
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not shares,
             public_host=proxy.host,
-            logging=self._start.logging,
-            tracing=self._start.tracing,
+            logging=target_capacity.logging_of(self.state, self.start_message),
+            tracing=self.start_message.tracing,
         )
 
     # Workers
@@ -395,6 +397,8 @@ class ControllerCore:
                 keys.add(key)
             elif kind == "proxy":
                 keys.add("system")
+            elif kind == "capacity":
+                keys.add(LOGGING)
             elif kind == "replica":
                 keys.add(f"backend/{name.rpartition('#')[0]}")
         return keys
@@ -407,6 +411,7 @@ class ControllerCore:
             UNREADY,
             STORE_TAKEN,
             TRACING,
+            LOGGING,
             *(each.key for each in state.endpoints.values()),
             *(each.key for each in state.backends.values()),
         }
@@ -421,8 +426,10 @@ class ControllerCore:
                 values[key] = sorted(map(short_tag, self.observed.unready))
             elif kind == STORE_TAKEN:
                 values[key] = self.cluster.store.hold is StoreOwnership.TAKEN or None
+            elif kind == LOGGING:
+                values[key] = {"config": target_capacity.logging_of(self.state, self.start_message)}
             elif kind == TRACING:
-                config = self._start.tracing
+                config = self.start_message.tracing
                 values[key] = config["sampling_ratio"] if config.get("enabled") else None
             elif kind == "system":
                 values[key] = views.published_system(self.state, self.worker)
@@ -470,3 +477,21 @@ class ControllerCore:
 def _may_end_waiting(record: Record | None) -> bool:
     """Return whether callers that wait for a goal may go on with a change of a record."""
     return isinstance(record, GoalRecord) or (isinstance(record, BackendRecord) and record.canary is not None)
+
+
+def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLogs) -> None:
+    """Have the controller log as its instance does, until it stops."""
+    configure = partial(logs.configure, context.spec.name, Tags(component="controller"))
+    configure(core.start_message.logging)
+
+    def learn(found: Any) -> None:
+        if found is not None:
+            configure(found["config"])
+
+    stop = context.cluster.listener.watch(LOGGING, learn)
+
+    async def end() -> None:
+        stop()
+        logs.forget(context.spec.name)
+
+    core.undoing.append(end)

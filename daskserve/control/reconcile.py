@@ -16,11 +16,12 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, UsageReport, WorkerAddress
+from daskserve.common.types import Location, ReplicaState, UsageReport, WorkerAddress
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
 from daskserve.control.backend import step as backend_state
+from daskserve.control.backend.actions import ReconfigureReplica
 from daskserve.control.backend.inputs import Step, StepInputs, unplaced
 from daskserve.control.observed.observed import Observed
 from daskserve.control.placement.cluster_demand import workers_needed
@@ -104,6 +105,12 @@ class Reconciler:
     def steps(self) -> int:
         """The number of iterations of the loop that have begun."""
         return self.metrics.steps
+
+    def tell_replicas(self) -> None:
+        """Have all running replicas read their options again, because those of the instance have changed."""
+        for replica in self._state.replicas.values():
+            if replica.state is ReplicaState.RUNNING:
+                self._acting.act(ReconfigureReplica(replica))
 
     def poke(self, backends: Iterable[str] | None = None) -> None:
         """Check these backends (None: everything) as soon as possible."""

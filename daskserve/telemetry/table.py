@@ -262,6 +262,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("goals", _C, (*_I, "outcome"), "Changes that have ended, by outcome: done or failed."),
         MetricSpec("deployment_wanted_replicas", _G, _D, "Target number of replicas."),
         MetricSpec("deployment_replicas", _G, (*_D, "state"), "Replicas by state."),
+        MetricSpec("application_status", _G, (*_I, "application", "status"), "1 for the present status."),
         MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the present status."),
         MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the present status."),
         MetricSpec("workers", _G, (*_I, "state"), "Dask workers by whether they can hold actors."),

@@ -65,6 +65,7 @@ class Exchange:
         self._response = HTTPResponse(connection)
         connection.exchange = self
         self._is_refused = False  # where the next request begins is unclear
+        self._target = ""
         self._linger: asyncio.TimerHandle | None = None
         self.is_over = False  # the connection continues with the next request, or closes
         self._task: asyncio.Task[None] | None = None
@@ -83,6 +84,7 @@ class Exchange:
         method, target, version, headers, framing = head
         response = self._response
         response.method = method
+        self._target = target
         response.is_http11 = version != "HTTP/1.0"
         connection = self._connection
         try:
@@ -176,6 +178,7 @@ class Exchange:
         self.body = self._response.body = RequestBody(is_ended=True)
         self._response.closes = self._is_refused = True
         self._response.answer(error.status, str(error))
+        self._tell_refused(error.method or (self._response.method if self._target else ""), error.status)
         return 0
 
     def reject(self, reason: str) -> None:
@@ -232,6 +235,11 @@ class Exchange:
         if not is_coming:
             self.body.is_ended = True
         self._response.answer(status, text, headers)
+        self._tell_refused(self._response.method, status)
+
+    def _tell_refused(self, method: str, status: int) -> None:
+        version = "1.1" if self._response.is_http11 else "1.0"
+        self._server_state.refusals.tell(self._connection.client, method, self._target, version, status)
 
     @property
     def is_begun(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import ALL_HTTP_METHODS
@@ -64,6 +64,11 @@ class Ongoing(Protocol):
         """Cancel the request because its client has disconnected."""
 
 
+#: The address of a client; None if it has none.
+Client: TypeAlias = tuple[str, int] | None
+NoteRefused: TypeAlias = Callable[[Client, str, str, str, int], object]
+
+
 class Refusals:
     """Counts the requests that the server refuses in place of the application.
 
@@ -78,6 +83,8 @@ class Refusals:
     def __init__(self) -> None:
         self.causes: Counter[str] = Counter()
         self.bodies: Counter[tuple[str, str]] = Counter()
+        #: Called with the client, method, target, version and status of each of them.
+        self.tell: NoteRefused = _untold
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
         """Count a request that ends because of its body: with a response of this status, or cut off."""
@@ -162,6 +169,9 @@ class ServerState:
 
 
 def _ignore(connection: Connection) -> None: ...
+
+
+def _untold(client: Client, method: str, target: str, version: str, status: int) -> None: ...
 
 
 class Connection(asyncio.Protocol):

@@ -37,6 +37,17 @@ class AccessLog:
         found = self._logs.configure(self._name, Tags(component="proxy"), config)
         self._is_on = found is not None and found.enable_access_log
 
+    def refused(
+        self, client: tuple[str, int] | None, method: str, target: str, version: str, status: int
+    ) -> None:
+        """Take a request that the server has refused before it reached the ingress, or in its place."""
+        if self._is_on:
+            path = target.encode("latin-1", "replace") or b"-"
+            now = self._clock.wall()
+            # Nothing has checked it.
+            name = method if method.isidentifier() and method.isascii() and len(method) < 32 else "-"
+            self._logs.access(Access(now, name, path, b"", status, 0.0, client, version, proxy=self._name))
+
     def close(self) -> None:
         """Forget the proxy; idempotent."""
         self._logs.forget(self._name)

@@ -20,7 +20,7 @@ from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
 from daskserve.proxies.exchange.request.head import HeadLimits
-from daskserve.proxies.exchange.server_state import ServerState
+from daskserve.proxies.exchange.server_state import NoteRefused, ServerState
 from daskserve.proxies.server import asyncio_transport, tornado_transport
 from daskserve.proxies.server.accepting import (
     Acceptor,
@@ -160,6 +160,10 @@ class HTTPServer:
         """
         self.state.largest_body_bytes = largest_body_bytes
         self.state.is_crowded = is_crowded
+
+    def tell_refused(self, note: NoteRefused) -> None:
+        """Have a function called for each request that the server refuses in place of the application."""
+        self.state.refusals.tell = note
 
     async def bind(self) -> None:
         """Take the port.

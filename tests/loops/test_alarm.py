@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from daskserve.data.batching.queue import BatchLimits, BatchQueue
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue
 from daskserve.loops.alarm import Alarm
 
 DEADLINE_S = 10.0

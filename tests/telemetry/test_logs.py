@@ -303,13 +303,19 @@ def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> 
     log.note(request, socket, 0.5)
     log.configure({})
     log.note(request, {**socket, "query_string": b"a=1"}, 2)
+    log.refused(("h", 2), "G\nINFO", "", "1.1", 400)
     # Of another instance, which does not log.
     other.configure(None)
     other.note(request, socket, 0.5)
     log.close()
     logs.drain()
     first = 'INFO:     :0 - "POST /\\xc3\\xa9 HTTP/" 499 Client Closed Request'
-    assert out.lines == [first, first, 'INFO:     h:1 - "WebSocket /w?a=1" 101 Switching Protocols']
+    assert out.lines == [
+        first,
+        first,
+        'INFO:     h:1 - "WebSocket /w?a=1" 101 Switching Protocols',
+        'INFO:     h:2 - "- - HTTP/1.1" 400 Bad Request',
+    ]
     assert next(logs.ring.rows())["request_id"] == "r1"
 
 

@@ -143,6 +143,7 @@ def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(
         }
         until(lambda: len(collected.spans) >= 17)
         text = client_metrics()
+        assert 'daskserve_application_status{application="default"' in text
     spans = collected.spans
     assert {each.context.trace_id for each in spans} == {int(PARENT[3:35], 16)}
     assert all(each.context.trace_state.to_header() == "v=1" for each in spans)

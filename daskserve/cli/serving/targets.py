@@ -89,7 +89,7 @@ def served_file(name: str, timeout_s: float | None) -> Served:
         http["location"] = whole.proxy_location
     capacity = None if whole.target_capacity is None else float(whole.target_capacity)
     logs = {} if whole.logging_config is None else whole.logging_config.to_plain()
-    source = Source(tuple(whole.applications), timeout_s, capacity=capacity)
+    source = Source(tuple(whole.applications), timeout_s, capacity=capacity, logging=logs or None)
     return Served(source, http, whole.tracing_config, logs)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -30,6 +31,17 @@ def as_seconds(_: click.Context, __: click.Parameter, value: str | None) -> floa
     return float(found[1]) * _UNITS[found[2] or "s"]
 
 
+def time_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds the options of what happens over time, ``what``, to a command."""
+
+    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
+        follow = click.option("-f", "--follow", is_flag=True, help=f"Show new {what}, too, until Ctrl-C.")
+        text = f"Only {what} of this time, such as 90s, 15m or 2h."
+        return follow(click.option("--since", callback=as_seconds, help=text)(command))
+
+    return decorated
+
+
 @click.command()
 @click.argument(
     "application", metavar="[APP]", default=DEFAULT_APPLICATION, shell_complete=complete_applications
@@ -49,8 +61,7 @@ def history(application: str, address: str | None, name: str | None, as_json: bo
 @click.command()
 @click.argument("application", metavar="[APP]", required=False, shell_complete=complete_applications)
 @instance_options
-@click.option("-f", "--follow", is_flag=True, help="Show new events, too, until Ctrl-C.")
-@click.option("--since", callback=as_seconds, help="Only events of this time, such as 90s, 15m or 2h.")
+@time_options("events")
 @click.option(
     "--limit",
     type=click.IntRange(1, 1000),

@@ -12,7 +12,7 @@ from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import connected, instance_options
 from daskserve.cli.output import errors_as_messages, json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
-from daskserve.cli.views.history import as_seconds
+from daskserve.cli.views.history import time_options
 from daskserve.client.views.logs import LogRecord, Logs
 
 #: How long one call waits for new records.
@@ -25,8 +25,7 @@ _COLOURS: Mapping[str, str] = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": 
     "target", metavar="[APP[/DEPLOYMENT[/REPLICA]]]", required=False, shell_complete=complete_applications
 )
 @instance_options
-@click.option("-f", "--follow", is_flag=True, help="Show new records, too, until Ctrl-C.")
-@click.option("--since", callback=as_seconds, help="Only records of this time, such as 90s, 15m or 2h.")
+@time_options("records")
 @click.option(
     "--level",
     type=click.Choice(list(LOG_LEVELS), case_sensitive=False),

@@ -41,6 +41,8 @@ class Source:
         Whether each replica calls the target, which returns an ASGI application.
     capacity : float, optional
         The target capacity of the instance.
+    logging : dict, optional
+        How the instance logs, if it runs already.
     """
 
     targets: tuple[RunTarget | ApplicationConfig, ...]
@@ -49,6 +51,7 @@ class Source:
     project: Project | None = None
     is_factory: bool = False
     capacity: float | None = None
+    logging: Mapping[str, Any] | None = None
 
     @property
     def names(self) -> list[str]:

@@ -117,7 +117,12 @@ class LogThread:
         thread = threading.Thread(target=self._work, name="daskserve-logging", daemon=True)
 
         def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
-            if not self._put(source, record):
+            try:
+                is_taken = self._put(source, record)
+            except Exception:  # which must not fail the code that logs
+                is_taken = False
+                _report_error()
+            if not is_taken:
                 self._original(source, record)
 
         self._intercept = intercept

@@ -19,6 +19,7 @@ from daskserve.control.declared.plan import completed, planned
 from daskserve.control.records.declared import Origin
 from daskserve.control.verbs import restart as restart_verb
 from daskserve.control.verbs.goals import ChangeLimits
+from daskserve.control.verbs.target_capacity import set_logging
 from daskserve.errors import BadRequestError
 from daskserve.loops.tasks import pause
 
@@ -89,6 +90,10 @@ class DeclaringVerbs(DecidingVerbs):
                 is_whole=is_whole,
             )
             await self._core.writer.commit(applied.change)
+            logging = set_logging(self._core.state, config, self._core.start_message.start_id)
+            await self._core.writer.commit(logging)
+        if logging:
+            self._core.loop.tell_replicas()
         self._core.loop.poke(applied.tags or None)
         return {"version": applied.number, "deleted": applied.deleted}
 

@@ -1,4 +1,4 @@
-"""The verb that gathers the logs of an instance from all workers."""
+"""The verbs for the logs of an instance: from all workers, and how it logs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from typing import Any
 
 from daskserve.cluster.actors.calls import host_of
 from daskserve.cluster.protocols.base import ANSWER_S, verb
-from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.control.calls.deciding import DecidingVerbs
+from daskserve.control.core import MAX_WAIT_S
+from daskserve.control.verbs.history.events import WHOLE
+from daskserve.control.verbs.target_capacity import set_logging
 from daskserve.errors import BadRequestError, ServeError
+from daskserve.options.fields.base import parse_options
+from daskserve.options.logging import LoggingConfig
 from daskserve.telemetry.logs.ring import Query
 
 #: Most records of one answer.
@@ -32,11 +37,19 @@ MAX_CURSOR = 4 << 20
 _INTERNAL = frozenset({"levelno", "number", "source", "turn"})
 
 
-class LogVerbs:
+class LogVerbs(DecidingVerbs):
     """See the module."""
 
-    def __init__(self, core: ControllerCore) -> None:
-        self._core = core
+    @verb
+    async def set_logging(self, config: Mapping[str, Any], by: str = "") -> dict[str, Any]:
+        """Log by other settings of the instance; proxies, replicas and the controller take them over."""
+        checked = parse_options(LoggingConfig, config, what="logging_config").model_dump(mode="json")
+        core = self._core
+        async with self._deciding():
+            change = set_logging(core.state, {"logging_config": checked}, core.start_message.start_id)
+            await core.writer.commit(change, causes={WHOLE: by})
+        core.loop.tell_replicas()
+        return {"snapshot": await core.barrier()}
 
     @verb
     async def logs(

@@ -221,15 +221,12 @@ def place(
         return fit(_room_of(state, list(known.values()), demand), demand.bundles, demand.strategy, rank)
     best: WorkerRank | None = None
     for crowd, worker in _likely_first(state, known):
-        least = (0, 0, FREE, crowd, worker.address)
-        if best is not None and not demand.is_packed and least >= best:
+        if best is not None and not demand.is_packed and (0, 0, FREE, crowd, worker.address) >= best:
             break  # none of the rest is better
         ranked = rank(worker.address)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
         if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
             best = ranked
-            if best == least and not demand.is_packed:
-                break  # as nearly always where replicas spread
     return None if best is None else (best[-1],)
 
 
@@ -242,13 +239,8 @@ def _likely_first(
     unless these lack room or have replicas of the same backend.
     """
     crowds = state.bundles_on()
-    first = min(zip(map(crowds.get, known, itertools.repeat(0)), known, strict=True), default=None)
-    if first is None:
-        return
-    yield first[0], known[first[1]]  # often good enough, and the order of the others takes more time
     crowded = list(zip(map(crowds.get, known, itertools.repeat(0)), known, strict=True))
     heapq.heapify(crowded)
-    heapq.heappop(crowded)
     while crowded:
         crowd, address = heapq.heappop(crowded)
         yield crowd, known[address]

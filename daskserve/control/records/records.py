@@ -213,12 +213,15 @@ class BackendRecord:
 
 @dataclass(frozen=True, slots=True)
 class CapacityRecord:
-    """The target capacity of an instance in percent, and the direction of its last change."""
+    """The target capacity in percent, the direction of its last change, and how the instance logs."""
 
     KIND: ClassVar[str] = "capacity"
 
     percent: float | None = None
     direction: str | None = None
+    #: Set once it has changed since the start of this id.
+    logging: Mapping[str, Any] | None = None
+    logging_of: str = ""
 
     @property
     def key(self) -> str:

@@ -1,12 +1,16 @@
-"""The verb that sets an instance's target capacity, the percentage of its replicas. Pure."""
+"""The verbs that set an instance's target capacity, the percentage of its replicas, and how it logs. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.control.records.records import BackendRecord, CapacityRecord, Change
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import autoscaling_of, within_bounds
 from daskserve.options.fields.bounds import DOWN, UP
+from daskserve.options.start_messages import ControllerStart
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
@@ -16,16 +20,34 @@ def set_target_capacity(state: State, percent: float | None, wall: float) -> Cha
     the capacity returns.
     """
     before = state.capacity
-    after = CapacityRecord(percent, _direction(state, percent))
+    after = replace(before, percent=percent, direction=_direction(state, percent))
+    # Without any setting the record is removed; older stores have no such record either.
     change: Change = {}
     if after != before:
-        # Without a capacity the record is removed; older stores have no such record either.
-        change[after.key] = after if percent is not None else None
+        change[after.key] = None if after == CapacityRecord() else after
     for backend in state.backends.values():
         wanted = _at(backend, after, wall)
         if wanted != backend:
             change[wanted.key] = wanted
     return change
+
+
+def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Change:
+    """Return the change that lets an instance log as a configuration says, until it is started anew.
+
+    A configuration without ``logging_config`` changes nothing.
+    """
+    before, logging = state.capacity, config.get("logging_config")
+    if logging is None:
+        return {}
+    after = replace(before, logging=dict(logging), logging_of=start_id)
+    return {} if after == before else {after.key: after}
+
+
+def logging_of(state: State, start: ControllerStart) -> Mapping[str, Any] | None:
+    """Return how an instance logs: as it was changed to, or as it was started."""
+    changed = state.capacity
+    return changed.logging if changed.logging_of == start.start_id else start.logging
 
 
 def at_capacity(state: State, backend: BackendRecord) -> BackendRecord:

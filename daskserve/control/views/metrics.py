@@ -14,6 +14,7 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
 from daskserve.control.views import views
+from daskserve.control.views.applications import application_status
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.table import MetricSample
 
@@ -63,6 +64,10 @@ class ControlMetrics:
             ("goals_pending", me, pending),
         ]
         found += _deployments(instance, state, observed)
+        for app in list(state.apps):
+            # The status has no age, so the time does not matter.
+            word = application_status(state, observed, app, 0.0)["status"]
+            found.append(("application_status", (instance, app.name, word), 1))
         found += _proxies(instance, state, observed)
         found += _workers(instance, observed)
         for tag, decided in list(observed.scalings.items()):

@@ -11,7 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, overload
 
-from daskserve.data.batching.function import BatchedFunction, check_count, check_max_batch_size, check_wait_s
+from daskserve.data.batching.function import (
+    BatchedFunction,
+    check_count,
+    check_max_batch_size,
+    check_target_s,
+    check_wait_s,
+)
 
 
 def _check_function(function: Any) -> None:
@@ -31,20 +37,22 @@ def batch(_func: Callable[..., Any], /) -> BatchedFunction: ...
 def batch(
     _func: None = None,
     /,
-    max_batch_size: int = 10,
-    batch_wait_timeout_s: float = 0.01,
+    max_batch_size: int | None = None,
+    batch_wait_timeout_s: float | None = None,
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], float] | None = None,
+    latency_target_s: float | None = None,
 ) -> Callable[[Callable[..., Any]], BatchedFunction]: ...
 
 
 def batch(
     _func: Callable[..., Any] | None = None,
     /,
-    max_batch_size: int = 10,
-    batch_wait_timeout_s: float = 0.01,
+    max_batch_size: int | None = None,
+    batch_wait_timeout_s: float | None = None,
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], float] | None = None,
+    latency_target_s: float | None = None,
 ) -> Any:
     """Collect calls of an async method or function, and answer them with one call of it.
 
@@ -62,15 +70,19 @@ def batch(
 
     Parameters
     ----------
-    max_batch_size : int
-        Maximum number of calls in a batch; a full batch runs at once.
-    batch_wait_timeout_s : float
-        Maximum time that the first call of a batch waits for others, in seconds.
+    max_batch_size : int, optional
+        Maximum number of calls in a batch; a full batch runs at once. Default: 10.
+    batch_wait_timeout_s : float, optional
+        Maximum time that the first call of a batch waits for others, in seconds. Default: 0.01.
     max_concurrent_batches : int
         Maximum number of batches of one instance that run at a time; further calls wait.
     batch_size_fn : callable, optional
         Takes a list of first arguments and returns the size of their batch, such as the number of tokens. The
         size is limited by ``max_batch_size``. A call that exceeds the limit alone raises `RuntimeError`.
+    latency_target_s : float, optional
+        How long a call may take, in seconds. Batches then get the sizes and waits that answer most calls in
+        this time, and follow the load; ``max_batch_size`` (default: 1000) and ``batch_wait_timeout_s``
+        (default: this time) only bound them. Not for generators, and not with ``batch_size_fn``.
 
     Raises
     ------
@@ -87,8 +99,10 @@ def batch(
     ...     async def __call__(self, request):
     ...         return await self.predict(await request.json())
     """
-    size = check_max_batch_size(max_batch_size)
-    check_wait_s(batch_wait_timeout_s)
+    is_tuned = latency_target_s is not None
+    target_s = check_target_s(latency_target_s) if is_tuned else None
+    size = check_max_batch_size((1000 if is_tuned else 10) if max_batch_size is None else max_batch_size)
+    wait_s = check_wait_s((target_s or 0.01) if batch_wait_timeout_s is None else batch_wait_timeout_s)
     at_once = check_count("max_concurrent_batches", max_concurrent_batches)
     if batch_size_fn is not None and (
         not callable(batch_size_fn) or inspect.iscoroutinefunction(batch_size_fn)
@@ -96,9 +110,16 @@ def batch(
         raise TypeError(
             f"batch_size_fn must be a plain function of a list of arguments, or None; got {batch_size_fn!r}"
         )
+    if is_tuned and batch_size_fn is not None:
+        raise ValueError("latency_target_s finds a number of calls; leave out batch_size_fn, or the target.")
 
     def decorate(function: Callable[..., Any]) -> BatchedFunction:
         _check_function(function)
-        return BatchedFunction(function, size, batch_wait_timeout_s, at_once, batch_size_fn)
+        if is_tuned and inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"latency_target_s is the time of one answer, and {function.__qualname__} is a generator; "
+                "leave it out, or see continuous_batch."
+            )
+        return BatchedFunction(function, size, wait_s, at_once, batch_size_fn, target_s)
 
     return decorate if _func is None else decorate(_func)

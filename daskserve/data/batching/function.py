@@ -24,9 +24,11 @@ from daskserve.context import (
     get_multiplexed_model_id,
 )
 from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
-from daskserve.data.batching.queue import BatchLimits, BatchQueue, reconsider_on
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
+from daskserve.data.batching.tuning import BatchTuner
 from daskserve.data.version_counts import counted_batch
 from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
 
@@ -133,10 +135,12 @@ class _BatchRunner:
         function: Callable[..., Any],
         max_running: int,
         size_fn: Callable[[list[Any]], float] | None,
+        latency_target_s: float | None,
     ) -> None:
         self.function = function
         self.max_running = max_running
         self.size_fn = size_fn
+        self.latency_target_s = latency_target_s
         self.is_generator = inspect.isasyncgenfunction(function)
 
     def make_queue(self, limits: BatchLimits) -> RequestQueue:
@@ -144,13 +148,17 @@ class _BatchRunner:
         replica = current_replica.get()
         metrics = None if replica is None else replica.metrics
         counts = None if metrics is None else metrics.batches_of(self.function.__name__)
+        tuner = None
+        if self.latency_target_s is not None:
+            tuner = BatchTuner(self.latency_target_s, limits, self.max_running)
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
-            limits,
+            limits if tuner is None else tuner.limits,
             max_running=self.max_running,
             size_of=None if self.size_fn is None else self._size_of,
             on_batch=None if counts is None else counts.observe,
             on_end=None if counts is None else counts.ended,
+            tuner=tuner,
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)
@@ -162,6 +170,8 @@ class _BatchRunner:
         wanted = limits.max_batch_size * self.max_running
         # With batch_size_fn, max_batch_size is not a number of calls.
         if replica is None or self.size_fn is not None or not replica.max_ongoing_requests:
+            return
+        if self.latency_target_s is not None:  # the size is a bound that batches need not reach
             return
         if replica.max_ongoing_requests < wanted:
             logger.warning(
@@ -220,12 +230,13 @@ class BatchedFunction(_Settings):
         wait_s: float,
         max_concurrent_batches: int,
         batch_size_fn: Callable[[list[Any]], float] | None,
+        latency_target_s: float | None = None,
         is_method: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._function_state = _InstanceState(BatchLimits(max_batch_size, wait_s))
-        self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn)
+        self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn, latency_target_s)
         self._is_method = is_method
         self._signature = inspect.signature(function)
         self._states: InstanceStates[_InstanceState] = InstanceStates()
@@ -247,6 +258,7 @@ class BatchedFunction(_Settings):
             limits.wait_s,
             self._runner.max_running,
             self._runner.size_fn,
+            self._runner.latency_target_s,
             self._is_method,
         )
 
@@ -392,8 +404,19 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_wait_s(value: Any) -> float:
+    return _check_seconds("batch_wait_timeout_s", value)
+
+
+def check_target_s(value: Any) -> float:
+    seconds = _check_seconds("latency_target_s", value)
+    if not seconds:
+        raise ValueError("latency_target_s must be more than 0 s")
+    return seconds
+
+
+def _check_seconds(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"batch_wait_timeout_s must be a number of seconds, got {value!r}")
+        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not 0 <= value < float("inf"):
-        raise ValueError(f"batch_wait_timeout_s must be a time of at least 0 s, got {value}")
+        raise ValueError(f"{name} must be a time of at least 0 s, got {value}")
     return value

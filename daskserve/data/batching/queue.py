@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.tuning import BatchTuner
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
 from daskserve.payload.packed_errors import raisable
@@ -24,18 +27,6 @@ logger = logging.getLogger("daskserve.replica")
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-class BatchLimits:
-    """The limits of a batch. They may change at any time, and several queues may share them."""
-
-    __slots__ = ("max_batch_size", "wait_s")
-
-    def __init__(self, max_batch_size: int, wait_s: float) -> None:
-        #: Maximum batch size; a full batch runs at once.
-        self.max_batch_size = max_batch_size
-        #: Maximum time that the first item of a batch waits for others, in seconds.
-        self.wait_s = wait_s
 
 
 class BatchEntry(Generic[ItemT, ResultT]):
@@ -88,6 +79,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         maximum number of items; 0 if ``size_of`` says what a batch may hold.
     on_end : callable, optional
         Called when a batch has ended, with the seconds that it ran.
+    tuner : BatchTuner, optional
+        Is told of each batch, and changes the limits.
     """
 
     def __init__(
@@ -99,6 +92,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         size_of: Callable[[list[ItemT]], float] | None = None,
         on_batch: Callable[[list[float], int], None] | None = None,
         on_end: Callable[[float], None] | None = None,
+        tuner: BatchTuner | None = None,
     ) -> None:
         self._run = run
         self._limits = limits
@@ -106,6 +100,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._size_of = size_of
         self._on_batch = on_batch
         self._on_end = on_end
+        self._tuner = tuner
+        self._ended_at = -math.inf
         self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
         self._alarm = Alarm(self.reconsider)
@@ -184,8 +180,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
         elif self._key_queues:
-            first_at = min(key_queue.entries[0].added_at for key_queue in self._key_queues.values())
-            self._alarm.set(first_at + self._limits.wait_s)
+            self._alarm.set(min(self._due_at(each.entries[0]) for each in self._key_queues.values()))
 
     def _is_busy(self) -> bool:
         return self._max_running is not None and len(self._tasks) >= self._max_running
@@ -193,25 +188,30 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _next_key_queue(self) -> tuple[Hashable, int] | None:
         """Return the key and size of the batch that is due and has waited longest; None if none is due."""
         found: tuple[int, Hashable, int] | None = None
-        now, wait_s = asyncio.get_running_loop().time(), self._limits.wait_s
+        now = asyncio.get_running_loop().time()
         for key, key_queue in list(self._key_queues.items()):
             count, is_full = self._count(key_queue)
             if not key_queue.entries:
                 del self._key_queues[key]  # none of its items fits any more
                 continue
             first = key_queue.entries[0]
-            # Same sum as in `reconsider`: a rounding difference would make the timer fire too early forever.
-            is_due = is_full or first.added_at + wait_s <= now
+            is_due = is_full or self._due_at(first) <= now
             if is_due and (found is None or first.number < found[0]):
                 found = (first.number, key, count)
         return None if found is None else found[1:]
+
+    def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
+        """Return when a batch with this first item runs, whatever its size."""
+        limits = self._limits
+        began = max(first.added_at, self._ended_at) if limits.waits_anew else first.added_at
+        return began + limits.wait_s
 
     def _count(self, key_queue: _KeyQueue[ItemT, ResultT]) -> tuple[int, bool]:
         """Return how many entries fit into the next batch, and whether that batch is full."""
         limit = self._limits.max_batch_size
         entries = key_queue.entries
         if self._size_of is None:
-            return min(len(entries), limit), len(entries) >= limit
+            return min(len(entries), limit), len(entries) >= (self._limits.enough or limit)
         if key_queue.measured_for != limit:
             key_queue.forget(limit)
         while key_queue.fitting < len(entries) and not key_queue.is_full:
@@ -277,10 +277,29 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self._on_end(max(0.0, LoopClock().wall() - began))
         self.reconsider()
 
+    async def _run_items(self, batch: list[BatchEntry[ItemT, ResultT]]) -> Sequence[ResultT | BaseException]:
+        tuner, began = self._tuner, LoopClock().now()
+        waits_s = [began - entry.added_at for entry in batch]
+        if tuner is not None:
+            tuner.started(len(waits_s))
+        try:
+            results = await self._run([entry.item for entry in batch])
+        except BaseException:
+            if tuner is not None:
+                tuner.failed(len(waits_s))
+            raise
+        finally:
+            del batch  # as in submit()
+        # Before the callers know, who may send their next items at once.
+        self._ended_at = now = LoopClock().now()
+        if tuner is not None:
+            tuner.ended(now, waits_s, now - began, self.queued())
+        return results
+
     async def _run_batch(self, batch: list[BatchEntry[ItemT, ResultT]]) -> None:
         results: Sequence[ResultT | BaseException]
         try:
-            results = await self._run([entry.item for entry in batch])
+            results = await self._run_items(batch)
             if len(results) != len(batch):
                 raise ServeError(
                     f"A batch of {len(batch)} items got {len(results)} results; return one result per item."

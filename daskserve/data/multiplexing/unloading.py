@@ -10,6 +10,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
+from daskserve.common.formatting import shown
 from daskserve.loops.threads import start_daemon
 
 logger = logging.getLogger("daskserve.replica")
@@ -36,7 +37,9 @@ async def unload(model: Any, hook: Callable[[Any], Any] | None, *, name: str) ->
         raise
     if not running.done():
         running.cancel()
-        logger.warning("Unloading %s takes more than %g s; its room is used again", name, UNLOAD_TIMEOUT_S)
+        logger.warning(
+            "Unloading %s takes more than %s s; its room is used again", name, shown(UNLOAD_TIMEOUT_S)
+        )
     elif not running.cancelled() and (error := running.exception()) is not None:
         logger.error("Unloading %s failed", name, exc_info=error)
     _disarm(model)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from daskserve.telemetry.tracing.current import loaded
+
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.span import RecordedSpan
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 def span_of_item(name: str, above: RecordedSpan | None = None) -> RecordedSpan | None:
     """Begin the span of one call, under a span or the current one; None if that is not recorded."""
     if above is None:
-        module = sys.modules.get("daskserve.telemetry.tracing.span")
+        module = loaded("daskserve.telemetry.tracing.span", "RecordedSpan")
         if module is None:
             return None
         current = sys.modules["opentelemetry.trace"].get_current_span()

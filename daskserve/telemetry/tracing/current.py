@@ -8,11 +8,17 @@ from typing import Any
 
 def current_trace_id() -> str:
     """Return the id of the trace that the current code belongs to, in hexadecimal; empty without one."""
-    api = sys.modules.get("opentelemetry.trace")
+    api = loaded("opentelemetry.trace", "use_span")
     if api is None:
         return ""
     found = api.get_current_span().get_span_context()
     return format(found.trace_id, "032x") if found.is_valid else ""
+
+
+def loaded(name: str, attribute: str) -> Any:
+    """Return a module that has an attribute; None also while another thread imports the module."""
+    module = sys.modules.get(name)
+    return module if hasattr(module, attribute) else None
 
 
 def get_trace_context() -> Any:
@@ -23,7 +29,7 @@ def get_trace_context() -> Any:
     opentelemetry.context.Context or None
         None outside a trace.
     """
-    api = sys.modules.get("opentelemetry.trace")
+    api = loaded("opentelemetry.trace", "use_span")
     if api is None or not api.get_current_span().get_span_context().is_valid:
         return None
     from opentelemetry import context

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -269,6 +270,23 @@ def test_a_handler_that_hangs_delays_the_end_of_the_process_only_briefly(
     held.gate.set()
     thread.join(DEADLINE_S)
     assert held.messages == ["number 1", "number 2"]
+
+
+def test_code_logs_while_another_thread_imports_opentelemetry(
+    held: Held, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half imported: it is in the table of modules, and has nothing yet.
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
+
+    def answer() -> None:
+        current_replica.set(ReplicaContext("i", "shop/Model", "shop/Model#abc"))
+        current_request.set(RequestContext("r1", "/x"))
+        log.warning("hello")
+
+    with opened() as thread:
+        contextvars.copy_context().run(answer)
+        (row,) = (each for each in thread.logs.ring.rows() if each["message"] == "hello")
+    assert (row["request_id"], row["trace_id"]) == ("r1", "")
 
 
 def test_only_a_process_that_is_a_workers_own_is_changed() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.data.batching.queue import BatchLimits, BatchQueue
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue
 from daskserve.errors import ServeError, UserCodeError
 
 LONG_S = 60.0

@@ -146,7 +146,6 @@ def test_an_invalid_option_is_named_with_its_value() -> None:
         ({"max_batch_size": 2.5}, TypeError),
         ({"max_batch_size": "10"}, TypeError),
         ({"max_batch_size": True}, TypeError),
-        ({"max_batch_size": None}, TypeError),
         ({"max_batch_size": 0}, ValueError),
         ({"batch_wait_timeout_s": -0.1}, ValueError),
         ({"batch_wait_timeout_s": float("nan")}, ValueError),

@@ -166,6 +166,30 @@ def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, stat
     run(test)
 
 
+@each_case(
+    ("data", "told"),
+    [
+        (b"no request\r\n\r\n", ("no", "", "1.1", 400)),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, ("GET", "", "1.1", 431)),
+        (b"POST /a?b HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n", ("POST", "/a?b", "1.1", 400)),
+        (b"GET /a HTTP/1.0\r\nHost: a b\r\n\r\n", ("GET", "/a", "1.0", 400)),
+        (request("/up", f"Content-Length: {LIMIT + 1}", method="PUT"), ("PUT", "/up", "1.1", 413)),
+        (UPLOAD + b"zz\r\n", ("POST", "/", "1.1", 400)),
+    ],
+)
+def test_what_the_server_refuses_itself_is_told(data: bytes, told: tuple[Any, ...]) -> None:
+    async def test() -> None:
+        found: list[tuple[Any, ...]] = []
+        async with serve(Application()) as server:
+            server.tell_refused(lambda client, *others: found.append(others))
+            connect(server).send(data)
+            await settle()
+            await settle()
+        assert found == [told]
+
+    run(test)
+
+
 # ---- the end of an exchange
 
 

@@ -311,6 +311,8 @@ def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) ->
 
 def _of_capacity(world: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
     percent = after.percent if isinstance(after, CapacityRecord) else None
+    if percent == getattr(before, "percent", None):
+        return
     text = "100% of all replicas" if percent is None else f"{shown(percent)}%"
     yield Event(K.TARGET_CAPACITY_SET, f"The target capacity is {text}", by=world.causes.get(WHOLE, ""))
 

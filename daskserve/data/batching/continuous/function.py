@@ -287,7 +287,7 @@ def check_number(name: str, value: Any, *, at_least: float = -math.inf) -> float
     if not math.isfinite(value) or value < at_least:
         raise ValueError(
             f"{name} must be a finite number"
-            + (f" of at least {at_least:g}" if at_least > -math.inf else "")
+            + (f" of at least {shown(at_least)}" if at_least > -math.inf else "")
             + f", got {value!r}"
         )
     return float(value)

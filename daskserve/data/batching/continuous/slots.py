@@ -16,6 +16,7 @@ from bisect import insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from daskserve.common.formatting import shown
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.errors import BackPressureError, BadRequestError
 
@@ -99,9 +100,9 @@ class Slots:
 
     def overgrown(self, request: ActiveRequest) -> BadRequestError:
         """Return the error for a request that does not fit alone, with the step after it."""
-        needed = request.cost + self.limits.cost_per_step
+        needed, most = request.cost + self.limits.cost_per_step, self.limits.max_cost
         return BadRequestError(
-            f"The request needs {needed:g} with its next step, and max_cost is {self.limits.max_cost:g}; "
+            f"The request needs {shown(needed)} with its next step, and max_cost is {shown(most)}; "
             "send a shorter one."
         )
 

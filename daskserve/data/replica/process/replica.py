@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -72,7 +73,10 @@ class ChildReplica(Replica):
 
     def _all_samples(self) -> list[MetricSample]:
         tracing = tracing_of(self._shared)
-        return [*self.samples(), *(() if tracing is None else tracing.samples())]
+        logs = process_logs.get()
+        # What the logs of this process lose counts beside what its worker's lose.
+        own = [each.samples() for each in (tracing, logs) if each is not None]
+        return [*self.samples(), *itertools.chain.from_iterable(own)]
 
     @verb
     async def send_away(self) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from daskserve.data.batching.queue import BatchLimits, BatchQueue
+from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.replica.errors.log import FailureLog
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.runner import RunResult

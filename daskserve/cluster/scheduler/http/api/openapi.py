@@ -22,7 +22,10 @@ _NOTE = (
     "If several instances run on the cluster, put /daskserve/INSTANCE before the path; without it, the "
     "common instance is meant. Requests of pages of other sites are refused with 403."
 )
-_STYLE = "body{font:15px sans-serif;margin:2em}td,th{padding:.2em 1em .2em 0;text-align:left}"
+_STYLE = (
+    "body{font:15px sans-serif;margin:2em}td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top}"
+    "code{overflow-wrap:anywhere}"
+)
 _BODIES: Mapping[str, Mapping[str, Any]] = {
     "configuration": {
         "application/json": {"schema": {"$ref": SCHEMA_PATH}},

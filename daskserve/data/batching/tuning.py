@@ -1,0 +1,227 @@
+"""Batch sizes and waits that a controller finds by itself, for ``batch(latency_target_s=...)``.
+
+Synchronous code without a clock of its own; it learns from the batches that have run.
+
+Size: how long a batch of n items takes is close to ``a + c * n``, which is fitted to recent batches. The size
+is limited to the largest one that takes no longer than the target. A smaller limit would not help: under a
+load that needs large batches, small ones only let the queue grow.
+
+Wait: a batch that starts as soon as it can has the lowest latency. Where each caller sends its next item once
+it has an answer, though, a batch that waits for all of them gets more done, up to twice as much: otherwise
+the callers form two groups that take turns. No model tells the one load from the other, so the wait is found
+by trial: another wait has to answer more items in time than the present one. A wait that has lost is tried
+less often, until the load changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daskserve.data.batching.limits import BatchLimits
+
+#: The waits that are tried, as shares of the time that the target leaves beside the batch itself.
+WAITS: Sequence[float] = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
+#: The share of the target that a batch may take, which leaves room for noise.
+SHARE = 0.9
+#: The share of the target that the longest wait has at least, since callers that are in step wait much less.
+LEAST_SLACK = 0.1
+#: Weight of older batches in the fit, per batch.
+DECAY = 0.97
+#: A period that is compared with others lasts until it has so many items, within these bounds.
+PERIOD_ITEMS = 100
+PERIOD_S, LONGEST_PERIOD_S = 0.3, 1.0
+#: How much better a longer wait has to be, and a shorter one at least as good as that.
+BETTER, AS_GOOD = 1.03, 0.98
+#: Below this share of the best, a wait is clearly worse, and its next trial is a long time off.
+CLEAR = 0.9
+#: Most periods between two trials of the same wait.
+LONGEST_PAUSE = 64
+#: A change of the load by this share makes trials frequent again.
+CHANGE = 0.3
+#: Below this share of time with a batch running, no longer wait can get more done.
+BUSY = 0.8
+
+
+class ServiceTimes:
+    """How long batches take, by their size: a line fitted to recent ones."""
+
+    def __init__(self) -> None:
+        self._weight = self._mean_n = self._mean_t = 0.0
+        self._var = self._cov = 0.0
+        #: Seconds per item, once batches of different sizes have run.
+        self._slope: float | None = None
+        self._noise = 0.0
+
+    def add(self, size: int, took_s: float) -> None:
+        """Learn from a batch."""
+        if self._weight:
+            error = took_s - self.predict(size)
+            self._noise = DECAY * self._noise + (1 - DECAY) * error * error
+        self._weight = DECAY * self._weight + 1
+        step = 1 / self._weight
+        off_n, off_t = size - self._mean_n, took_s - self._mean_t
+        self._mean_n += step * off_n
+        self._mean_t += step * off_t
+        self._var = (1 - step) * (self._var + step * off_n * off_n)
+        self._cov = (1 - step) * (self._cov + step * off_n * off_t)
+        if self._var > 0.02 * self._mean_n:
+            self._slope = max(0.0, self._cov / self._var)
+
+    def predict(self, size: float) -> float:
+        """Return how long a batch takes."""
+        if self._slope is None:
+            # Nothing is known of other sizes than this one; assume no gain.
+            return self._mean_t * size / max(1.0, self._mean_n)
+        return max(0.0, self._mean_t + self._slope * (size - self._mean_n))
+
+    def largest(self, limit_s: float) -> float:
+        """Return the size that takes so long, or twice as long as one item if even that one takes longer."""
+        if not self._weight:
+            return 1.0
+        one = self.predict(1)
+        limit_s = (
+            max(limit_s - 2 * math.sqrt(self._noise), min(2 * one, limit_s)) if one < limit_s else 2 * one
+        )
+        per_item = self.predict(2) - one
+        return math.inf if per_item <= 0 else 1 + (limit_s - one) / per_item
+
+
+@dataclass
+class _Period:
+    """What was done in a period; ``began`` is None until a batch ends, which ran under other limits."""
+
+    began: float | None = None
+    batches: int = 0
+    items: int = 0
+    late: int = 0
+    busy_s: float = 0.0
+
+
+class BatchTuner:
+    """Sets the limits of one queue, from what its batches have taken.
+
+    Parameters
+    ----------
+    target_s : float
+        What an item should take, from its call to its result.
+    bounds : BatchLimits
+        The largest size and wait.
+    max_running : int
+        Batches that run at a time.
+    """
+
+    def __init__(self, target_s: float, bounds: BatchLimits, max_running: int = 1) -> None:
+        #: The limits that the queue uses.
+        self.limits = BatchLimits(1, 0.0)
+        self.limits.waits_anew = True
+        self._target_s = target_s
+        self._bounds = bounds
+        self._max_running = max_running
+        self._times = ServiceTimes()
+        self._running = 0
+        #: The most items that were present at once: in this period and the one before.
+        self._peak = self._peak_before = 0
+        self._wait = 0
+        self._trial: int | None = None
+        #: The last wait that was tried. For each, in periods: the pause after a trial, and when one is due.
+        self._tried = 0
+        self._pauses = [1] * len(WAITS)
+        self._due = [1] * len(WAITS)
+        self._periods = 0
+        self._score = 0.0
+        self._load = (0.0, 0.0)
+        self._period = _Period()
+
+    def started(self, size: int) -> None:
+        """Note that a batch starts."""
+        self._running += size
+
+    def failed(self, size: int) -> None:
+        """Note that a batch was cancelled, or has raised an error: it says nothing about others."""
+        self._running -= size
+
+    def ended(self, now: float, waits_s: Sequence[float], took_s: float, queued: int) -> None:
+        """Note that a batch has ended, how long its items had waited, and how many wait now."""
+        size = len(waits_s)
+        self._peak = max(self._peak, self._running + queued)
+        self._running -= size
+        self._times.add(size, took_s)
+        period = self._period
+        if period.began is None:
+            period.began = now
+        else:
+            period.batches += 1
+            period.items += size
+            period.late += sum(wait + took_s > self._target_s for wait in waits_s)
+            period.busy_s += took_s
+            passed = now - period.began
+            is_long = passed >= PERIOD_S and period.items >= PERIOD_ITEMS
+            if is_long or passed >= LONGEST_PERIOD_S or self._is_hopeless(passed):
+                self._end_period(now, passed)
+        self._set_limits()
+
+    def _end_period(self, now: float, passed: float) -> None:
+        period = self._period
+        rate, late = period.items / passed, period.late / max(1, period.items)
+        # One item in a hundred may be late; beyond that, being in time counts more than anything else.
+        score = rate if late <= 0.01 else rate * (0.5 - 0.49 * late)
+        busy = period.busy_s / passed / self._max_running
+        load = (rate, float(max(self._peak, self._peak_before)))
+        self._periods += 1
+        if self._trial is None:
+            self._score = score
+            if _differs(load[0], self._load[0]) or _differs(load[1], self._load[1]):
+                self._load = load
+                self._pauses = [1] * len(WAITS)
+                self._due = [self._periods] * len(WAITS)
+            has_changed = self._begin_trial(busy)
+        else:
+            self._end_trial(self._trial, score, load)
+            has_changed = True
+        self._period = _Period(None if has_changed else now)
+        self._peak_before, self._peak = self._peak, 0
+
+    def _begin_trial(self, busy: float) -> bool:
+        """Try the next of the other waits that are due; return whether there is one to try."""
+        for step in range(1, len(WAITS)):
+            wait = (self._tried + step) % len(WAITS)
+            if self._periods < self._due[wait] or wait == self._wait:
+                continue
+            if wait < self._wait or busy >= BUSY:
+                self._trial = self._tried = wait
+                return True
+        return False
+
+    def _end_trial(self, trial: int, score: float, load: tuple[float, float]) -> None:
+        self._trial = None
+        is_better = score >= (BETTER if trial > self._wait else AS_GOOD) * self._score
+        lost, ratio = (trial, score / max(self._score, 1e-9))
+        if is_better:
+            lost, ratio = self._wait, self._score / max(score, 1e-9)
+            self._wait, self._score, self._load = trial, score, load
+        self._pauses[lost] = min((2 if ratio >= CLEAR else 8) * self._pauses[lost], LONGEST_PAUSE)
+        self._due[lost] = self._periods + self._pauses[lost]
+
+    def _is_hopeless(self, passed: float) -> bool:
+        """Whether a trial that has just begun is clearly worse already."""
+        if self._trial is None or self._period.batches < 3 or passed < PERIOD_S:
+            return False
+        return self._period.items / passed < (2 * CLEAR - 1) * self._score
+
+    def _set_limits(self) -> None:
+        limits, bounds = self.limits, self._bounds
+        size = min(self._times.largest(SHARE * self._target_s), bounds.max_batch_size)
+        limits.max_batch_size = max(1, int(size))
+        present = max(self._peak, self._peak_before) / self._max_running
+        limits.enough = min(limits.max_batch_size, max(1, math.ceil(present)))
+        # An item may come while a batch runs, and wait for that as well.
+        slack_s = SHARE * self._target_s - 2 * self._times.predict(limits.enough)
+        slack_s = max(slack_s, LEAST_SLACK * self._target_s)
+        share = WAITS[self._wait if self._trial is None else self._trial]
+        limits.wait_s = max(0.0, min(share * slack_s, bounds.wait_s))
+
+
+def _differs(one: float, other: float) -> bool:
+    return abs(one - other) > CHANGE * max(one, other)
