@@ -97,6 +97,7 @@ class ReplicaBatches:
                 on_batch=counts.observe,
                 on_end=counts.ended,
             )
+            counts.watch_queue(queue.queued)
         return await queue.submit((item, hold))
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
