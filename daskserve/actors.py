@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
 from daskserve.common import settings
-from daskserve.common.types import LOGGING, STORE_TAKEN, UNREADY, ActorRequest, Envelope
+from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, Envelope
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
@@ -31,6 +31,7 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.proxies.server.tls import server_context
+from daskserve.telemetry.logs.records import LOGGING
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 

@@ -7,6 +7,7 @@ Dask's precedence applies. Arguments of a call override all of these.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,10 @@ class ProcessSettings:
         return Path(self.environments_folder).expanduser()
 
 
+#: Most buckets of durations: each is a series of each histogram.
+MAX_BUCKETS = 100
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsSettings:
     """Settings of metrics, in each process."""
@@ -85,6 +90,9 @@ class MetricsSettings:
     otlp_endpoint: str | None = None
     #: Seconds between two exports of a process.
     otlp_interval_s: float = 15.0
+    #: Upper bounds of the buckets of durations, in milliseconds, as a list: the same for the scheduler, all
+    #: workers and programs. None: 18 from 0.1 ms to 60 s.
+    latency_buckets_ms: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +223,23 @@ def metrics() -> MetricsSettings:
             f"Dask's configuration has daskserve.metrics.otlp-interval-s: {period_s!r}; set it to a "
             "number of seconds above 0."
         )
-    return found
+    if found.latency_buckets_ms is None:
+        return found
+    return replace(found, latency_buckets_ms=_bounds_in(found.latency_buckets_ms))
+
+
+def _bounds_in(given: Any) -> tuple[float, ...]:
+    try:
+        bounds = [float(each) for each in (given if isinstance(given, (list, tuple)) else (given,))]
+    except (TypeError, ValueError):
+        bounds = []
+    ascends = all(low < high for low, high in itertools.pairwise(bounds))
+    if not (0 < len(bounds) <= MAX_BUCKETS and ascends and bounds[0] > 0 and bounds[-1] < math.inf):
+        raise ValueError(
+            f"Dask's configuration has daskserve.metrics.latency-buckets-ms: {str(given)[:200]}; set it "
+            f"to a list of at most {MAX_BUCKETS} ascending numbers of milliseconds, such as [1, 10, 100]."
+        )
+    return tuple(bounds)
 
 
 def scheduler() -> SchedulerSettings:

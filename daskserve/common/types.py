@@ -227,8 +227,6 @@ UNREADY: Final = "unready"
 STORE_TAKEN: Final = "store_taken"
 #: The key of the published share of requests that begin a trace; None without traces.
 TRACING: Final = "tracing"
-#: The key of the published settings of the instance's logs, as the value of ``config``.
-LOGGING: Final = "logging"
 #: Hosts that mean every address of a machine, to listen on.
 EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
@@ -467,8 +465,9 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
-    #: The model that it asks for, by which its replica is chosen; stays in this process, too.
+    #: The model that it asks for, and what a router sees of it; they stay in this process, too.
     model_id: str = ""
+    routed: Any = None
 
 
 @dataclass(slots=True)

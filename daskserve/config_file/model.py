@@ -93,8 +93,8 @@ class InstanceConfig(Options):
     )
     logging_config: LoggingConfig | None = Field(
         None,
-        description="How the instance logs, see [Logging](docs/logging.md). For the proxies and the "
-        "controller, it acts when the instance starts.",
+        description="How the instance logs, see [Logging](docs/logging.md). Without it, an instance that "
+        "runs already logs as before.",
     )
     target_capacity: Any = Field(
         None,

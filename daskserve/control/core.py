@@ -20,7 +20,6 @@ from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
 from daskserve.common.types import (
-    LOGGING,
     SILENT_WORKERS,
     STORE_TAKEN,
     TRACING,
@@ -60,7 +59,7 @@ from daskserve.options.start_messages import ControllerStart, ProxyStart
 from daskserve.payload.importing import call_imported
 from daskserve.telemetry.live import LIVE_METRICS
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import Tags
+from daskserve.telemetry.logs.records import LOGGING, Tags
 from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")

@@ -5,8 +5,6 @@ This module does not know Prometheus; `daskserve.telemetry.collector` turns coun
 
 from __future__ import annotations
 
-import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -26,39 +24,20 @@ from daskserve.errors import (
     UserCodeError,
 )
 
-#: The variables with other bounds, in milliseconds and separated by commas: our own, and Ray Serve's.
-BUCKETS_VARIABLES = ("DASKSERVE_REQUEST_LATENCY_BUCKETS_MS", "RAY_SERVE_REQUEST_LATENCY_BUCKETS_MS")
 _DEFAULT_BUCKETS_S: Sequence[float] = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-#: Most buckets: each is a series of each histogram.
-MAX_BUCKETS = 100
 
 
-def buckets_in(variables: Mapping[str, str]) -> Sequence[float]:
-    """Return the upper bounds that environment variables ask for, in seconds; else the default."""
-    for name in BUCKETS_VARIABLES:
-        text = variables.get(name, "")
-        if not text.strip():
-            continue
-        try:
-            bounds = [float(each) / 1000 for each in text.split(",")]
-        except ValueError:
-            bounds = []
-        ascends = all(low < high for low, high in itertools.pairwise(bounds))
-        if not (0 < len(bounds) <= MAX_BUCKETS and ascends and bounds[0] > 0 and bounds[-1] < math.inf):
-            raise ValueError(
-                f"The environment variable {name} is {text[:200]!r}; set it to at most {MAX_BUCKETS} "
-                "ascending numbers of milliseconds, separated by commas, such as 1,5,10,100,1000."
-            )
-        return tuple(bounds)
-    return _DEFAULT_BUCKETS_S
+def _latency_buckets_s() -> Sequence[float]:
+    bounds = settings.metrics().latency_buckets_ms
+    return _DEFAULT_BUCKETS_S if bounds is None else tuple(each / 1000 for each in bounds)
 
 
 #: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded. Read
 #: once, because the processes of a cluster, which add up each other's counts, must have the same.
-LATENCY_BUCKETS_S: Sequence[float] = tuple(buckets_in(settings.process_variables()))
+LATENCY_BUCKETS_S: Sequence[float] = tuple(_latency_buckets_s())
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -148,6 +148,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "router_retries", _C, (*_D, "cause"), "Requests retried because a replica was busy or lost."
         ),
+        MetricSpec(
+            "router_fallbacks",
+            _C,
+            (*_D, "cause"),
+            "Requests routed without the router of request_router_config, which failed.",
+        ),
     ),
     "Deployments, in each process that runs their replicas": (
         MetricSpec("deployment_requests", _C, _D, "Requests that began."),
@@ -257,8 +263,8 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("goals", _C, (*_I, "outcome"), "Changes that have ended, by outcome: done or failed."),
         MetricSpec("deployment_wanted_replicas", _G, _D, "Target number of replicas."),
         MetricSpec("deployment_replicas", _G, (*_D, "state"), "Replicas by state."),
-        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the present status."),
         MetricSpec("application_status", _G, (*_I, "application", "status"), "1 for the present status."),
+        MetricSpec("deployment_status", _G, (*_D, "status"), "1 for the present status."),
         MetricSpec("proxy_status", _G, (*_I, "proxy", "status"), "1 for the present status."),
         MetricSpec("workers", _G, (*_I, "state"), "Dask workers by whether they can hold actors."),
         MetricSpec("autoscaling_wanted_replicas", _G, _D, "Replicas that the autoscaler wants."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from daskserve.common import settings
 from daskserve.telemetry.collector import ProcessMetrics
-from daskserve.telemetry.histogram import LatencyHistogram, buckets_in
+from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.otlp import OTLPExport, export_of
 
 pytest.importorskip("opentelemetry.sdk")
@@ -108,11 +109,13 @@ def test_nothing_is_exported_without_a_collector(monkeypatch: pytest.MonkeyPatch
             settings.metrics()
 
 
-def test_buckets_are_those_of_the_environment() -> None:
-    own = {"DASKSERVE_REQUEST_LATENCY_BUCKETS_MS": "1, 50,1000"}
-    assert buckets_in(own) == (0.001, 0.05, 1.0)
-    assert buckets_in({"RAY_SERVE_REQUEST_LATENCY_BUCKETS_MS": "5,9", **own}) == (0.001, 0.05, 1.0)
-    assert len(buckets_in({})) == len(buckets_in({"DASKSERVE_REQUEST_LATENCY_BUCKETS_MS": " "})) == 18
-    for wrong in ("1,x", "5,5", "-1,5", "0,5", "1,inf", "1,nan", ",".join(map(str, range(1, 102)))):
-        with pytest.raises(ValueError, match="DASKSERVE_REQUEST_LATENCY_BUCKETS_MS"):
-            buckets_in({"DASKSERVE_REQUEST_LATENCY_BUCKETS_MS": wrong})
+def test_buckets_are_those_of_the_configuration() -> None:
+    assert settings.metrics().latency_buckets_ms is None
+    with dask.config.set({"daskserve.metrics.latency-buckets-ms": [1, 50, 1000]}):
+        assert settings.metrics().latency_buckets_ms == (1, 50, 1000)
+    for wrong in ("1,x", [], {}, [5, 5], [-1, 5], [0, 5], [1, math.inf], [1, math.nan], [*range(1, 102)]):
+        with (
+            dask.config.set({"daskserve.metrics.latency-buckets-ms": wrong}),
+            pytest.raises(ValueError, match="latency-buckets-ms"),
+        ):
+            settings.metrics()

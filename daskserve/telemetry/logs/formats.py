@@ -9,13 +9,14 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from daskserve.telemetry.logs.records import TAG_NAMES, Access, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags
 from daskserve.telemetry.logs.settings import LogSettings
 
 #: The attributes that Python's `logging` gives every record.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
 _OURS = frozenset((*TAG_NAMES, "component_name"))
+_encode = json.JSONEncoder(check_circular=False).encode
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
@@ -90,16 +91,16 @@ def access_text(access: Access) -> str:
 
 def access_json(access: Access) -> str:
     """Return a line of the access log as a JSON object."""
-    found = access.plain()
-    return _dumped(
+    # Each value is of a type of JSON.
+    return _encode(
         {
             "levelname": "INFO",
             "asctime": clock(access.time),
             "timestamp_ns": int(access.time * 1e9),
-            "message": found["message"],
-            "logger": found["logger"],
+            "message": access.message,
+            "logger": ACCESS,
             **_of_tags(access.tags),
-            **found["access"],
+            **access.facts(),
         }
     )
 

@@ -15,6 +15,8 @@ from daskserve.common.types import split_deployment_tag
 
 #: The logger of the access log.
 ACCESS = "daskserve.access"
+#: The key of the published settings of the instance's logs, as the value of ``config``.
+LOGGING = "logging"
 #: The name in the place of a logger for what user code prints.
 PRINTED = "stdout"
 #: Maximum length of a message and of a traceback that is kept in memory.
@@ -177,13 +179,17 @@ class Access(NamedTuple):
             "message": self.message,
             "exception": "",
             **self.tags.plain(),
-            "access": {
-                "method": self.method,
-                "path": _printable(self.target),
-                "status": self.status,
-                "duration_s": round(self.seconds, 6),
-                "client": None if self.client is None else self.client[0],
-            },
+            "access": self.facts(),
+        }
+
+    def facts(self) -> Plain:
+        """Return what only a line of the access log has."""
+        return {
+            "method": self.method,
+            "path": _printable(self.target),
+            "status": self.status,
+            "duration_s": round(self.seconds, 6),
+            "client": None if self.client is None else self.client[0],
         }
 
 

@@ -678,7 +678,7 @@ function deploymentPage() {
     !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
-      card("Events", {}, null, eventList(site.events.filter((one) => one.deployment === each.tag), 20))),
+      card("Events", {}, null, eventList(site.events.filter((one) => (each.isThere ? one.deployment === each.tag : one.application === app)), 20))),
   ];
 }
 const logsOf = (each, replica) => `${to("logs")}?${new URLSearchParams({ application: each.app, deployment: each.name, ...(replica ? { replica: replica.id } : {}) })}`;

@@ -1,0 +1,132 @@
+"""Traces of a real cluster: what a collector gets, and one that hangs or is away while requests run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from clusters import nannied_cluster
+from dask_processes import fetch, poll_for
+from distributed import Client, get_client
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+import daskserve as serve
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+pytestmark = pytest.mark.nightly
+
+
+class Collector:
+    """Takes spans, unless it hangs; keeps those of one trace."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.requests = 0
+        taking = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                taking.requests += 1
+                taking.may_answer.wait(60)
+                for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    for scope in each.scope_spans:
+                        taking.spans += [span for span in scope.spans if span.trace_id.hex() == TRACE]
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def leave(self) -> None:
+        self.may_answer.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.leave()
+
+
+@pytest.fixture
+def dask(collector: Collector) -> Iterator[Client]:
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "64",
+    }
+    with nannied_cluster(2, env=variables) as client:
+        yield client
+
+
+@serve.deployment
+async def answer(request: Any) -> int:
+    return await get_client().submit(abs, -7)  # type: ignore[no-any-return]
+
+
+@serve.deployment
+async def quick(request: Any) -> str:
+    return "ok"
+
+
+def counted(dask: Client, name: str) -> float:
+    def total(name: str) -> float:
+        from prometheus_client import REGISTRY
+
+        samples = [each for family in REGISTRY.collect() for each in family.samples]
+        return sum(each.value for each in samples if each.name == name)
+
+    return sum(dask.run(total, f"daskserve_trace_spans_{name}_total").values())
+
+
+def test_a_task_of_dask_is_in_the_trace_of_its_request(dask: Client, collector: Collector) -> None:
+    with serve.start(
+        dask_client=dask, http_options={"port": 0}, tracing_config={"sampling_ratio": 0}
+    ) as client:
+        client.run(answer.bind())
+        assert fetch(client.http_urls()[0], headers={"traceparent": PARENT}).json == 7
+        poll_for(lambda: len(collector.spans) >= 5)
+        named = {each.name: each for each in collector.spans}
+    task, code = named["dask task abs"], named["user code __call__"]
+    assert task.parent_span_id == code.span_id
+    assert task.start_time_unix_nano >= code.start_time_unix_nano
+    assert task.end_time_unix_nano <= code.end_time_unix_nano
+
+
+def test_requests_do_not_notice_a_collector_that_hangs_and_one_that_is_away(
+    dask: Client, collector: Collector
+) -> None:
+    with serve.start(
+        dask_client=dask, http_options={"port": 0}, tracing_config={"sampling_ratio": 1}
+    ) as client:
+        client.run(quick.bind())
+        url = client.http_urls()[0]
+        assert fetch(url).text == "ok"
+        poll_for(lambda: counted(dask, "exported"), every_s=0.2)
+        collector.may_answer.clear()
+        for _ in range(300):  # far more than its queue holds
+            assert fetch(url, timeout_s=5).text == "ok"
+        poll_for(lambda: counted(dask, "dropped"), every_s=0.2)
+        collector.leave()
+        before = counted(dask, "failed")
+        for _ in range(30):
+            assert fetch(url, timeout_s=5).text == "ok"
+        poll_for(lambda: counted(dask, "failed") > before, every_s=0.2)
