@@ -148,6 +148,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "router_retries", _C, (*_D, "cause"), "Requests retried because a replica was busy or lost."
         ),
+        MetricSpec(
+            "router_fallbacks",
+            _C,
+            (*_D, "cause"),
+            "Requests routed without the router of request_router_config, which failed.",
+        ),
     ),
     "Deployments, in each process that runs their replicas": (
         MetricSpec("deployment_requests", _C, _D, "Requests that began."),
