@@ -57,6 +57,8 @@ class Stream(NamedTuple):
 @contextmanager
 def serving() -> Iterator[System]:
     """Serve the model in a second worker."""
+    cluster: Any
+    dask: Any
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     try:
         with serve.start(http_options={"port": 0, "location": "HeadOnly"}, dask_client=dask) as client:
