@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope
 from daskserve.data.caller.request_routers.interface import Setup
+from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.request_routers.routing import Body, RequestRouting
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
@@ -48,6 +49,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
         self.routing: RequestRouting | None = None
+        self._order = Order()
+        #: The order of the requests, if any of them has a priority or they go by their deadlines.
+        self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
         #: When the first request gives up to wait for a replica with its model, or a router is asked again;
         #: None if none waits for that.
         self.next_at: float | None = None
@@ -61,6 +65,49 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if present is not None:
             present.close()
         self.routing = None if setup is None else RequestRouting(setup, self._tag, self._pool, self._rng)
+
+    def order_by(self, published: Mapping[str, Any] | None) -> None:
+        """Order the requests as the controller has published it; None for the order of arrival."""
+        order = Order() if published is None else Order(**published)
+        if order != self._order:
+            self._order, self._ranked = order, None
+            if self:
+                self._rank()
+
+    def priority_of(self, envelope: Envelope) -> int:
+        """Return the priority of a request; the greatest goes first."""
+        return self._order.priority_of(envelope)
+
+    def put(self, waiter: asyncio.Future[PooledReplica], envelope: Envelope, *, is_first: bool) -> None:
+        """Add a request; ``is_first`` is for one that a replica has refused."""
+        self[waiter] = envelope, self._clock.now()
+        if is_first:
+            self.move_to_end(waiter, last=False)
+        priority = self._order.priority_of(envelope)
+        if self._ranked is not None:
+            self._ranked.put(waiter, priority, envelope.deadline, is_first=is_first)
+            self._ranked.forget_gone(len(self))
+        elif priority or self._order.by_deadline:
+            self._rank()
+
+    def _rank(self) -> None:
+        self._ranked = RankedQueue(self._order, self.__contains__)
+        for waiter, (envelope, _) in self.items():
+            self._ranked.put(waiter, self._order.priority_of(envelope), envelope.deadline)
+
+    def lower_than(self, envelope: Envelope) -> asyncio.Future[PooledReplica] | None:
+        """Return the last of the requests with the lowest priority, if that is lower than a request's."""
+        priority = self._order.priority_of(envelope)
+        if self._ranked is None:
+            last = next(reversed(self)) if priority > 0 and self else None
+            return last
+        found = self._ranked.last()
+        return found[1] if found is not None and found[0] < priority else None
+
+    @property
+    def may_overtake(self) -> bool:
+        """Whether a request may enter a full queue in the place of one with a lower priority."""
+        return bool(self._order.header) or self._ranked is not None
 
     async def read(self, envelope: Envelope, body: Body) -> None:
         """Show the router the beginning of a request's body."""
@@ -107,15 +154,22 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             replica = self._pool.take(now, self._rng)
             if replica is None:
                 return True
-            waiter, _ = self.popitem(last=False)
+            waiter = None if self._ranked is None else self._ranked.pop()
+            if waiter is None:
+                waiter, _ = self.popitem(last=False)
+            else:
+                del self[waiter]
             _give(waiter, replica, release)
+        self._ranked = None  # until a request has a priority again
         return False
 
     def _serve_selectively(self, release: Callable[[PooledReplica], None]) -> None:
         now, self.next_at = self._clock.now(), None
         passed: set[str] = set()
         left = MAX_ASKED
-        for waiter, (envelope, since) in list(islice(self.items(), CONSIDERED)):
+        considered = islice(self, CONSIDERED) if self._ranked is None else self._ranked.first(CONSIDERED)
+        for waiter in list(considered):
+            envelope, since = self[waiter]
             if not left or not has_room(self._pool):
                 break  # until a request ends
             model_id = envelope.model_id
