@@ -20,6 +20,7 @@ from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.rollout import RolloutConfig
+from daskserve.options.routing.hedging import HedgingConfig
 from daskserve.options.routing.priorities import PriorityConfig
 from daskserve.options.routing.request_router import RequestRouterConfig
 
@@ -103,6 +104,11 @@ class BackendConfig(Options):
         None,
         description="The order of requests that wait, see [Priorities](docs/routers.md#priorities). None: "
         "by the ``priority`` of calls, and then the order of arrival.",
+    )
+    hedging_config: Annotated[HedgingConfig | None, CONTROLLER_ONLY] = Field(
+        None,
+        description="Second tries of requests that take long, see [Hedging](docs/routers.md#hedged-requests)."
+        " None: no request is sent twice.",
     )
     max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,

@@ -51,6 +51,8 @@ def _published(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict
         value["router"] = named
     if (order := backend.config.priority_config) is not None:
         value["order"] = order.published()
+    if (hedging := backend.config.hedging_config) is not None:
+        value["hedging"] = hedging.published()
     if not backend.is_deployment:
         value["kind"] = backend.kind
     if backend.config.bodies != "gather":

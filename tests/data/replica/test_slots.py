@@ -240,10 +240,10 @@ async def _hold(holder: Holder, *requests: tuple[str, int]) -> list[Any]:
 
 def test_higher_priorities_get_slots_first_and_lower_ones_give_way_in_a_full_queue() -> None:
     holder = Holder(1)
-    run_virtual(_hold(holder, ("a", 0), ("b", 5), ("c", 0)))
+    run_virtual(_hold, holder, ("a", 0), ("b", 5), ("c", 0))
     assert holder.begun == ["first", "b", "a", "c"]
     holder = Holder(1)
     many = [(f"low{n}", 0) for n in range(2 + EXTRA_WAITERS)]
-    ended = run_virtual(_hold(holder, *many, ("also low", 0), ("high", 1)))
+    ended = run_virtual(_hold, holder, *many, ("also low", 0), ("high", 1))
     assert holder.begun[1] == "high"
     assert [type(each) for each in ended if each is not None] == [ReplicaBusyError] * 2

@@ -16,7 +16,7 @@ _UNDERSCORED: Mapping[str, str] = {
     "_by_reference": "by_reference",
 }
 #: Options that travel with each call to the replica.
-_CARRIED = ("multiplexed_model_id", "session_id", "priority", "response_serialization")
+_CARRIED = ("multiplexed_model_id", "session_id", "priority", "idempotent", "response_serialization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class CallOptions:
     priority : int or str
         Requests with a greater one go first where they wait; a number from -100 to 100, or a name that the
         deployment's ``priority_config`` has. User code reads it from its request context, too.
+    idempotent : bool
+        Whether a call may run twice, so that the deployment's ``hedging_config`` applies to it.
     request_serialization, response_serialization : str
         How arguments and results are serialized: ``"cloudpickle"`` (by the standard pickler if it can),
         ``"pickle"``, ``"msgpack"`` or ``"orjson"``.
@@ -62,6 +64,7 @@ class CallOptions:
     multiplexed_model_id: str = ""
     session_id: str = ""
     priority: int | str = 0
+    idempotent: bool = False
     request_serialization: str = "cloudpickle"
     response_serialization: str = "cloudpickle"
     by_reference: bool = True

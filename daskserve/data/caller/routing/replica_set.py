@@ -120,8 +120,10 @@ class ReplicaSet:
         found = self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
-        routing = self._waiting.routing
-        return found if routing is None else found + routing.samples(self._cluster.instance)
+        for each in (self._waiting.routing, self._waiting.hedging):
+            if each is not None:
+                found += each.samples((self._cluster.instance, self.tag))
+        return found
 
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all versions by tag, once they are known."""
@@ -153,6 +155,7 @@ class ReplicaSet:
         self.max_body_bytes = value.get("max_body_bytes")
         self._waiting.choose_by(value.get("router"))
         self._waiting.order_by(value.get("order"))
+        self._waiting.hedge_by(value.get("hedging"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -175,7 +178,7 @@ class ReplicaSet:
 
     def take_now(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
-        if self._waiting:
+        if self._waiting or self._waiting.may_hedge(envelope):
             return None
         replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
@@ -246,6 +249,8 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
+        if self._waiting.may_hedge(envelope) and refused is None:
+            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)
@@ -444,6 +449,7 @@ def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:
         envelope.call,
         envelope.has_started,
         envelope.model_id,
+        envelope.routed,
     )
 
 
