@@ -131,6 +131,30 @@ class Front:
         }
 
 
+@serve.deployment
+class Writer:
+    @serve.continuous_batch(max_slots=2)
+    def write(self, active: list[serve.ActiveRequest]) -> list[int]:
+        for each in active:
+            if len(each.outputs) == 2:
+                each.finish()
+        return [1] * len(active)
+
+    async def __call__(self, request: Any) -> int:
+        return sum([each async for each in self.write()])
+
+
+def test_a_call_of_a_continuous_batch_has_a_span(collected: Collected) -> None:
+    with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
+        client.run(Writer.bind())
+        assert get(client.http_urls()[0], traceparent=PARENT) == 3
+        until(lambda: len(collected.spans) >= 5)
+    (span,) = [each for each in collected.spans if each.name == "batched call Writer.write"]
+    assert span.attributes["daskserve.outputs"] == 3
+    assert [each.name for each in span.events] == ["first output"]
+    assert path_of(span, collected.spans).startswith("batched call Writer.write < user code __call__ < ")
+
+
 def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(collected: Collected) -> None:
     with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
         client.run(Front.bind(Middle.bind(Model.bind())))

@@ -15,7 +15,7 @@ from daskserve.data.batching.function import (
     BatchedFunction,
     check_count,
     check_max_batch_size,
-    check_target_s,
+    check_seconds,
     check_wait_s,
 )
 
@@ -100,7 +100,7 @@ def batch(
     ...         return await self.predict(await request.json())
     """
     is_tuned = latency_target_s is not None
-    target_s = check_target_s(latency_target_s) if is_tuned else None
+    target_s = check_seconds("latency_target_s", latency_target_s) if is_tuned else None
     size = check_max_batch_size((1000 if is_tuned else 10) if max_batch_size is None else max_batch_size)
     wait_s = check_wait_s((target_s or 0.01) if batch_wait_timeout_s is None else batch_wait_timeout_s)
     at_once = check_count("max_concurrent_batches", max_concurrent_batches)

@@ -407,10 +407,11 @@ def check_wait_s(value: Any) -> float:
     return _check_seconds("batch_wait_timeout_s", value)
 
 
-def check_target_s(value: Any) -> float:
-    seconds = _check_seconds("latency_target_s", value)
+def check_seconds(name: str, value: Any) -> float:
+    """Return a time of more than 0 s; raise `TypeError` or `ValueError` for anything else."""
+    seconds = _check_seconds(name, value)
     if not seconds:
-        raise ValueError("latency_target_s must be more than 0 s")
+        raise ValueError(f"{name} must be more than 0 s")
     return seconds
 
 

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import pickle
 import threading
+import traceback
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -19,7 +20,15 @@ from daskserve.common.clock import seeded_rng
 from daskserve.data.batching.continuous.decorator import continuous_batch
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
-from daskserve.errors import BackPressureError, BadRequestError, ServeError, StepError, UserCodeError
+from daskserve.errors import (
+    BackPressureError,
+    BadRequestError,
+    RequestTimeoutError,
+    ServeError,
+    StepError,
+    UnavailableError,
+    UserCodeError,
+)
 from daskserve.testing import run_virtual
 
 STEP_S = 0.1
@@ -308,6 +317,94 @@ def test_an_error_of_release_is_logged(caplog: pytest.LogCaptureFixture) -> None
     assert "cannot free" in caplog.text
 
 
+class Late(Model):
+    @continuous_batch(max_slots=1, step_timeout_s=5)
+    async def count(self, active: list[ActiveRequest]) -> Any:
+        return await self._step(active)
+
+    @count.prefill
+    def _prefill(self, new: list[ActiveRequest]) -> Any:
+        return self._hold(new)
+
+    @count.release
+    def _release(self, left: list[ActiveRequest]) -> None:
+        self._free(left)
+
+
+@each_case("is_stubborn", [False, True])
+def test_a_step_that_hangs_fails_its_requests_and_those_that_wait(is_stubborn: bool) -> None:
+    async def main() -> None:
+        model = Late()
+        loop = asyncio.get_running_loop()
+
+        async def hang() -> None:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                if not is_stubborn:
+                    raise
+                await asyncio.sleep(100)
+
+        model.take = hang
+        found = await outcomes(model.count(1), model.count(2))
+        assert [type(each) for each in found] == [RequestTimeoutError, UnavailableError]
+        assert 5 <= loop.time() <= 10
+        model.take = lambda: asyncio.sleep(STEP_S)
+        if is_stubborn:  # it cannot be cancelled
+            assert model.count.stats().running_s >= 5
+            assert [type(each) for each in await outcomes(model.count(1))] == [UnavailableError]
+            await asyncio.sleep(101)
+        assert await collect(model.count(100)) == list(range(100))
+        await asyncio.sleep(STEP_S)
+        assert model.held == {}
+        at_rest(model.count)
+        assert model.count.stats().running_s == 0
+
+    run_virtual(main)
+
+
+def test_user_code_may_change_its_list_and_return_any_object() -> None:
+    class Odd:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise OSError("no class")
+
+    odd = Odd()
+
+    async def scenario(model: Model) -> None:
+        def answer(active: list[ActiveRequest]) -> Any:
+            count = len(active)
+            active.clear()
+            return [odd] * count
+
+        model.answer = answer
+        first, second = await outcomes(model.count(1), model.count(2))
+        assert first[0] is odd
+        assert len(second) == 2
+
+    run(scenario)
+
+
+def test_each_caller_gets_the_traceback_of_the_error_alone() -> None:
+    async def scenario(model: Model) -> None:
+        def answer(active: list[ActiveRequest]) -> Any:
+            raise RuntimeError("broken")
+
+        model.answer = answer
+        depths = []
+
+        async def caller() -> None:
+            try:
+                await collect(model.count(1))
+            except RuntimeError as error:
+                depths.append(len(traceback.extract_tb(error.__traceback__)))
+
+        await asyncio.gather(*(caller() for _ in range(3)))
+        assert len(set(depths)) == 1
+
+    run(scenario)
+
+
 # ---- slots, budget, priorities, users
 
 
@@ -567,6 +664,8 @@ def test_functions_and_pickled_classes_work() -> None:
         ({"priority_fn": 5}, TypeError),
         ({"user_fn": collect}, TypeError),
         ({"max_outputs": 0}, ValueError),
+        ({"step_timeout_s": 0}, ValueError),
+        ({"step_timeout_s": "1"}, TypeError),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception]) -> None:

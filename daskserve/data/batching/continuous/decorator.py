@@ -15,7 +15,7 @@ from daskserve.data.batching.continuous.function import (
     check_number,
 )
 from daskserve.data.batching.continuous.slots import SlotLimits
-from daskserve.data.batching.function import check_count
+from daskserve.data.batching.function import check_count, check_seconds
 
 
 @overload
@@ -35,6 +35,7 @@ def continuous_batch(
     priority_fn: Callable[..., float] | None = None,
     user_fn: Callable[..., Hashable] | None = None,
     max_outputs: int = 100_000,
+    step_timeout_s: float | None = None,
 ) -> Callable[[Callable[..., Any]], ContinuousFunction]: ...
 
 
@@ -50,6 +51,7 @@ def continuous_batch(
     priority_fn: Callable[..., float] | None = None,
     user_fn: Callable[..., Hashable] | None = None,
     max_outputs: int = 100_000,
+    step_timeout_s: float | None = None,
 ) -> Any:
     """Answer many calls together, step by step; calls join and leave between two steps.
 
@@ -99,6 +101,9 @@ def continuous_batch(
         have calls of the same priority.
     max_outputs : int
         A call with more outputs fails.
+    step_timeout_s : float, optional
+        If a call of one of the functions takes longer, its requests get a `RequestTimeoutError`; those that
+        wait, and new ones until it returns, get an `UnavailableError`. Default: no limit.
 
     Raises
     ------
@@ -134,7 +139,13 @@ def continuous_batch(
             raise TypeError(
                 f"{name} must be a plain function of the arguments of a call, or None; got {value!r}"
             )
-    options = StepOptions(check_count("max_outputs", max_outputs), cost_fn, priority_fn, user_fn)
+    options = StepOptions(
+        check_count("max_outputs", max_outputs),
+        cost_fn,
+        priority_fn,
+        user_fn,
+        None if step_timeout_s is None else check_seconds("step_timeout_s", step_timeout_s),
+    )
 
     def decorate(function: Callable[..., Any]) -> ContinuousFunction:
         check_function("step", function)

@@ -24,7 +24,7 @@ from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import start_daemon
-from daskserve.telemetry.tracing.batches import SpansOfBatch
+from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -40,28 +40,35 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
     loop = asyncio.get_running_loop()
     outputs = request.outputs
     engine.add(request)
+    span = span_of_item(engine.rounds.name)
     try:
         while True:
-            has_ended = request.has_ended  # before the outputs: it may end meanwhile, with another one
+            # Before the outputs: it may end meanwhile, with another one. A late step has lost its callers.
+            has_ended = request.has_ended or request.has_left
             if request.read < len(outputs):
                 output = outputs[request.read]
                 request.read += 1
+                if span is not None and request.read == 1:
+                    span.add_event("first output")
                 if request.is_paused and len(outputs) - request.read <= _RESUMES_AT:
                     engine.go_on(request)
                 yield output
                 del output
             elif has_ended:
                 if request.error is not None:
-                    raise request.error
+                    raise request.take_error()
                 return
             else:
                 request.waiter = waiter = loop.create_future()
                 # Checked after the future is known: a thread that adds an output from now on sees it.
-                if request.read == len(outputs) and not request.has_ended:
+                if request.read == len(outputs) and not (request.has_ended or request.has_left):
                     await waiter
     finally:
         request.waiter = None
         engine.leave(request)
+        if span is not None:
+            span.set_attribute("daskserve.outputs", len(outputs))
+            span.end()
 
 
 class Engine:
@@ -73,10 +80,22 @@ class Engine:
         The functions of user code by name: ``step``, and where it has them ``prefill`` and ``release``.
     instance : weak reference, optional
         The object that they are methods of.
+    step_timeout_s : float, optional
+        A call of user code that takes longer loses its callers.
     """
 
-    def __init__(self, rounds: Rounds, functions: Functions, instance: weakref.ref[Any] | None) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        functions: Functions,
+        instance: weakref.ref[Any] | None,
+        step_timeout_s: float | None = None,
+    ) -> None:
         self.rounds = rounds
+        self._step_timeout_s = step_timeout_s
+        #: When the call of user code began that runs now, on the clock of the loop.
+        self._began: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._functions = functions
         self._instance = instance
         self._is_async = inspect.iscoroutinefunction(functions["step"])
@@ -87,6 +106,8 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         #: Whether user code runs that may be cancelled once nobody waits for it.
         self._is_cancellable = False
+        #: Whether it was cancelled, and has not ended yet.
+        self._is_cancelled = False
         self._wake_thread: threading.Event | None = None
 
     @property
@@ -104,8 +125,16 @@ class Engine:
         """Return how many requests wait; any thread may call this."""
         return self.rounds.slots.queued
 
+    def running_s(self) -> float:
+        """Return for how long the call of user code has run; 0 if there is none. Any thread may call this."""
+        began = self._began
+        return 0.0 if began is None else max(0.0, self._loop_calls.loop.time() - began)
+
     def add(self, request: ActiveRequest) -> None:
-        """Let a request take part; raises as `Slots.add`."""
+        """Let a request take part; raises as `Slots.add`, and `UnavailableError` while user code is late."""
+        running_s = self.running_s()
+        if self._step_timeout_s is not None and running_s >= self._step_timeout_s:
+            raise UnavailableError(self._late_text(running_s))
         evicted = self.rounds.add(request)
         if evicted is not None:
             _wake(evicted)
@@ -134,6 +163,8 @@ class Engine:
 
     def _wake(self) -> None:
         """Have the steps go on, if they have stopped."""
+        if self._timer is None and self._step_timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._step_timeout_s, self._watch)
         if not self._is_async:
             if self._wake_thread is None:
                 self._wake_thread = _start_thread(self)
@@ -141,6 +172,21 @@ class Engine:
         elif self._task is None:
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._run(), context=self._context)
+
+    def _watch(self) -> None:
+        """Give up what has run for too long, and look again later while there is something to do."""
+        self._timer, timeout_s, running_s = None, self._step_timeout_s, self.running_s()
+        assert timeout_s is not None
+        if running_s >= timeout_s and (given_up := self.rounds.give_up(self._late_text(running_s))):
+            logger.error("%s %d requests have failed.", self._late_text(running_s), len(given_up))
+            _wake_all(given_up)
+            self._cancel_step()
+        if not self.is_idle:
+            delay_s = timeout_s - running_s if running_s < timeout_s else timeout_s
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._watch)
+
+    def _late_text(self, running_s: float) -> str:
+        return f"A step of {self.rounds.name} has run for {running_s:.1f} s, longer than step_timeout_s."
 
     def _own(self) -> tuple[Any, ...]:
         if self._instance is None:
@@ -154,10 +200,10 @@ class Engine:
         try:
             own = self._own()
             while (call := self.rounds.next_call()) is not None:
-                began = stopwatch()
+                began, self._began = stopwatch(), self._loop_calls.loop.time()
                 self._is_cancellable = call[0] != "release"
                 outcome = await self._answer(*call, own)
-                self._is_cancellable = False
+                self._is_cancellable, self._began = False, None
                 self.rounds.note(call, outcome, stopwatch() - began)
                 _wake_all(self.rounds.take_woken())
                 # Let callers run, even if user code never waits.
@@ -176,26 +222,31 @@ class Engine:
         if function is None:
             return None, None
         try:
-            value = function(*own, requests)
+            value = function(*own, list(requests))  # a copy, which user code may change
             if inspect.isawaitable(value):
                 value = await value
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            assert task is not None
-            if self._is_cancellable:
-                if task.cancelling():
-                    raise
-            elif task.uncancel():  # one cancellation is that of `_cancel_step`
+            if self._is_foreign_cancellation():
                 raise
             return None, error
         except BaseException as error:  # SystemExit of user code, too: it must not end the loop
             return None, self._logged(name, error)
+        finally:
+            if self._is_cancelled and self._task is not None:
+                self._is_cancelled = False
+                self._task.uncancel()
         return value, None
+
+    def _is_foreign_cancellation(self) -> bool:
+        """Whether others have cancelled the task, such as a loop that ends, and not this engine."""
+        assert self._task is not None
+        return self._task.cancelling() > self._is_cancelled
 
     def _cancel_step(self) -> None:
         """Cancel the step that runs, if there is one and nobody waits for it."""
         if self._task is not None and self._is_cancellable and self.rounds.is_unwanted:
             self._is_cancellable = False
+            self._is_cancelled = True
             self._task.cancel()
 
     def run_in_thread(self) -> None:
@@ -206,8 +257,9 @@ class Engine:
         try:
             own = self._own()
             while (call := self.rounds.next_call()) is not None:
-                began = stopwatch()
+                began, self._began = stopwatch(), self._loop_calls.loop.time()
                 outcome = self._answer_plain(*call, own)
+                self._began = None
                 self.rounds.note(call, outcome, stopwatch() - began)
                 self._post_woken()
         except Exception as error:
@@ -219,7 +271,7 @@ class Engine:
         if function is None:
             return None, None
         try:
-            return function(*own, requests), None
+            return function(*own, list(requests)), None
         except BaseException as error:  # as above
             return None, self._logged(name, error)
 

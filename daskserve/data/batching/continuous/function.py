@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from daskserve.common.formatting import shown
 from daskserve.context import current_replica, current_request
@@ -20,6 +21,8 @@ from daskserve.data.batching.continuous.slots import SlotLimits, Slots
 from daskserve.data.batching.function import check_count
 from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
 from daskserve.telemetry.replica import StepMetrics
+
+logger = logging.getLogger("daskserve.replica")
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -32,6 +35,7 @@ class StepOptions:
     cost_fn: Callable[..., float] | None = None
     priority_fn: Callable[..., float] | None = None
     user_fn: Callable[..., Hashable] | None = None
+    step_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class BatchStats:
         The sums of their costs: tokens, if ``cost_fn`` counts tokens.
     steps, outputs, preemptions : int
         Since the start of the replica.
+    running_s : float
+        For how long the step has run that runs now; 0 if none does.
     """
 
     active: int = 0
@@ -55,6 +61,7 @@ class BatchStats:
     steps: int = 0
     outputs: int = 0
     preemptions: int = 0
+    running_s: float = 0.0
 
 
 class _State:
@@ -77,6 +84,7 @@ class _State:
             steps=sum(each.durations.count for each in metrics),
             outputs=sum(each.outputs for each in metrics),
             preemptions=sum(each.preemptions for each in metrics),
+            running_s=max((each.running_s() for each in engines), default=0.0),
         )
 
 
@@ -157,6 +165,12 @@ class ContinuousFunction(_Settings):
         parent = self.__qualname__.rpartition(".")[0]
         self._is_method = bool(parent) and not parent.endswith("<locals>")
 
+    @overload
+    def __get__(self, instance: None, owner: type) -> ContinuousFunction: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> BoundContinuous: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> ContinuousFunction | BoundContinuous:
         return self if instance is None else BoundContinuous(self, instance)
 
@@ -217,7 +231,16 @@ class ContinuousFunction(_Settings):
             max_outputs=self._options.max_outputs,
             has_prefill="prefill" in self._functions,
         )
-        engine = Engine(rounds, self._functions, state.ref)
+        if replica is not None and 0 < replica.max_ongoing_requests < state.limits.max_slots:
+            logger.warning(
+                "The slots of %s in %s may never fill: it runs %d requests at a time (max_ongoing_requests), "
+                "fewer than max_slots, which is %d.",
+                self.__qualname__,
+                replica.display_name,
+                replica.max_ongoing_requests,
+                state.limits.max_slots,
+            )
+        engine = Engine(rounds, self._functions, state.ref, self._options.step_timeout_s)
         steps.watch(engine.load)
         if metrics is not None:
             metrics.watch_queue(engine.queued)

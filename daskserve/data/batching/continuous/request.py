@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum, auto
+from types import TracebackType
 from typing import Any
 
 
@@ -51,6 +52,7 @@ class ActiveRequest:
     """
 
     __slots__ = (
+        "_traceback",
         "account",
         "args",
         "cost",
@@ -104,6 +106,7 @@ class ActiveRequest:
         self.number = -1
         #: The error that ended it, which its caller gets after the outputs.
         self.error: Exception | None = None
+        self._traceback: TracebackType | None = None
         #: How many outputs its caller has read, and what the caller waits on for the next.
         self.read = len(self.outputs)
         self.waiter: asyncio.Future[None] | None = None
@@ -117,6 +120,19 @@ class ActiveRequest:
     def finish(self) -> None:
         """End the request with this step; its caller still gets the step's output. For use in ``step``."""
         self.is_finished = True
+
+    def fail(self, error: Exception) -> None:
+        """Set the error that its caller gets, unless there is one."""
+        if self.error is None:
+            self.error = error
+            self._traceback = error.__traceback__
+
+    def take_error(self) -> Exception:
+        """Return the error to raise. Others may raise the same one, and each would add to its traceback."""
+        assert self.error is not None
+        error, traceback = self.error, self._traceback
+        self.error = self._traceback = None
+        return error.with_traceback(traceback)
 
     def move(self, what: str) -> None:
         """Note what happens to the request; raise `ValueError` if it cannot happen in its state."""

@@ -15,13 +15,14 @@ from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.slots import Slots
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS, is_end
-from daskserve.errors import ServeError, StepError
+from daskserve.errors import RequestTimeoutError, ServeError, StepError, UnavailableError
 from daskserve.payload.packed_errors import raisable
 from daskserve.telemetry.replica import StepMetrics
 
 #: What user code has answered: its value, and what it raised instead.
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 #: The name of a function of user code, and the requests to call it with.
+_SPECIAL = (BaseException, type)
 CallOfUser: TypeAlias = tuple[str, list[ActiveRequest]]
 
 
@@ -66,18 +67,33 @@ class Rounds:
     def leave(self, request: ActiveRequest) -> bool:
         """Note that the caller of a request has left; return whether user code has to release it."""
         with self._lock:
-            if request.is_active and not request.has_left:
+            if not request.is_active:
+                self.slots.end(request)
+                return False
+            if not request.has_left:
                 request.has_left = True
                 self._left.append(request)
-                return True
-            self.slots.end(request)
-            return False
+            return True
 
     def go_on(self, request: ActiveRequest) -> None:
         """Let a request take part in steps again, because its caller has caught up."""
         with self._lock:
             request.is_paused = False
             self._steppable = None
+
+    def give_up(self, text: str) -> list[ActiveRequest]:
+        """Fail all requests, and return them; active ones end after the call, as if callers had left."""
+        with self._lock:
+            given_up = [each for each in self.slots.all_requests() if not each.has_left]
+            for request in given_up:
+                if request.is_active:
+                    request.fail(RequestTimeoutError(text))
+                    request.has_left = True
+                    self._left.append(request)
+                else:
+                    request.fail(UnavailableError(text))
+                    self.slots.end(request)
+            return given_up
 
     @property
     def is_unwanted(self) -> bool:
@@ -169,7 +185,7 @@ class Rounds:
             self._to_prefill = [each for each in new if each.is_active]
             return
         for request, state in zip(new, states or [None] * len(new), strict=True):
-            if isinstance(state, BaseException):
+            if issubclass(type(state), BaseException):
                 self._note_own_error(request, state)
             elif states is not None:
                 request.state = state
@@ -187,24 +203,26 @@ class Rounds:
             self._note_error(active, error)
             return
         self.slots.grow(active)
-        count = 0
+        most, count = self._max_outputs, 0
         for request, result in zip(active, results, strict=True):
             if request.has_left:
                 continue
-            if isinstance(result, (BaseException, type)) and self._note_special(request, result):
+            # Not isinstance(), which asks the object for its class, and so may run code of the user's.
+            if issubclass(type(result), _SPECIAL) and self._note_special(request, result):
                 continue
             if result is not None:
-                request.outputs.append(result)
+                outputs = request.outputs
+                outputs.append(result)
                 count += 1
                 if request.waiter is not None:
                     self._to_wake.append(request)
-                elif len(request.outputs) - request.read >= MAX_BUFFERED_RESULTS:
+                elif len(outputs) - request.read >= MAX_BUFFERED_RESULTS:
                     request.is_paused = True
                     self._steppable = None
+                if len(outputs) >= most and not request.is_finished:
+                    self._fail(request, self._too_many())
             if request.is_finished:
                 self._end(request)
-            elif len(request.outputs) >= self._max_outputs:
-                self._fail(request, self._too_many())
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
@@ -244,8 +262,8 @@ class Rounds:
     # ---- what becomes of a request
 
     def _fail(self, request: ActiveRequest, error: Exception) -> None:
-        if not request.has_ended and request.error is None:
-            request.error = error
+        if not request.has_ended:
+            request.fail(error)
         self._end(request)
 
     def _end(self, request: ActiveRequest) -> None:

@@ -91,8 +91,8 @@ class Slots:
             evicted = self._lowest_waiting()
             if evicted is None or evicted.priority >= request.priority:
                 raise self._refusal()
+            evicted.fail(self._refusal())  # before the end, which its caller may see at once
             self.end(evicted)
-            evicted.error = self._refusal()
         request.number = self._numbers
         self._numbers += 1
         self._wait(request)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from daskserve.common.clock import LoopClock
 from daskserve.data.caller.calls.handle import Handle
-from daskserve.errors import UnavailableError
+from daskserve.errors import BackPressureError, UnavailableError
 
 
 async def resume_stream(
@@ -22,7 +23,7 @@ async def resume_stream(
     handle : Handle
         The handle of the method, such as ``handle.generate``.
     max_resumes : int
-        How often the stream may be resumed; then the error of the loss is raised.
+        How often the stream may be resumed, refusals by full replicas included; then the error is raised.
 
     Examples
     --------
@@ -40,9 +41,12 @@ async def resume_stream(
                 outputs.append(output)
                 yield output
             return
-        except UnavailableError as error:
-            if not error.is_retryable or resumes >= max_resumes:
+        except (UnavailableError, BackPressureError) as error:
+            # A stream that begins may be refused; one that goes on waits for the replicas that are left.
+            pause_s = error.retry_after_s if isinstance(error, BackPressureError) else 0.0
+            if not error.is_retryable or resumes >= max_resumes or (pause_s and not outputs):
                 raise
             resumes += 1
         finally:
             stream.cancel()
+        await LoopClock().sleep(pause_s)
