@@ -130,7 +130,8 @@ class Hedging:
         self._seen += 1
         if len(self._latencies) >= LEAST and (self.delay_s is None or self._seen % EVERY == 0):
             found = sorted(self._latencies)[int(self._quantile * len(self._latencies))]
-            self.delay_s = max(found, self._min_delay_s)
+            # A little later, so that of many equal ones none is late.
+            self.delay_s = max(1.01 * found, self._min_delay_s)
 
 
 class _Race:
