@@ -1,6 +1,7 @@
 # Every target sets itself up, on nothing but Python 3.11 or newer with venv and pip.
 #   make demo                        the digits example on a cluster of its own, until Ctrl-C
 #   make demo ARGS="--once --port 0" measure, then end
+#   make demo-chat                   chat with a small model, until Ctrl-C
 #   make test ARGS="-m 'not slow'"   ARGS go to pytest
 #   make nightly                     all tests, and 10,000 generated cases of each kind
 #   make check                       format, lint, types, layers
@@ -9,10 +10,13 @@
 #   PYTHON=python3.12 make test      which interpreter to make .venv with
 
 export PYTHON
-.PHONY: demo test nightly check docs docs-serve
+.PHONY: demo demo-chat test nightly check docs docs-serve
 
 demo: .venv/.installed
 	.venv/bin/python examples/digits/demo.py $(ARGS)
+
+demo-chat: .venv/.installed
+	.venv/bin/python examples/chat/chat_demo.py $(ARGS)
 
 test: .venv/.installed
 	scripts/test $(ARGS)

@@ -125,8 +125,8 @@ _NAMES: Mapping[str, str] = {
     "ReplicaContext GangContext PlacementBundle PlacementGroup",
     "common.types": "ReplicaRank",
     "errors": "ServeError",
-    # Modules; the last four have the names of those of Ray Serve.
-    "": "classic context errors metrics config exceptions handle schema",
+    # Modules; the last five have the names of those of Ray Serve.
+    "": "classic context errors metrics config exceptions handle request_router schema",
 }
 _HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for name in names.split()}
 

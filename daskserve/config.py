@@ -16,6 +16,7 @@ from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
+from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.options.tracing import TracingConfig
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "HTTPOptions",
     "LoggingConfig",
     "ProxyLocation",
+    "RequestRouterConfig",
     "TracingConfig",
 ]
 

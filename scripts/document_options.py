@@ -25,6 +25,7 @@ from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
+from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.options.tracing import TracingConfig
 
 #: The models whose options the page lists, by name.
@@ -39,6 +40,7 @@ MODELS = {
         AutoscalingConfig,
         RolloutConfig,
         Gate,
+        RequestRouterConfig,
         Environment,
         HTTPOptions,
         LoggingConfig,

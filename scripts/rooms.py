@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = "daskserve"
 #: Modules that re-export classes under Ray Serve's names.
-RAY_SERVE = frozenset({"classic", "config", "exceptions", "handle", "schema"})
+RAY_SERVE = frozenset({"classic", "config", "exceptions", "handle", "request_router", "schema"})
 
 
 @dataclass(frozen=True)

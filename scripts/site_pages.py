@@ -26,6 +26,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "examples/digits/README.md": "digits.md",
+    "examples/chat/README.md": "chat.md",
 }
 NOTEBOOKS = ROOT / "examples/notebooks"
 LINK = re.compile(r"(?<!!)\[([^\]\[]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")

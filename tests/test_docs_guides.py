@@ -97,6 +97,19 @@ def test_the_program_answers_curl_as_the_page_shows(page: str, paste: Any, insta
         assert ended.stdout.rstrip("\n") == output.rstrip("\n")
 
 
+def test_the_routers_of_the_page_choose(
+    paste: Any, instance: serve.Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "run", instance.run)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks("routers.md", "python"):
+        exec(compile(block, "routers.md", "exec", dont_inherit=True), names)
+    assert capsys.readouterr().out == "1\n"
+    chat = names["Chat"].options(request_router_config=names["config"])
+    handle = instance.run(chat.bind(), name="chat", route_prefix="/chat")
+    assert handle.remote("a long question").result()
+
+
 @contextmanager
 def guest(url: str, name: str) -> Iterator[WebSocketClient]:
     with talk(f"{url}/rooms/lobby?name={name}") as client:

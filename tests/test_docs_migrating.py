@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
+from daskserve import request_router
 
 PAGE = (Path(__file__).parent.parent / "docs/migrating.md").read_text()
 TEXT = PAGE.partition("\n## From the classic system")[2]
@@ -63,4 +64,6 @@ def test_every_public_name_of_ray_serve_is_here_or_said_not_to_be() -> None:
             assert set(getattr(place, "__all__", ())) - set(names_of(same)) <= {
                 "DeploymentIsBeingDeletedError",
                 "ExternalScalerDisabledError",
+                *(name for name in request_router.__all__ if "Router" in name),
+                *("DeploymentID", "RequestMetadata"),
             }

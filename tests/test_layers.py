@@ -53,7 +53,18 @@ ROOMS: Mapping[str, str] = {
     "openai": "edge",
 }
 EDGE_MODULES = frozenset(
-    {"__main__", "actors", "classic", "config", "exceptions", "handle", "schema", "stores", "testing"}
+    {
+        "__main__",
+        "actors",
+        "classic",
+        "config",
+        "exceptions",
+        "handle",
+        "request_router",
+        "schema",
+        "stores",
+        "testing",
+    }
 )
 #: Pairs of rooms that never import each other: they exchange values, like two programs.
 STRANGERS: Sequence[tuple[str, str]] = (

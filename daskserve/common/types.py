@@ -465,8 +465,9 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
-    #: The model that it asks for, by which its replica is chosen; stays in this process, too.
+    #: The model that it asks for, and what a router sees of it; they stay in this process, too.
     model_id: str = ""
+    routed: Any = None
 
 
 @dataclass(slots=True)

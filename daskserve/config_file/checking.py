@@ -19,7 +19,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, names_of
 from daskserve.options.http import HTTPOptions
-from daskserve.options.route_variables import check_part_name, check_route, shape_of
+from daskserve.options.routing.route_variables import check_part_name, check_route, shape_of
 from daskserve.options.tracing import TracingConfig
 
 #: Options of a deployment that are not in its `BackendConfig`.

@@ -41,11 +41,6 @@ def _has_no_services(value: Any) -> bool:
     return _is_empty(value) or (isinstance(value, Mapping) and not value.get("grpc_servicer_functions"))
 
 
-def _is_default_router(value: Any) -> bool:
-    name = value.get("request_router_class") if isinstance(value, Mapping) else value
-    return _is_empty(name) or "PowerOfTwo" in str(name)
-
-
 _ONE_ADDRESS = RayKey("all applications of an instance have one address, which is in http_options")
 _ONE_TRACING = RayKey("traces are those of the whole instance; write it at the top of the file", _always)
 
@@ -75,7 +70,6 @@ APPLICATION: Mapping[str, RayKey] = {
 }
 DEPLOYMENT: Mapping[str, RayKey] = {
     "tracing_config": _ONE_TRACING,
-    "request_router_config": _instead("request_router_config", _is_default_router),
     "backpressure_config": _instead("backpressure_config"),
     "placement_group_bundle_label_selector": _instead("placement_group_bundle_label_selector"),
     "placement_group_fallback_strategy": _instead("placement_group_fallback_strategy"),

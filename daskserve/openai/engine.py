@@ -95,6 +95,8 @@ class Token:
         How many tokens it is, for the usage.
     prompt_tokens : int, optional
         The length of the prompt, if this is known first now.
+    data : any
+        Whatever the engine keeps with it, such as its number.
     """
 
     text: str = ""
@@ -104,6 +106,7 @@ class Token:
     finish_reason: str | None = None
     count: int = 1
     prompt_tokens: int | None = None
+    data: Any = None
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    model: str
+    model: str = Field(min_length=1, max_length=1000)
     user: str | None = None
 
     @classmethod

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from daskserve.common.clock import LoopClock
 from daskserve.context import current_request
+from daskserve.errors import ServeError
 from daskserve.openai.answers import EmbeddingList, ModelCard, ModelList
 from daskserve.openai.completions import ChatFormat, CompletionFormat, Format, gathered, json_text
 from daskserve.openai.errors import (
-    InvalidRequestError,
     ModelNotFoundError,
     UnsupportedMediaTypeError,
     error_answer,
@@ -113,12 +113,12 @@ class OpenAIServer:
             body = body_type.parse(await _read(request))
             model, adapter = self._find(body.model)
             generations = body.generations()
-        except (InvalidRequestError, ModelNotFoundError) as error:
+            handle = self._handle(model, adapter).options(stream=True).generate
+        except ServeError as error:
             return _failure(error)
         request_id = _request_id()
         head = {"id": f"{prefix}{request_id}", "created": int(LoopClock().wall()), "model": body.model}
         made = format_type(body, head)
-        handle = self._handle(model, adapter).options(stream=True).generate
         for each in generations:
             each.model, each.adapter, each.request_id = body.model, adapter, request_id
         numbered = merged([handle.remote(each) for each in generations])
@@ -132,7 +132,9 @@ class OpenAIServer:
         return _json(made.whole(wholes))
 
     def _handle(self, model: str, adapter: str) -> Any:
-        return self._handles[model]
+        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`.
+        handle = self._handles[model]
+        return handle.options(multiplexed_model_id=adapter) if adapter else handle
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
         # An error before the first token has a status of its own.

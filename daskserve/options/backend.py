@@ -20,6 +20,7 @@ from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.rollout import RolloutConfig
+from daskserve.options.routing.request_router import RequestRouterConfig
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
 SYNC_CONCURRENCY = 8
@@ -91,6 +92,11 @@ class BackendConfig(Options):
         1000,
         ge=-1,
         description="Maximum number of requests queued in a router for this backend; -1: no limit.",
+    )
+    request_router_config: RequestRouterConfig | None = Field(
+        None,
+        description="How the replica of a request is chosen, see [Routers](docs/routers.md). None: the "
+        "less loaded of two, nearer ones first.",
     )
     max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.options.route_variables import SegmentPattern, has_variables, names_of, shape_of
+from daskserve.options.routing.route_variables import SegmentPattern, has_variables, names_of, shape_of
 
 
 @dataclass(frozen=True, slots=True)

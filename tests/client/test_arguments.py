@@ -18,7 +18,7 @@ from daskserve.common.types import Location
 from daskserve.errors import BadRequestError, UnpicklableError
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.options.route_variables import check_route
+from daskserve.options.routing.route_variables import check_route
 
 
 @each_case("route", [None, "/", "/a/b", "/-a", "/a/-/b", "/{a}", "/a/{b}/c{d:int}", "/{p:path}"])

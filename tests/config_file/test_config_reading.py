@@ -115,8 +115,8 @@ def app(*lines: str, deployment: str = "") -> str:
         (app(deployment="deployment_actors: [{name: a}]"), "f.yaml:5:25: actor_class is missing"),
         (app(deployment="init_args: [1]"), "f.yaml:5:5: init_args has no counterpart here: the code binds"),
         (
-            app(deployment="request_router_config: {request_router_class: 'a:B'}"),
-            "f.yaml:5:5: request_router_config has no counterpart here",
+            app(deployment="backpressure_config: {enabled: true}"),
+            "f.yaml:5:5: backpressure_config has no counterpart here",
         ),
         (
             app(deployment="autoscaling_config: {max_replica: 3}"),

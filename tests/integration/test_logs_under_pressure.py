@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from clusters import Load, nannied_cluster
 from dask_processes import PATIENCE_S, poll_for
+from distributed import Client
 
 import daskserve as serve
 
@@ -56,7 +57,12 @@ def answer(request: Any) -> str:
 
 def test_records_of_all_processes_are_followed(tmp_path: Path) -> None:
     with nannied_cluster(2) as dask:
-        client = serve.start(detached=True, dask_client=dask, http_options={"port": 0}, logging_config={})
+        client = serve.start(
+            detached=True,
+            dask_client=dask,
+            http_options={"port": 0},
+            logging_config={"logs_dir": str(tmp_path)},
+        )
         for name, isolation in (("here", "thread"), ("there", "process")):
             app = serve.deployment(answer, isolation=isolation, num_replicas=2, name="d").bind()
             client.run(app, name=name, route_prefix=f"/{name}")
@@ -82,7 +88,20 @@ def test_records_of_all_processes_are_followed(tmp_path: Path) -> None:
             assert each["deployment"] == access[each["request_id"]]["deployment"] == "d"
         printed = {each["request_id"] for each in found if each["message"].startswith("printed")}
         assert printed == {each["request_id"] for each in answers}
+        # A file appears with its first record.
+        poll_for(lambda: set(log_files(dask)) > {str(each) for each in tmp_path.iterdir()})
         client.shutdown()
+
+
+def log_files(dask: Client) -> Iterator[str]:
+    """Yield the files that the details of an instance name."""
+    scheduler = dask.scheduler_info()
+    url = f"http://127.0.0.1:{scheduler['services']['dashboard']}/api/serve/applications/"
+    details = json.loads(get(url))
+    actors = [details["controller_info"], *details["proxies"].values()]
+    for app in details["applications"].values():
+        actors += [each for one in app["deployments"].values() for each in one["replicas"]]
+    yield from (each["log_file_path"] for each in actors)
 
 
 class Stuck(logging.Handler):

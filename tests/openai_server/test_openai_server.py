@@ -30,7 +30,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 @pytest.fixture(scope="module")
 def instance() -> Iterator[serve.Client]:
     with local_instance(http_options={"port": 0}) as client:
-        client.run("daskserve.openai:build_app", args={"echo": MODEL}, name="llm", route_prefix="/llm")
+        models = {"echo": MODEL, "tuned": {"engine": "echo_engine:Adapted", "adapters": ["*"]}}
+        client.run("daskserve.openai:build_app", args=models, name="llm", route_prefix="/llm")
         yield client
 
 
@@ -50,7 +51,7 @@ def says(text: str) -> list[Any]:
 
 
 def test_models_and_adapters_are_listed(client: Any) -> None:
-    assert [each.id for each in client.models.list()] == ["echo", "echo:formal"]
+    assert [each.id for each in client.models.list()] == ["echo", "echo:formal", "tuned"]
     assert client.models.retrieve("echo:formal").owned_by == "daskserve"
     for name in ("other", "echo:rude", "echo:"):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -94,6 +95,23 @@ def test_probabilities_are_reported(client: Any) -> None:
     assert plain.text == "a ba b "
     assert plain.logprobs is not None
     assert (plain.logprobs.tokens, plain.logprobs.text_offset) == (["a ", "b "], [3, 5])
+
+
+def test_adapters_are_loaded_by_multiplexing(client: Any) -> None:
+    def ask(model: str) -> str:
+        return client.chat.completions.create(model=model, messages=USER).choices[0].message.content  # type: ignore[no-any-return]
+
+    assert [ask(f"tuned{each}") for each in ("", ":ab", ":ab", ":abcd")] == [
+        "none 0",
+        "AB 1",
+        "AB 1",
+        "ABCD 2",
+    ]
+    for unknown in ("abc", "a" * 100_000):
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask(f"tuned:{unknown}")
+        assert caught.value.status_code in (400, 404)
+    assert caught.value.type == "invalid_request_error"
 
 
 def test_tools_are_called(client: Any) -> None:

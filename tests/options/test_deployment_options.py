@@ -169,7 +169,7 @@ PAIRS = {"gang_size": 2}
         ({"placement_group_strategy": "SPREAD"}, {"placement_group_bundles": BUNDLES}, None),
         ({"num_replicas": 4}, {"gang_scheduling_config": PAIRS}, None),
         ({"gang_scheduling_config": PAIRS}, {"num_replicas": 4}, None),
-        ({"user_config": 1}, {"logging_config": None, "request_router_config": None}, {"user_config": 1}),
+        ({"user_config": 1}, {"logging_config": None, "backpressure_config": None}, {"user_config": 1}),
     ],
 )
 def test_steps_are_merged_and_then_checked(

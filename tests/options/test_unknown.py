@@ -92,7 +92,7 @@ def test_an_option_under_both_its_names_is_refused(
         (ActorOptions, "fallback_strategy", "list all workers that are good enough in 'workers'"),
         (BackendConfig, "accelerator_type", "It belongs in actor_options."),
         (LoggingConfig, "log_dir", "Did you mean 'logs_dir'?"),
-        (BackendConfig, "request_router_config", "leave it out"),
+        (BackendConfig, "backpressure_config", "leave it out"),
         (BackendConfig, "max_surge_percentage", "Did you mean 'max_surge_percent'?"),
         (HTTPOptions, "prot", "Did you mean 'port'?"),
     ],

@@ -6,8 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import daskserve as serve
 from daskserve.errors import BackPressureError
-from daskserve.openai import EmbeddingRequest, Embeddings, GenerationRequest, Token, ToolCall, text_of
+from daskserve.openai import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    ModelNotFoundError,
+    Token,
+    ToolCall,
+    text_of,
+)
 
 
 class Echo:
@@ -58,6 +67,24 @@ class Echo:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"open": self.open}
+
+
+class Adapted:
+    """Answers with the names of adapters and how many it has loaded so far; each name has an even length."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    @serve.multiplexed(max_num_models_per_replica=2)
+    async def adapter(self, name: str) -> str:
+        if len(name) % 2:
+            raise ModelNotFoundError(f"There is no adapter {name!r}.")
+        self.loads += 1
+        return name.upper()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:
+        adapter = await self.adapter(request.adapter) if request.adapter else "none"
+        yield f"{adapter} {self.loads}"
 
 
 def _text(request: GenerationRequest) -> str:

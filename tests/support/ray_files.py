@@ -404,10 +404,9 @@ KINDS: Mapping[str, Kind] = {
               deployments:
               - name: hello
                 request_router_config:
-                  request_router_class: my_module:MyRouter
+                  request_router_class: ray_programs:FirstRouter
             """
         ),
-        lacks=("request_router_config",),
     ),
     "llm": Kind(
         "an application of Ray itself, such as `ray.serve.llm`",

@@ -18,6 +18,7 @@ from starlette.responses import StreamingResponse
 import daskserve as serve
 from daskserve.config import AutoscalingContext, DeploymentActorConfig
 from daskserve.handle import DeploymentHandle
+from daskserve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
 @serve.deployment
@@ -286,3 +287,13 @@ class Variables:
 
 
 variables_app = Variables.bind()
+
+
+class FirstRouter(RequestRouter):
+    """A request router of the user's."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the first replica."""
+        return [candidate_replicas[:1]]

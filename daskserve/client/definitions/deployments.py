@@ -14,7 +14,7 @@ from daskserve.options.environment import parse_environment
 from daskserve.options.fields.base import parse_options, spellings_of
 from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.placement import check_covered
-from daskserve.options.route_variables import check_part_name
+from daskserve.options.routing.route_variables import check_part_name
 
 #: The option whose default depends on the callable.
 CONCURRENCY = "max_ongoing_requests"

@@ -30,7 +30,7 @@ from daskserve.errors import BadRequestError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import SEPARATOR, DeploymentActorConfig
-from daskserve.options.route_variables import check_part_name, check_route
+from daskserve.options.routing.route_variables import check_part_name, check_route
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec, actor_tag, deployment_tag
 from daskserve.payload.pickling import visit
 

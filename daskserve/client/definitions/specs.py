@@ -22,7 +22,7 @@ from daskserve.options.fields.base import parse_options, parse_typed
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
-from daskserve.options.route_variables import check_not_reserved, check_variables
+from daskserve.options.routing.route_variables import check_not_reserved, check_variables
 from daskserve.options.specs import BackendSpec
 from daskserve.payload.importing import ImportPath, ModuleVersions
 from daskserve.payload.parcels import pack_code
@@ -110,6 +110,15 @@ def split_config(
         remedy = 'Name it by its import path, "module:function", if the workers have that module.'
         pickled = base64.b64encode(dump_option("redact", payloads.redact, remedy)).decode()
         options["payload_logging"] = payloads.model_copy(update={"redact": f"{PICKLED}{pickled}"})
+    router = config.request_router_config
+    if router is not None and isinstance(router.request_router_class, type):
+        remedy = 'Name it by its import path, "module:Class", if all processes have that module.'
+        pickled = base64.b64encode(
+            dump_option("request_router_class", router.request_router_class, remedy)
+        ).decode()
+        options["request_router_config"] = router.model_copy(
+            update={"request_router_class": f"{PICKLED}{pickled}"}
+        )
     if metadata is not None:
         options["internal_metadata"] = metadata
     user_config = None

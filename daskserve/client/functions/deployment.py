@@ -35,7 +35,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import parse_environment
 from daskserve.options.fields.base import names_of
-from daskserve.options.route_variables import check_part_name, check_route
+from daskserve.options.routing.route_variables import check_part_name, check_route
 
 
 async def _deploy(
@@ -106,7 +106,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 RAY_OPTIONS = (
     "placement_group_bundle_label_selector",
     "backpressure_config",
-    "request_router_config",
 )
 
 _get_handle_now = blocking(_get_handle, owner="deployment")

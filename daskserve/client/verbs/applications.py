@@ -29,7 +29,7 @@ from daskserve.data.caller.calls.handle import Handle
 from daskserve.errors import BadRequestError, DeployError, NotFoundError, RequestTimeoutError, ServeError
 from daskserve.options.fields.base import parse_options
 from daskserve.options.logging import LoggingConfig
-from daskserve.options.route_variables import check_part_name, check_route
+from daskserve.options.routing.route_variables import check_part_name, check_route
 from daskserve.options.specs import ApplicationSpec, deployment_tag
 
 #: How long the deletion of an application may take.

@@ -19,7 +19,7 @@ from daskserve.common.types import ALL_HTTP_METHODS, GoalId
 from daskserve.data.replica.user_code.definitions import python_methods
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
-from daskserve.options.route_variables import check_route
+from daskserve.options.routing.route_variables import check_route
 from daskserve.options.specs import BackendSpec
 
 logger = logging.getLogger("daskserve.client")

@@ -163,7 +163,8 @@ class ActorRegistry:
         self._recent_log = recent_log
         self._is_ending = False
         self._stopping = TaskSet(logger)
-        self._verbs = verbs_of(self, _LogVerbs(self, logs or ProcessLogs()))
+        self._logs = logs or ProcessLogs()
+        self._verbs = verbs_of(self, _LogVerbs(self, self._logs))
 
     def __repr__(self) -> str:
         return f"<ActorRegistry of {self.worker} actors={len(self.entries)}>"
@@ -305,6 +306,7 @@ class ActorRegistry:
                 **({} if (work := entry.work(now)) is None else {"busy": work}),
                 **(entry.metrics() if entry.spec.name in named else {}),
                 **broken,
+                **({} if (file := self._logs.file_of(entry.spec.name)) is None else {"log_file": file}),
                 "worker": self.worker,
                 "pid": self._pid,
             }

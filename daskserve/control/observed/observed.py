@@ -214,6 +214,8 @@ class Observed:
     unresponsive: set[WorkerAddress] = field(default_factory=set)
     #: The workers that other workers do not reach directly, each with its route.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
+    #: The log files of the actors of each worker, by the name of the actor without the instance's.
+    log_files: dict[WorkerAddress, Mapping[str, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: Activities of replicas that start, are reconfigured or drain, as their processes report them.
     busy: dict[ReplicaTag, Activity] = field(default_factory=dict)

@@ -160,6 +160,11 @@ class WorkerWatch:
             self._observed.broken_routes.pop(worker, None)
         else:
             self._observed.broken_routes[worker] = broken
+        self._observed.log_files[worker] = {
+            each["name"].removeprefix(f"{self._cluster.instance}/"): each["log_file"]
+            for each in actors
+            if "log_file" in each
+        }
         there = {(actor["name"], actor["incarnation"]): actor for actor in actors}
         for replica in expected:
             current = self._state.replicas.get(replica.tag)
@@ -267,7 +272,8 @@ class WorkerWatch:
         if not self._observed.unresponsive <= known:
             self._observed.unresponsive &= known
             self._announce()
-        for worker in set(self._observed.broken_routes) - known:
-            del self._observed.broken_routes[worker]
+        for found in (self._observed.broken_routes, self._observed.log_files):
+            for worker in found.keys() - known:
+                del found[worker]
         for worker in set(self._misses) - known:
             del self._misses[worker]

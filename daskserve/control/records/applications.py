@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 
 from daskserve.common.types import BackendTag
 from daskserve.control.records.records import AppRecord, BackendRecord
-from daskserve.options.route_variables import shape_of
+from daskserve.options.routing.route_variables import shape_of
 
 
 class Applications:

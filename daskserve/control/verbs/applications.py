@@ -21,7 +21,7 @@ from daskserve.control.verbs.backends import Outcome
 from daskserve.control.verbs.declaring import NO_CONFIGS, declared
 from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.errors import AlreadyRegisteredError, BadRequestError
-from daskserve.options.route_variables import shape_of
+from daskserve.options.routing.route_variables import shape_of
 from daskserve.options.specs import ApplicationSpec
 
 

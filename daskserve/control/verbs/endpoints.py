@@ -11,7 +11,7 @@ from daskserve.common.types import BackendTag, EndpointTag, described, short_tag
 from daskserve.control.records.records import AppRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, NotRegisteredError
-from daskserve.options.route_variables import has_variables, shape_of
+from daskserve.options.routing.route_variables import has_variables, shape_of
 
 
 def normalise_route(route: str) -> str:

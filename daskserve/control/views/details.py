@@ -94,7 +94,7 @@ def details(
     apps = {name: _application(state, observed, name, status) for name, status in statuses.items()}
     return {
         "controller_info": {
-            **_place(observed, controller),
+            **_place(observed, controller, "controller"),
             "actor_id": f"{instance}/controller",
             "actor_name": f"{instance}/controller",
             "pid": os.getpid(),
@@ -109,8 +109,8 @@ def details(
     }
 
 
-def _place(observed: Observed, worker: str | None) -> dict[str, Any]:
-    """Return where an actor is; a Dask worker is what Ray calls a node."""
+def _place(observed: Observed, worker: str | None, actor: str) -> dict[str, Any]:
+    """Return where an actor is, and its log file; a Dask worker is what Ray calls a node."""
     info = observed.workers.get(worker or "")
     host = None if info is None else info.host
     return {
@@ -118,7 +118,7 @@ def _place(observed: Observed, worker: str | None) -> dict[str, Any]:
         "node_ip": host,
         "node_instance_id": host,
         "worker_id": None if info is None else info.name or worker,
-        "log_file_path": None,
+        "log_file_path": observed.log_files.get(worker or "", {}).get(actor),
     }
 
 
@@ -137,7 +137,7 @@ def _http(http: HTTPOptions) -> dict[str, Any]:
 def _proxies(state: State, observed: Observed) -> dict[str, Any]:
     return {
         proxy.worker or proxy.name: {
-            **_place(observed, proxy.worker),
+            **_place(observed, proxy.worker, f"proxy/{proxy.name}/{proxy.incarnation}"),
             "actor_id": proxy.tag,
             "actor_name": proxy.tag,
             "status": _PROXY_STATES.get(proxy_state(proxy, observed), "STARTING"),
@@ -222,7 +222,7 @@ def _deployment(
 def _replica(observed: Observed, replica: ReplicaRecord) -> dict[str, Any]:
     facts = observed.ready.get(replica.tag) or {}
     return {
-        **_place(observed, replica.worker),
+        **_place(observed, replica.worker, f"replica/{replica.tag}"),
         "actor_id": replica.tag,
         "actor_name": short_tag(replica.tag),
         "replica_id": replica.tag.rpartition("#")[2],

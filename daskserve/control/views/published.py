@@ -46,6 +46,9 @@ def _published(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict
         "max_queued": backend.config.max_queued_requests,
         "max_crash_retries": backend.config.max_crash_retries,
     }
+    router = backend.config.request_router_config
+    if router is not None and (named := router.published()) is not None:
+        value["router"] = named
     if not backend.is_deployment:
         value["kind"] = backend.kind
     if backend.config.bodies != "gather":

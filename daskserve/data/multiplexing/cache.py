@@ -25,8 +25,8 @@ LOADED: Final = "loaded"
 LEAVING: Final = "leaving"
 
 #: A model is plainly more popular than another one by these many uses and this factor.
-MARGIN: Final = 8.0
-FACTOR: Final = 2.0
+MARGIN: Final = 4.0
+FACTOR: Final = 1.25
 #: A count halves with this many uses of any model, for each model that is kept, and at least as many as for
 #: 8.
 HALF_LIFE_USES: Final = 64

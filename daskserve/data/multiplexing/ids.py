@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
+
+from daskserve.errors import BadRequestError, WrongTypeError
 
 #: Longer ids are shortened where they are published, kept or shown.
 MAX_SHOWN = 80
@@ -11,11 +14,11 @@ _KEPT = 47
 
 
 def check_model_id(model_id: Any) -> str:
-    """Return a model id; raise `TypeError` or `ValueError` if it is none."""
+    """Return a model id; raise `WrongTypeError` or `BadRequestError` if it is none."""
     if type(model_id) is not str:
-        raise TypeError(f"The model ID must be a string; got {model_id!r}.")
+        raise WrongTypeError(f"The model ID must be a string; got {model_id!r}.")
     if not model_id:
-        raise ValueError(
+        raise BadRequestError(
             "The model ID cannot be empty; the caller names it in the header serve_multiplexed_model_id, or "
             "with handle.options(multiplexed_model_id=...)."
         )
@@ -28,3 +31,12 @@ def short_id(model_id: str) -> str:
         return model_id
     digest = hashlib.blake2b(model_id.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"{model_id[:_KEPT]}~{digest.hexdigest()}"
+
+
+def model_named_in(head: Mapping[str, Any]) -> str:
+    """Return the id of the model that a request names in the head of its envelope; empty if it names none."""
+    facts = head.get("facts")
+    if facts is not None:
+        return str(facts.get("multiplexed_model_id", ""))
+    extensions = head.get("extensions") or {}
+    return str(extensions.get("daskserve", {}).get("model_id", ""))

@@ -20,7 +20,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import LAST_LINES, ContextWith, verb, verbs_of
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import Load, as_rank_info, short_tag
+from daskserve.common.types import Load, as_rank_info, short_tag, split_deployment_tag
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
@@ -28,6 +28,9 @@ from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.telemetry.logs.process import file_of
+from daskserve.telemetry.logs.records import Tags
+from daskserve.telemetry.logs.settings import merged
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserSample
@@ -64,6 +67,8 @@ class Replica:
         self._limit: asyncio.Timeout | None = None
         #: Whether it stops although it is healthy.
         self._is_planned = True
+        #: The file with its logs, which its child process writes if it has one.
+        self._log_file = _log_file_of(start, getattr(start.config, "logging_config", None))
         self._health = HealthWatch(
             short_tag(start.replica_tag),
             self.probe,
@@ -157,6 +162,7 @@ class Replica:
                 self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
             self._rank_info = as_rank_info(rank_info)
+            self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
             if self._slots.is_open:  # it may have been stopped meanwhile
                 await self._health.configure(
@@ -245,6 +251,8 @@ class Replica:
             facts["multiplexed"] = multiplexed
         if stats := self._code.routing_stats():
             facts["routing_stats"] = stats
+        if self._log_file is not None:
+            facts["log_file"] = self._log_file
         if self._reconfigures_since is not None:
             facts["busy"] = RECONFIGURING.doing, self._context.clock.now() - self._reconfigures_since
         if loss:
@@ -308,3 +316,8 @@ class Replica:
         await self._code.close()
         self._slots.end_wait()
         self._metrics.shutdowns.observe(stopwatch() - began)
+
+
+def _log_file_of(start: ReplicaStart, config: Mapping[str, Any] | None) -> str | None:
+    tags = Tags(*split_deployment_tag(start.backend_tag), start.replica_tag)
+    return file_of(merged(config), tags)

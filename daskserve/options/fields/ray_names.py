@@ -28,7 +28,6 @@ INSTEAD: Mapping[str, str] = {
     "grpc_options": "there are no gRPC proxies; use HTTP, or handles from Python",
     "controller_options": "the controller runs in one of Dask's workers; leave it out",
     "dedicated_cpu": "the proxies run in Dask's workers; choose them with 'location' of http_options",
-    "request_router_config": "requests go to the replica with the least load; leave it out",
     "backpressure_config": "a full queue answers 503 with Retry-After; leave it out",
 }
 _DETAILS = "GET /api/serve/applications/ of the scheduler's HTTP server has it as JSON"
@@ -54,7 +53,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "gradio_integrations": "serve the application that gradio.mount_gradio_app returns",
     "gRPCOptions": "there are no gRPC proxies; use HTTP, or handles from Python",
     "gRPCStatusError": "there are no gRPC proxies; use HTTP, or handles from Python",
-    "RequestRouterConfig": "requests go to the replica with the least load; leave it out",
     "BackpressureConfig": "a full queue answers 503 with Retry-After; leave it out",
     "ControllerOptions": "the controller runs in one of Dask's workers; leave it out",
     "AutoscalingPolicy": "give the function, or its import path, as 'policy' of autoscaling_config",
@@ -95,7 +93,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "instantiate_adapter_from_config": _NO_TASKS,
     "AggregationFunction": "write 'mean', 'max' or 'min' as 'aggregation_function' of autoscaling_config",
     "DeploymentID": "the keys that a policy gets have a name and an app_name; leave the annotation out",
-    "request_router": "requests go to the replica with the least load; leave it out",
     "gang": "use serve.GangContext",
     "dag": "give the bound deployments to .bind() of the ingress",
     "RayActorOptionsSchema": "use serve.ActorOptions",

@@ -249,6 +249,11 @@ class ProcessLogs:
                 found[reason] = found.get(reason, 0) + lost
         return found
 
+    def file_of(self, source: str) -> str | None:
+        """Return the file that the records of a proxy or a controller go to; None without one."""
+        known = self._sources.get(source)
+        return None if known is None else file_of(known.settings, known.tags)
+
     def problems(self) -> list[str]:
         """Return why files cannot be written now."""
         return [f"{each.path}: {each.problem}" for each in tuple(self._files.values()) if each.problem]
@@ -260,6 +265,13 @@ class ProcessLogs:
 
 #: The logs of a child process; None in other processes, whose actors are given theirs.
 process_logs: ContextVar[ProcessLogs | None] = ContextVar("daskserve_process_logs", default=None)
+
+
+def file_of(settings: LogSettings | None, tags: Tags) -> str | None:
+    """Return the file of the records of an actor, which exists once there is one; None without files."""
+    path = _path(settings, tags)
+    return None if path is None else str(path)
+
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 

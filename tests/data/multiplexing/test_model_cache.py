@@ -80,7 +80,7 @@ def test_a_dropped_model_is_remembered_but_not_for_ever() -> None:
     cache = ModelCache(1)
     use(cache, *("a" * 40), *("b" * 100), "a")
     assert cache.popularity(cache.models["a"]) > 20
-    use(cache, *(f"m{number}" for number in range(20_000)))
+    use(cache, *(f"m{number}" for number in range(3000)))
     assert len(cache._dropped) <= 256
 
 

@@ -147,7 +147,7 @@ class Call:
 
     def start(self, replicas: ReplicaSet) -> bool:
         """Send the request without a task; return False, without any effect, if it may have to wait."""
-        replica = replicas.take_now(self._envelope.model_id)
+        replica = replicas.take_now(self._envelope)
         if replica is None:
             return False
         self._replica = replica
@@ -209,7 +209,7 @@ class Call:
         replica, self._replica = self._replica, None
         if replica is not None and self._cancel_request is not None:
             self._cancel_request()
-            self._replicas.release(replica, None)
+            self._replicas.release(replica, None, self._envelope)
             self._fail(asyncio.CancelledError())
 
     def _on_answer(self, message: Message | None, outcome: Load | Exception | ActorRequest) -> None:
@@ -217,7 +217,7 @@ class Call:
         replica, self._replica = self._replica, None
         assert replica is not None
         assert isinstance(outcome, (Load, BaseException))  # a call has one answer message
-        self._replicas.release(replica, outcome)
+        self._replicas.release(replica, outcome, self._envelope)
         if type(outcome) is Load:
             if message is None:
                 self._fail(_no_answer_error(self._envelope))

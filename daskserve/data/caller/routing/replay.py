@@ -50,6 +50,13 @@ class Replay:
                 self._kept.clear()
         return message
 
+    async def peek(self) -> bytes:
+        """Return the first part of the body, which stays to be read."""
+        message = await self.receive()
+        self._ahead.appendleft(message)
+        body: bytes = message.get("body", b"")
+        return body
+
     def rewind(self, *, begun: bool) -> bool:
         """Prepare the request for another replica; return False if it must not, or cannot, be sent again.
 

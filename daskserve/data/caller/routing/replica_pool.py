@@ -162,6 +162,8 @@ class ReplicaPool:
         self._idle_relayed: deque[PooledReplica] = deque()
         self._newcomers: deque[PooledReplica] = deque()
         self._suspended: list[tuple[float, int, PooledReplica]] = []
+        #: All replicas that are not suspended, for `Pick`; None if that has changed.
+        self._usable: list[PooledReplica] | None = None
         self._numbers = itertools.count()
         #: The number of this process's requests at the replicas, including replicas no longer used, and how
         #: many of them are queued there.
@@ -177,6 +179,10 @@ class ReplicaPool:
     def is_empty(self) -> bool:
         """Whether there are no replicas, with or without room."""
         return not self._entries
+
+    def entries(self) -> Mapping[ReplicaTag, PooledReplica]:
+        """Return all replicas by tag; the mapping is replaced when they change."""
+        return self._entries
 
     def addresses(self) -> list[ActorAddress]:
         """Return the addresses of all replicas, with or without room, ordered by tag."""
@@ -231,6 +237,7 @@ class ReplicaPool:
         for hints in (self._idle_local, self._idle_remote, self._idle_relayed):
             hints.clear()
         self._entries = {entry.tag: entry for entry in entries}
+        self._usable = None
         for entry in self._entries.values():
             entry.handle = self._handler_of(entry.address)
             if self._is_local(entry.address):
@@ -256,7 +263,9 @@ class ReplicaPool:
                 self._set_full(entry, is_full=False)
         local, remote = self._local, self._remote
         if pick is not None:
-            picked = pick([each for each in self._entries.values() if not each.is_suspended])
+            if self._usable is None:
+                self._usable = [each for each in self._entries.values() if not each.is_suspended]
+            picked = pick(self._usable)
             if picked is None:
                 return None
             entry = picked
@@ -266,10 +275,10 @@ class ReplicaPool:
         elif local:
             entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
-                work = self._work(entry, now)
+                work = _work(entry, now, self.turns)
                 if work * entry.pace_s > HOP_S:
                     other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
-                    if work > LOCAL_FACTOR * self._work(other, now) + HOP_S / entry.pace_s:
+                    if work > LOCAL_FACTOR * _work(other, now, self.turns) + HOP_S / entry.pace_s:
                         entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
@@ -290,13 +299,6 @@ class ReplicaPool:
         if entry.has_queued_request or entry.in_flight >= entry.concurrency:
             self._remove(entry)
         return entry
-
-    def _work(self, entry: PooledReplica, now: float) -> float:
-        """Return the score of a replica for the choice between near and far."""
-        score = entry.score(now)
-        if entry.sockets and self.turns.is_light(now, HOP_S):
-            return max(0.0, score - entry.sockets)
-        return score
 
     def leave_queue(self, entry: PooledReplica) -> None:
         """Record that the request queued at a replica has its slot, or has left."""
@@ -353,6 +355,7 @@ class ReplicaPool:
     def suspend(self, entry: PooledReplica, until: float) -> None:
         """Suspend a replica until the given time."""
         entry.is_suspended = True
+        self._usable = None
         entry.not_before = max(until, entry.not_before)
         heapq.heappush(self._suspended, (until, next(self._numbers), entry))
         if entry.index >= 0:
@@ -376,6 +379,7 @@ class ReplicaPool:
             _, _, entry = heapq.heappop(self._suspended)
             if entry.is_suspended and entry.not_before <= now:
                 entry.is_suspended = False
+                self._usable = None
                 if entry.index < 0:
                     self._add(entry)
 
@@ -409,6 +413,14 @@ class ReplicaPool:
             peers[entry.index] = last
             last.index = entry.index
         entry.index = -1
+
+
+def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
+    """Return the score of a replica for the choice between near and far."""
+    score = entry.score(now)
+    if entry.sockets and turns.is_light(now, HOP_S):
+        return max(0.0, score - entry.sockets)
+    return score
 
 
 def has_room(pool: ReplicaPool) -> bool:

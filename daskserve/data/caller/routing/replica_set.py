@@ -89,8 +89,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        # Ordered, because a cancelled request leaves from any position.
-        self._waiting = WaitingRequests(self.pool, clock, rng, watch_models)
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_models)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -118,9 +117,11 @@ class ReplicaSet:
         """Return the metric samples; none once the backend is deleted."""
         if self.availability.is_deleted and not (self.waiting or self.in_flight):
             return []
-        return self.metrics.samples(
+        found = self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
+        routing = self._waiting.routing
+        return found if routing is None else found + routing.samples(self._cluster.instance)
 
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all versions by tag, once they are known."""
@@ -150,6 +151,7 @@ class ReplicaSet:
         self.is_autoscaled = value.get("autoscaled", False)
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
+        self._waiting.choose_by(value.get("router"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -170,12 +172,11 @@ class ReplicaSet:
         self.pool.note_route(worker)
         self._serve_waiting()
 
-    def take_now(self, model_id: str = "") -> PooledReplica | None:
+    def take_now(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
         if self._waiting:
             return None
-        pick = self._waiting.picker(model_id) if model_id else None
-        replica = self.pool.take(self._clock.now(), self._rng, pick)
+        replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
             if replica is not None:
                 self._release_unused(replica)
@@ -189,8 +190,12 @@ class ReplicaSet:
         self.pool.put_first(replica)
         self.release(replica, None)
 
-    def release(self, replica: PooledReplica, outcome: Load | Exception | None) -> None:
+    def release(
+        self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
+    ) -> None:
         """Record the end of a request to a replica, and the load or the failure of the replica."""
+        if envelope is not None and envelope.routed is not None:
+            self._waiting.ended(envelope)
         if type(outcome) is Load:
             self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
@@ -258,8 +263,9 @@ class ReplicaSet:
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
             if envelope.has_body:
-                replay = Replay(envelope, receive)
-                receive = replay.receive
+                receive = (replay := Replay(envelope, receive)).receive
+                if self._waiting.routing is not None:
+                    await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
                 envelope = replace(envelope, note_turn=pool.turns.note)
         metrics.begin(refused)
@@ -268,9 +274,8 @@ class ReplicaSet:
                 replica = self._apart.take(trial)
             else:  # the requests that already wait go first
                 may_go = is_rejected or not self._waiting
-                pick = self._waiting.picker(envelope.model_id) if envelope.model_id else None
-                replica = pool.take(self._clock.now(), self._rng, pick) if may_go else None
-            replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope.model_id), way)
+                replica = self._waiting.take(envelope) if may_go else None
+            replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             has_queued_request = replica.has_queued_request
@@ -303,7 +308,7 @@ class ReplicaSet:
                 replica.sockets -= is_socket
                 if trial is not None:
                     trial.leave()
-                self.release(replica, None)
+                self.release(replica, None, envelope)
 
     async def _send_queued(
         self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
@@ -316,7 +321,7 @@ class ReplicaSet:
         finally:
             queued.leave()
 
-    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, model_id: str) -> PooledReplica:
+    async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
         if not self.availability.may_wait(has_replicas=not self.pool.is_empty):
             raise self.availability.error()
@@ -327,14 +332,14 @@ class ReplicaSet:
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
-            self._waiting[waiter] = model_id, self._clock.now() if model_id else 0.0
+            self._waiting[waiter] = envelope, self._clock.now()
             if is_rejected:
                 self._waiting.move_to_end(waiter, last=False)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
             self.availability.contact.watch()
-        if self._waiting.models is not None:  # those before it may wait for other models
-            self._serve_waiting()
+        if self._waiting.is_selective:
+            self._serve_waiting()  # those before it may wait for other replicas
         self._set_alarm()
         began = stopwatch()
         try:
@@ -357,24 +362,11 @@ class ReplicaSet:
 
     def _serve_waiting(self) -> None:
         """Give free replicas to the waiting requests, in order."""
-        now = self._clock.now()
         if self._apart.waiters:
             self._apart.serve()
             self._set_alarm()
-        if self._waiting.models is not None:
-            self._waiting.serve(now, self._release_unused)
+        if self._waiting.serve(self._release_unused):
             self._set_alarm()
-            return
-        while self._waiting:
-            replica = self.pool.take(now, self._rng)
-            if replica is None:
-                self._set_alarm()
-                return
-            waiter, _ = self._waiting.popitem(last=False)
-            if waiter.done():
-                self._release_unused(replica)
-            else:
-                waiter.set_result(replica)
 
     def _reject_excess(self) -> None:
         """Reject the newest of the requests that arrived before their limit was known."""
@@ -409,6 +401,7 @@ class ReplicaSet:
         """Fail the requests that still wait."""
         self.availability.update(None)
         self.pool.update({}, 1, str)
+        self._waiting.choose_by(None)
         self._alarm.cancel()
         self.fail_waiting()
 

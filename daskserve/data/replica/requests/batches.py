@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.batching.queue import BatchQueue
+from daskserve.data.multiplexing.ids import model_named_in
 from daskserve.data.replica.errors.log import FailureLog
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.execution.runner import RunResult
@@ -97,7 +98,8 @@ class ReplicaBatches:
                 on_batch=counts.observe,
                 on_end=counts.ended,
             )
-        return await queue.submit((item, hold))
+            counts.watch_queue(queue.queued)
+        return await queue.submit((item, hold), model_named_in(item.head))
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
         executor, servable = self._running()

@@ -108,16 +108,15 @@ def choose_place(
     is_patient : bool
         Whether the request may still wait for a replica that has the model.
     """
-    key_hash = hash_of(key)
-    ordered = sorted(free, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
     loads = {each.tag: each.score(now) for each in places}
-    bound = max(LEAST_LOAD, SLOTS_SHARE * concurrency, MEAN_FACTOR * (sum(loads.values()) + 1) / len(places))
+    mean = (sum(loads.values()) + 1) / len(places)
+    bound = max(LEAST_LOAD, SLOTS_SHARE * concurrency, MEAN_FACTOR * mean)
     having = {each.tag for each in places if known[each.tag].has(key, now)}
-    with_model = [each for each in ordered if each.tag in having]
-    fit = next((each for each in with_model if loads[each.tag] < bound), None)
-    if fit is not None:
-        return fit
-    others = [each for each in ordered if each.tag not in having]
+    with_model = [each for each in free if each.tag in having]
+    fit = [each for each in with_model if loads[each.tag] < bound]
+    if fit:
+        return fit[0] if len(fit) == 1 else ordered(key, fit, known)[0]
+    others = [each for each in free if each.tag not in having]
     if having:
         worth = math.ceil(share * len(places) * COPIES_FACTOR)
         calm = [each for each in others if loads[each.tag] < bound]
@@ -126,13 +125,19 @@ def choose_place(
         if not with_model and is_patient and len(having) >= worth:
             return None
         others = calm or others
-    return _emptiest(others, known)
+    return _emptiest(ordered(key, others, known), known)
 
 
-def _emptiest(ordered: Sequence[P], known: Mapping[str, KnownModels]) -> P | None:
+def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> list[P]:
+    """Return replicas in the order of a model."""
+    key_hash = hash_of(key)
+    return sorted(places, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
+
+
+def _emptiest(places: Sequence[P], known: Mapping[str, KnownModels]) -> P | None:
     """Return the replica with the fewest models if it has room for one more, else the first one."""
-    if not ordered:
+    if not places:
         return None
-    counts = [(known[each.tag].count(), known[each.tag].capacity) for each in ordered]
+    counts = [(known[each.tag].count(), known[each.tag].capacity) for each in places]
     roomy = [place for place, (count, most) in enumerate(counts) if most is None or count < most]
-    return ordered[min(roomy, key=lambda place: counts[place][0]) if roomy else 0]
+    return places[min(roomy, key=lambda place: counts[place][0]) if roomy else 0]

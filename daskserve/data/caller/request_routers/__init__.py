@@ -1,0 +1,1 @@
+"""Which replica gets a request, where an option or the user's own class decides that."""

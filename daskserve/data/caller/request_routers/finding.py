@@ -1,0 +1,48 @@
+"""Finds the class of a router by its name, its import path, or its pickle."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
+from daskserve.data.caller.request_routers.interface import RequestRouter
+from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter
+from daskserve.data.caller.request_routers.prefixes import PrefixAffinityRouter
+from daskserve.options.fields.pickled import PICKLED
+from daskserve.payload.importing import import_definition
+from daskserve.payload.pickling import load_bytes
+
+#: The built-in routers by their names in options; see `daskserve.options.request_router`.
+BUILT_IN: Mapping[str, type[RequestRouter]] = MappingProxyType(
+    {
+        "RoundRobin": RoundRobinRouter,
+        "ConsistentHash": ConsistentHashRouter,
+        "LeastLatency": LeastLatencyRouter,
+        "PrefixAffinity": PrefixAffinityRouter,
+    }
+)
+
+
+def load_router(named: str) -> type[RequestRouter]:
+    """Return the class of a user's router; runs in the router's thread.
+
+    Raises
+    ------
+    TypeError
+        It is no class of a router.
+    Exception
+        Whatever the import or the unpickling of user code raises.
+    """
+    found: Any = _unpickled(named) if named.startswith(PICKLED) else import_definition(named)
+    if not (isinstance(found, type) and callable(getattr(found, "choose_replicas", None))):
+        raise TypeError(f"{found!r} is no class with a method choose_replicas")
+    if not issubclass(found, RequestRouter):
+        raise TypeError(f"{found.__name__} does not derive from daskserve.request_router.RequestRouter")
+    return found
+
+
+def _unpickled(text: str) -> Any:
+    return load_bytes(base64.b64decode(text.removeprefix(PICKLED)))

@@ -1,0 +1,160 @@
+"""Routers that send what belongs together to one replica: sessions, by consistent hashing.
+
+Each replica has many places on a ring, by hashes of its tag, which are the same in all processes. A session
+belongs to the replica at the next place after its own hash. So if a replica goes, only its sessions move, and
+a new one takes its share evenly from all others.
+
+Bounded load: a replica that has more than `BOUND` times the mean number of requests is passed over, and the
+next one on the ring gets the request. So one session with all requests does not overload its replica, and a
+replica that leaves does not overload its neighbour.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Iterator
+
+from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
+from daskserve.data.caller.request_routers.plain import two_of
+
+#: How often each replica is on the ring.
+VIRTUAL_NODES = 100
+#: How many times the mean number of requests a replica may have.
+BOUND = 1.25
+#: How many replicas are looked at for a request before it may go anywhere.
+MAX_STEPS = 64
+#: How many numbers of 64 bits one hash yields.
+_PER_HASH = 8
+
+
+def hash_of(text: str) -> int:
+    """Return a number of 64 bits that is the same in all processes."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def places_of(tag: str, count: int) -> list[int]:
+    """Return the hashes of a replica's places on the ring."""
+    found: list[int] = []
+    for number in range(-(-count // _PER_HASH)):
+        digest = hashlib.blake2b(f"{tag}:{number}".encode(), digest_size=64).digest()
+        found += (int.from_bytes(digest[at : at + 8], "big") for at in range(0, 64, 8))
+    return found[:count]
+
+
+class Ring:
+    """The places of replicas. A change costs a sort of what is nearly sorted, not all hashes again."""
+
+    def __init__(self, virtual_nodes: int) -> None:
+        self._virtual_nodes = virtual_nodes
+        self._hashes: list[int] = []
+        self._owners: list[str] = []
+        self._tags: set[str] = set()
+
+    def update(self, tags: set[str]) -> None:
+        """Have exactly these replicas on the ring."""
+        if tags == self._tags:
+            return
+        gone, added = self._tags - tags, tags - self._tags
+        pairs = [
+            pair for pair in zip(self._hashes, self._owners, strict=True) if not gone or pair[1] not in gone
+        ]
+        for tag in sorted(added):
+            pairs += ((place, tag) for place in places_of(tag, self._virtual_nodes))
+        pairs.sort()
+        self._hashes = [place for place, _ in pairs]
+        self._owners = [tag for _, tag in pairs]
+        self._tags = set(tags)
+
+    def walk(self, key: int) -> Iterator[str]:
+        """Return the tags of all replicas, the owner of a key first, in the order of the ring."""
+        first, count = bisect.bisect_right(self._hashes, key), len(self._hashes)
+        seen: set[str] = set()
+        for step in range(count):
+            tag = self._owners[(first + step) % count]
+            if tag not in seen:
+                seen.add(tag)
+                yield tag
+                if len(seen) == len(self._tags):
+                    return
+
+
+class ConsistentHashRouter(RequestRouter):
+    """Sends all requests of a session to one replica, as long as that has room and is not overloaded.
+
+    A request without a session goes to the less loaded of two random replicas.
+    """
+
+    _bound = BOUND
+    _fallbacks: int | None = None
+
+    def initialize_state(
+        self,
+        virtual_nodes: int = VIRTUAL_NODES,
+        bound: float = BOUND,
+        fallback_replicas: int | None = None,
+        num_virtual_nodes: int | None = None,
+        num_fallback_replicas: int | None = None,
+        affinity_rate_window_size: int | None = None,
+    ) -> None:
+        """Take the places of each replica, the bound of the load, and how many others a session may use.
+
+        Parameters
+        ----------
+        bound
+            How many times the mean number of requests a replica may have.
+        fallback_replicas
+            How many replicas beside its own a session may use; a request waits while all of them are full.
+            None: any.
+        affinity_rate_window_size
+            Ray Serve's; without effect.
+        """
+        nodes = virtual_nodes if num_virtual_nodes is None else num_virtual_nodes
+        fallbacks = fallback_replicas if num_fallback_replicas is None else num_fallback_replicas
+        if not isinstance(nodes, int) or not 1 <= nodes <= 10_000:
+            raise ValueError(f"virtual_nodes must be a whole number from 1 to 10000, got {nodes!r}")
+        if not isinstance(bound, (int, float)) or not bound > 1:
+            raise ValueError(f"bound must be more than 1, got {bound!r}")
+        if fallbacks is not None and (not isinstance(fallbacks, int) or fallbacks < 0):
+            raise ValueError(f"fallback_replicas must be a whole number from 0, got {fallbacks!r}")
+        self._ring = Ring(nodes)
+        self._bound, self._fallbacks = bound, fallbacks
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Put new replicas on the ring."""
+        super().update_replicas(replicas)
+        self._by_tag = {each.replica_id.unique_id: each for each in replicas}
+        self._ring.update(set(self._by_tag))
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the first replica on the ring that may take it."""
+        session = "" if pending_request is None else pending_request.metadata.session_id
+        if not session:
+            return two_of(candidate_replicas, self.rng)
+        return self.ranked(hash_of(session))
+
+    def ranked(self, key: int) -> list[list[RunningReplica]]:
+        """Return the first replica after a key that may take a request; else those that may, if any."""
+        most = most_ongoing(self._replicas_list, self.total_ongoing, self._bound)
+        limit = MAX_STEPS if self._fallbacks is None else self._fallbacks + 1
+        over: list[RunningReplica] = []
+        for step, tag in enumerate(self._ring.walk(key)):
+            if step == limit:
+                break
+            each = self._by_tag[tag]
+            if not each.has_room:
+                over.append(each)
+            elif each.ongoing_requests < most:
+                return [[each], *([one] for one in over)]
+            else:
+                over.append(each)
+        return [over] if self._fallbacks is not None else [over, self._replicas_list]
+
+
+def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> int:
+    """Return how many requests a replica must have to get no more, including the next one in the mean."""
+    return math.ceil(bound * (total + 1) / max(len(replicas), 1))

@@ -1,0 +1,453 @@
+"""What a request router sees and answers. The names are those of Ray Serve.
+
+A router decides for one process and one deployment. It is a plain object: it is told which replicas there
+are, is asked for each request, and is told how requests end. The rest is in
+`daskserve.data.caller.request_routers.routing`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from daskserve.common.clock import seeded_rng
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, ReplicaTag
+from daskserve.payload.pickling import load
+
+#: Arguments of calls larger than this are not unpickled for a router.
+MAX_ARGUMENT_BYTES = 1 << 20
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class PooledEntry(Protocol):
+    """What the pool of a process knows of a replica; see `daskserve.data.caller.routing.replica_pool`."""
+
+    tag: ReplicaTag
+    address: ActorAddress
+    concurrency: int
+    in_flight: int
+    index: int
+    is_full: bool
+
+    def score(self, now: float) -> float:
+        """Return the number of requests at the replica, as far as this process knows."""
+
+
+class Pool(Protocol):
+    """The replicas of a process; `daskserve.data.caller.routing.replica_pool.ReplicaPool`."""
+
+    in_flight: int
+
+    def entries(self) -> Mapping[str, Any]:
+        """Return all replicas by tag, in the same mapping until they change."""
+
+    def take(self, now: float, rng: random.Random, pick: Callable[[Any], Any] | None = None) -> Any:
+        """Return the replica for a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentID:
+    """The name of a deployment and of its application."""
+
+    name: str
+    app_name: str = ""
+
+    @classmethod
+    def of(cls, tag: str) -> DeploymentID:
+        """Return the id for a backend's tag."""
+        app_name, _, name = tag.rpartition("/")
+        return cls(name, app_name)
+
+    def __str__(self) -> str:
+        return f"{self.app_name}/{self.name}" if self.app_name else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaID:
+    """The id of a replica; ``unique_id`` is its tag."""
+
+    unique_id: str
+    deployment_id: DeploymentID
+
+    def to_full_id_str(self) -> str:
+        """Return the id as one text."""
+        return self.unique_id
+
+    def __str__(self) -> str:
+        return self.unique_id
+
+
+class RunningReplica:
+    """A replica to choose; the same object as long as it runs.
+
+    Attributes
+    ----------
+    replica_id : ReplicaID
+    node_id : str
+        The host of its worker.
+    availability_zone : None
+        Dask does not know zones.
+    routing_stats : dict
+        What the replica's ``record_routing_stats`` returned last.
+    multiplexed_model_ids : set of str
+        The models that it has.
+    latency_s : float
+        How long its requests lately took, as this process saw; 0 before the first.
+    """
+
+    __slots__ = (
+        "_entry",
+        "_now",
+        "availability_zone",
+        "latency_s",
+        "multiplexed_model_ids",
+        "node_id",
+        "replica_id",
+        "routing_stats",
+    )
+
+    def __init__(self, entry: PooledEntry, deployment: DeploymentID, now: Callable[[], float]) -> None:
+        self._entry = entry
+        self._now = now
+        self.replica_id = ReplicaID(entry.tag, deployment)
+        self.node_id = host_of(entry.address.worker)
+        self.availability_zone: str | None = None
+        self.routing_stats: Mapping[str, Any] = _NOTHING
+        self.multiplexed_model_ids: frozenset[str] = frozenset()
+        self.latency_s = 0.0
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """How many requests it runs concurrently."""
+        return self._entry.concurrency
+
+    @property
+    def ongoing_requests(self) -> int:
+        """How many requests of this process it has."""
+        return self._entry.in_flight
+
+    @property
+    def queue_len(self) -> float:
+        """How many requests it has, also from other processes, as it reported lately."""
+        return self._entry.score(self._now())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can take a request now."""
+        entry = self._entry
+        return entry.index >= 0 and not entry.is_full
+
+    def __repr__(self) -> str:
+        return f"<RunningReplica {self.replica_id}>"
+
+
+def host_of(worker: str) -> str:
+    """Return the host in a worker's address."""
+    place = worker.rpartition("://")[2]
+    return place.rpartition(":")[0] or place
+
+
+@dataclass(slots=True)
+class RequestRoutingContext:
+    """What has been tried for a request; set by routers, and read by nobody else."""
+
+    multiplexed_start_matching_time: float | None = None
+    tried_fewest_multiplexed_models: bool = False
+    tried_first_multiplexed_models: bool = False
+    tried_same_node: bool = False
+    tried_same_az: bool = False
+    should_backoff: bool = False
+
+
+class RequestMetadata:
+    """The facts about a request."""
+
+    __slots__ = ("_envelope", "session_id")
+
+    def __init__(self, envelope: Envelope, session_id: str) -> None:
+        self._envelope = envelope
+        self.session_id = session_id
+
+    @property
+    def is_http_request(self) -> bool:
+        """Whether it came by HTTP, and not by a handle."""
+        return self._envelope.kind is EnvelopeKind.HTTP
+
+    @property
+    def _facts(self) -> Mapping[str, Any]:
+        head = self._envelope.head
+        if self.is_http_request:
+            found: Mapping[str, Any] = head.get("extensions", _NOTHING).get("daskserve", _NOTHING)
+        else:
+            found = head.get("facts", _NOTHING)
+        return found
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        head = self._facts if self.is_http_request else self._envelope.head
+        return str(head.get("request_id", ""))
+
+    @property
+    def internal_request_id(self) -> str:
+        """The id of the request, too: ids are not shared between requests."""
+        return self.request_id
+
+    @property
+    def call_method(self) -> str:
+        """The method that a call names; ``__call__`` for HTTP."""
+        return "__call__" if self.is_http_request else str(self._envelope.head.get("method", "__call__"))
+
+    @property
+    def route(self) -> str:
+        """The route of the HTTP request, or of the one that a call belongs to."""
+        return str(self._facts.get("route") or "")
+
+    @property
+    def multiplexed_model_id(self) -> str:
+        """The model that it asks for."""
+        return str(self._facts.get("model_id") or self._facts.get("multiplexed_model_id") or "")
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a call wants a stream."""
+        return bool(self._envelope.head.get("stream"))
+
+    @property
+    def method(self) -> str:
+        """The HTTP method; empty for a call."""
+        return str(self._envelope.head.get("method", "")) if self.is_http_request else ""
+
+    @property
+    def path(self) -> str:
+        """The path of the URL; empty for a call."""
+        return str(self._envelope.head.get("path", "")) if self.is_http_request else ""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """The headers of the HTTP request; none for a call."""
+        found: Sequence[tuple[bytes, bytes]] = self._envelope.head.get("headers", ())
+        return found if self.is_http_request else ()
+
+
+class PendingRequest:
+    """A request that needs a replica.
+
+    Attributes
+    ----------
+    metadata : RequestMetadata
+    created_at : float
+        When it was first to be sent, on the clock of the event loop.
+    body : bytes
+        The first part of an HTTP request's body, if the router has ``wants_body``.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_context",
+        "_envelope",
+        "body",
+        "created_at",
+        "metadata",
+        "replica",
+        "sent_at",
+    )
+
+    def __init__(self, envelope: Envelope, session_id: str, now: float, body: bytes = b"") -> None:
+        self._envelope = envelope
+        self._arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+        self._context: RequestRoutingContext | None = None
+        self.metadata = RequestMetadata(envelope, session_id)
+        self.created_at = now
+        self.body = body
+        #: The replica that has it; None before, and if a router did not choose it.
+        self.replica: RunningReplica | None = None
+        self.sent_at = now
+
+    @property
+    def routing_context(self) -> RequestRoutingContext:
+        """What routers have tried for it."""
+        if self._context is None:
+            self._context = RequestRoutingContext()
+        return self._context
+
+    @property
+    def args(self) -> Sequence[Any]:
+        """The positional arguments of a call, copied; none for HTTP, and if they are large."""
+        return self._unpickled()[0]
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The keyword arguments of a call, copied; none for HTTP, and if they are large."""
+        return self._unpickled()[1]
+
+    def _unpickled(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        if self._arguments is None:
+            payload = self._envelope.payload
+            self._arguments = (), _NOTHING
+            if payload is not None and payload.nbytes <= MAX_ARGUMENT_BYTES:
+                args, kwargs = load(payload)
+                self._arguments = args, kwargs
+        return self._arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaResult:
+    """That a request was sent to a replica."""
+
+    replica_id: ReplicaID
+    request_id: str
+
+
+class RequestRouter:
+    """Base class of request routers.
+
+    A router of your own derives from it and has ``choose_replicas``. It runs in a thread of its own in each
+    process that sends requests, so its methods are never called concurrently; nothing in it may wait.
+    """
+
+    #: Whether `PendingRequest.body` is read before a router is asked for an HTTP request.
+    wants_body = False
+
+    def __init__(
+        self,
+        deployment_id: DeploymentID,
+        self_node_id: str = "",
+        rng: random.Random | None = None,
+        count_ongoing: Callable[[], int] = int,
+    ) -> None:
+        self._deployment_id = deployment_id
+        self._self_node_id = self_node_id
+        self._count_ongoing = count_ongoing
+        #: For choices by chance.
+        self.rng = rng or seeded_rng(0)
+        self._replicas: dict[ReplicaID, RunningReplica] = {}
+        self._replicas_list: list[RunningReplica] = []
+        self._replica_id_set: set[ReplicaID] = set()
+
+    def initialize_state(self, *args: Any, **kwargs: Any) -> None:
+        """Take the ``request_router_kwargs``; called once, before everything else."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take note of all replicas that run; called at first, and whenever that changes."""
+        self._replicas = {each.replica_id: each for each in replicas}
+        self._replicas_list = replicas
+        self._replica_id_set = set(self._replicas)
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Any:
+        """Return lists of replicas, the best list first; may be ``async`` as long as it awaits nothing.
+
+        The request goes to the least loaded replica with room in the first list that has one. If no list has
+        one, it waits, and the router is asked again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method choose_replicas")
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Take note of a request that is sent to a replica."""
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Take note of a request that has ended, also by an error."""
+
+    @property
+    def total_ongoing(self) -> int:
+        """How many requests of this process are at all replicas together."""
+        return self._count_ongoing()
+
+    @property
+    def curr_replicas(self) -> dict[ReplicaID, RunningReplica]:
+        """The replicas that run, by their ids."""
+        return self._replicas
+
+    @property
+    def app_name(self) -> str:
+        """The application of the deployment."""
+        return self._deployment_id.app_name
+
+    def select_available_replicas(
+        self, candidates: Iterable[RunningReplica] | None = None
+    ) -> list[RunningReplica]:
+        """Return the replicas that have room."""
+        return [each for each in (self._replicas_list if candidates is None else candidates) if each.has_room]
+
+
+class FIFOMixin:
+    """For routers that are written for Ray Serve: requests wait in the order of their arrival anyway."""
+
+
+class SessionMixin:
+    """For routers that are written for Ray Serve: each request has its ``metadata.session_id`` anyway."""
+
+
+class LocalityMixin(RequestRouter):
+    """Methods for a router that prefers replicas on its own host."""
+
+    def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
+        """Return the ids of the replicas on this host at the first call for a request, and else of all."""
+        if pending_request is not None and not pending_request.routing_context.tried_same_node:
+            pending_request.routing_context.tried_same_node = True
+            near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}
+            if near:
+                return near
+        return set(self._replica_id_set)
+
+    def rank_replicas_via_locality(self, replicas: Iterable[RunningReplica]) -> list[list[RunningReplica]]:
+        """Return the replicas on this host, those in its zone, of which Dask knows none, and the others."""
+        ranks: list[list[RunningReplica]] = [[], [], []]
+        for each in replicas:
+            ranks[0 if each.node_id == self._self_node_id else 2].append(each)
+        return ranks
+
+
+class MultiplexMixin(RequestRouter):
+    """Methods for a router that prefers replicas that have a request's model."""
+
+    def apply_multiplex_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
+        """Return the ids of the replicas that have a request's model, or else the fewest models."""
+        model_id = "" if pending_request is None else pending_request.metadata.multiplexed_model_id
+        if not model_id:
+            return set(self._replica_id_set)
+        having = {each.replica_id for each in self._replicas_list if model_id in each.multiplexed_model_ids}
+        if having:
+            return having
+        fewest = min((len(each.multiplexed_model_ids) for each in self._replicas_list), default=0)
+        return {each.replica_id for each in self._replicas_list if len(each.multiplexed_model_ids) == fewest}
+
+    def rank_replicas_via_multiplex(
+        self, replicas: Iterable[RunningReplica], multiplexed_model_id: str
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas that have a model, and the others with the fewest models first."""
+        having = []
+        others: dict[int, list[RunningReplica]] = {}
+        for each in replicas:
+            if multiplexed_model_id in each.multiplexed_model_ids:
+                having.append(each)
+            else:
+                others.setdefault(len(each.multiplexed_model_ids), []).append(each)
+        return [having, *(others[count] for count in sorted(others))]
+
+
+@dataclass(slots=True)
+class Setup:
+    """What a deployment's routers are made of, as the controller publishes it.
+
+    Attributes
+    ----------
+    router : str
+        The name of a built-in router, an import path, or a pickled class.
+    session : str
+        Where HTTP requests have their session: ``"header:NAME"`` or ``"cookie:NAME"``.
+    """
+
+    router: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    session: str = "header:x-session-id"
+    initial_backoff_s: float = 0.025
+    backoff_multiplier: float = 2.0
+    max_backoff_s: float = 0.5

@@ -1,0 +1,175 @@
+"""A router that sends prompts that begin alike to where they began, which has their beginning in its cache.
+
+Problem: a language model need not compute again what it has in its cache, but each replica has its own cache,
+and what is common to all prompts must not send all of them to one replica.
+
+Choice: a text is cut into blocks, and each block is named by a hash of it and all before it, so a name
+stands for a whole beginning. For each name the router keeps the replicas that got such a text last. A request
+goes to the least loaded of those that have the longest part of its beginning, unless they have so many more
+requests than others that to wait for them takes longer than to compute. A text that begins like no other goes
+where consistent hashing of its first block sends it, so that processes that have not seen it yet agree.
+
+Names that were not asked for longest are forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter, hash_of
+from daskserve.data.caller.request_routers.interface import (
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RunningReplica,
+)
+
+#: The length of a block, and how many blocks of a text count.
+BLOCK_CHARACTERS = 64
+MAX_BLOCKS = 64
+#: How many beginnings are known at most, and how many replicas for each.
+MAX_BEGINNINGS = 50_000
+MAX_REPLICAS = 4
+#: JSON bodies up to this size are read; the beginning of a longer one is taken as it is.
+MAX_JSON_BYTES = 32 * 1024
+#: How many more requests than the least loaded of two random ones a replica may have.
+IMBALANCE = 8
+#: The least share of a text that must be known.
+MATCH = 0.1
+_NAMES = ("prompt", "messages", "input", "inputs", "text")
+
+
+class PrefixAffinityRouter(ConsistentHashRouter):
+    """See the module."""
+
+    wants_body = True
+
+    def initialize_state(  # type: ignore[override]
+        self,
+        imbalanced_threshold: float = IMBALANCE,
+        match_rate_threshold: float = MATCH,
+        max_beginnings: int = MAX_BEGINNINGS,
+        **ignored: Any,
+    ) -> None:
+        """Take how unequal loads may be, what share of a text must be known, and how many are kept.
+
+        Ray Serve's options of the eviction of its tree are accepted and have no effect.
+        """
+        unknown = sorted(name for name in ignored if not name.startswith(("do_eviction", "eviction_")))
+        if unknown:
+            raise TypeError(f"PrefixAffinity has no option {unknown[0]!r}")
+        if imbalanced_threshold < 0:
+            raise ValueError(f"imbalanced_threshold must not be negative, got {imbalanced_threshold!r}")
+        if not 0 <= match_rate_threshold <= 1:
+            raise ValueError(f"match_rate_threshold must be from 0 to 1, got {match_rate_threshold!r}")
+        if not isinstance(max_beginnings, int) or max_beginnings < 1:
+            raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
+        super().initialize_state()
+        self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
+        #: The replicas that got a text with each beginning, the last one first.
+        self._known: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._asked: tuple[PendingRequest, list[int]] | None = None
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas that have the longest part of the request's text, then others."""
+        text = "" if pending_request is None else text_of(pending_request)
+        if pending_request is None or not text:
+            return super().choose_replicas(candidate_replicas, pending_request)
+        names = beginnings_of(text)
+        self._asked = pending_request, names
+        near, depth = self._nearest(names)
+        if near and depth >= self._match * len(names):
+            least = min(near, key=lambda each: each.queue_len)
+            count = len(candidate_replicas)
+            other = min(
+                candidate_replicas[int(self.rng.random() * count)].queue_len,
+                candidate_replicas[int(self.rng.random() * count)].queue_len,
+            )
+            if least.has_room and least.queue_len - other <= self._imbalance:
+                return [near, *self.ranked(hash_of(text[:BLOCK_CHARACTERS]))]
+        return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
+
+    def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:
+        """Return the replicas that have the longest beginning with any, and its length in blocks."""
+        known, low, high = self._known, 0, len(names)
+        # What is known of a beginning is known of all shorter ones, but for what was forgotten.
+        while low < high:
+            middle = (low + high + 1) // 2
+            if names[middle - 1] in known:
+                low = middle
+            else:
+                high = middle - 1
+        for depth in range(low, 0, -1):
+            name = names[depth - 1]
+            found = [self._by_tag[tag] for tag in known.get(name, ()) if tag in self._by_tag]
+            if found:
+                known.move_to_end(name)
+                return found, depth
+        return [], 0
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Note that a replica has the beginning of a request's text from now on."""
+        if self._asked is None or self._asked[0] is not pending_request:
+            return
+        names, self._asked = self._asked[1], None
+        known, tag = self._known, replica_id.unique_id
+        for name in reversed(names):  # so that long beginnings are forgotten first
+            before = known.get(name, ())
+            if not before or before[0] != tag:
+                known[name] = (tag, *(each for each in before if each != tag))[:MAX_REPLICAS]
+            known.move_to_end(name)
+        while len(known) > self._most:
+            known.popitem(last=False)
+
+
+def beginnings_of(text: str) -> list[int]:
+    """Return the names of the beginnings of a text, the shortest first."""
+    found, name = [], 0
+    for at in range(0, min(len(text), BLOCK_CHARACTERS * MAX_BLOCKS), BLOCK_CHARACTERS):
+        name = hash((name, text[at : at + BLOCK_CHARACTERS]))
+        found.append(name)
+    return found
+
+
+def text_of(request: PendingRequest) -> str:
+    """Return the prompt of a request: of its JSON body, or of its arguments; empty without one."""
+    if not request.metadata.is_http_request:
+        for each in (*request.args, request.kwargs):
+            if text := prompt_in(each):
+                return text
+        return ""
+    body = request.body
+    if len(body) <= MAX_JSON_BYTES and body[:1] == b"{":
+        try:
+            return prompt_in(json.loads(body)) or body.decode("utf-8", "replace")
+        except ValueError:
+            pass
+    return body[: BLOCK_CHARACTERS * MAX_BLOCKS * 4].decode("utf-8", "replace")
+
+
+def prompt_in(value: Any) -> str:
+    """Return the text of a prompt, of chat messages, or of an object that has one of them."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        found = next((value[name] for name in _NAMES if value.get(name)), None)
+    else:
+        found = next((each for name in _NAMES if (each := getattr(value, name, None))), None)
+    if isinstance(found, str):
+        return found
+    if isinstance(found, (list, tuple)):
+        return "\n".join(map(_text_of_message, found[:MAX_BLOCKS]))
+    return ""
+
+
+def _text_of_message(message: Any) -> str:
+    if isinstance(message, Mapping):
+        return f"{message.get('role', '')}: {message.get('content', '')}"
+    return str(message)

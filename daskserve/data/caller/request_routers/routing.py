@@ -1,0 +1,335 @@
+"""The choice of replicas by a router that an option names: between the router and the pool of a process.
+
+A built-in router runs where requests are sent. One of the user's runs in a thread of its own
+(`daskserve.data.caller.request_routers.thread`), and is loaded there, too. Until then, and whenever it raises
+an error, is late, or its answer is none, the request goes where it would go without a router. Each kind of
+trouble is logged once, and all of it is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from http.cookies import CookieError, SimpleCookie
+from itertools import islice
+from typing import Any, Protocol
+
+from daskserve.common.clock import seeded_rng
+from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, described
+from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
+from daskserve.data.caller.request_routers.interface import (
+    DeploymentID,
+    PendingRequest,
+    Pool,
+    PooledEntry,
+    ReplicaResult,
+    RequestRouter,
+    RunningReplica,
+    Setup,
+)
+from daskserve.data.caller.request_routers.plain import is_told_of
+from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
+from daskserve.options.fields.pickled import PICKLED
+from daskserve.payload.error_text import summary_of
+from daskserve.telemetry.table import MetricSample
+
+logger = logging.getLogger("daskserve.router")
+
+#: The weight of the newest request in a replica's latency.
+LATENCY_WEIGHT = 0.2
+#: Session ids are cut to this length.
+MAX_SESSION = 1024
+#: How often each replica may be named in an answer, on average; more is not looked at.
+MAX_NAMED = 10
+
+
+class Body(Protocol):
+    """The body of an HTTP request."""
+
+    async def peek(self) -> bytes:
+        """Return its first part, which stays to be read."""
+
+
+class RequestRouting:
+    """Chooses the replicas of one deployment for one process."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        tag: BackendTag,
+        pool: Pool,
+        rng: random.Random,
+        self_node_id: str = "",
+    ) -> None:
+        self.setup = setup
+        #: How many requests the router has not chosen for, by the kind of trouble.
+        self.fallbacks: dict[str, int] = {}
+        #: What is wrong with the router, as logged last; empty if nothing is.
+        self.trouble = ""
+        #: Set while a request waits although its router may choose otherwise by then.
+        self.ask_again_at: float | None = None
+        self._attempts = 0
+        self._tag = tag
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
+        self._rng = rng
+        self._deployment = DeploymentID.of(tag)
+        self._seen: object = None
+        self._replicas: list[RunningReplica] = []
+        self._stats: Mapping[str, Mapping[str, Any]] = {}
+        self._known: dict[str, RunningReplica] = {}
+        self._logged: set[str] = set()
+        self._thread: RouterThread | None = None
+        self._router: RequestRouter | None = None
+        self._is_told = False
+        self._made = partial(
+            self._new_router, self_node_id=self_node_id, count_ongoing=lambda: pool.in_flight
+        )
+        kind = BUILT_IN.get(setup.router)
+        if kind is not None:
+            try:
+                self._ready(self._made(kind))
+            except Exception as error:  # of kwargs that a newer version has checked
+                self._trouble(RouterError("load", f"cannot be made: {summary_of(error)}"))
+        else:
+            self._thread = RouterThread(f"daskserve-router-{tag}")
+            self._thread.tell(self._load, setup.router)
+
+    # ---- making the router
+
+    def _new_router(self, kind: type[RequestRouter], **more: Any) -> RequestRouter:
+        router = kind(self._deployment, rng=seeded_rng(self._rng.getrandbits(64)), **more)
+        router.initialize_state(**self.setup.kwargs)
+        return router
+
+    def _load(self, named: str) -> None:
+        """Make a user's router, in its thread."""
+        try:
+            router = self._made(load_router(named))
+        except BaseException as error:  # SystemExit would end the thread
+            text = f"cannot be loaded: {summary_of(error)}"
+            self._post(self._trouble, RouterError("load", text))
+        else:
+            self._post(self._ready, router)
+
+    def _post(self, function: Callable[..., object], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _ready(self, router: RequestRouter) -> None:
+        self._router = router
+        self._is_told = is_told_of(router)
+        self._seen = None
+
+    def close(self) -> None:
+        """Let the router go."""
+        self._router = None
+        if self._thread is not None:
+            self._thread.close()
+
+    # ---- choosing
+
+    def note_stats(self, stats: Mapping[str, Mapping[str, Any]] | None) -> None:
+        """Apply what the replicas' ``record_routing_stats`` have returned."""
+        self._stats = stats or {}
+        for tag, each in self._known.items():
+            each.routing_stats = self._stats.get(tag, {})
+
+    def request_of(self, envelope: Envelope, body: bytes = b"") -> PendingRequest:
+        """Return a request as the router sees it, which the envelope keeps."""
+        found = envelope.routed
+        if type(found) is not PendingRequest:
+            found = PendingRequest(envelope, self._session_of(envelope), self._now(), body)
+            envelope.routed = found
+        return found
+
+    async def read(self, envelope: Envelope, body: Body) -> None:
+        """Read the beginning of a request's body if the router wants that."""
+        router = self._router
+        if router is not None and router.wants_body and envelope.has_body is not ON_DEMAND:
+            self.request_of(envelope, await body.peek())
+
+    def take(self, envelope: Envelope, now: float) -> Any:
+        """Return the replica for a request, counting one more in flight; None if it has to wait."""
+        request = self.request_of(envelope)
+        request.replica = None
+        if self._router is None or (self._thread is not None and not self._thread.is_usable):
+            if self._logged:  # else it is still being loaded
+                self._count("load" if self._router is None else "late")
+            return self._pool.take(now, self._rng)
+        try:
+            taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
+        except RouterError as error:
+            self._trouble(error)
+            self._count(error.kind)
+            return self._pool.take(now, self._rng)
+        if taken is None:
+            return None
+        chosen = request.replica = self._known[taken.tag]
+        request.sent_at = now
+        self._attempts = 0
+        if self._is_told:
+            result = ReplicaResult(chosen.replica_id, request.metadata.request_id)
+            self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
+        return taken
+
+    def _pick(self, request: PendingRequest) -> PooledEntry | None:
+        router = self._router
+        assert router is not None
+        entries = self._pool.entries()
+        if entries is not self._seen:
+            self._note_replicas(entries, router)
+        if not self._replicas:
+            return None
+        if self._thread is not None:
+            return self._best_of(self._thread.ask(self._choose, router, request))
+        try:
+            ranks = router.choose_replicas(self._replicas, request)
+        except Exception as error:  # whatever a request may contain
+            raise RouterError("error", f"raised {summary_of(error)}") from error
+        return self._best_of(ranks)
+
+    def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
+        """Return the answer of a user's router as lists; runs in its thread."""
+        try:
+            ask = partial(router.choose_replicas, self._replicas, request)
+            found = ask()
+            if isinstance(found, Coroutine):
+                assert self._thread is not None
+                found = self._thread.finished(found, ask)
+        except BaseException as error:  # user code may raise anything, also SystemExit
+            raise RouterError("error", f"raised {summary_of(error)}") from error
+        try:
+            left = MAX_NAMED * max(len(self._replicas), 1)
+            ranks: list[list[Any]] = []
+            for each in islice(found, left):
+                ranks.append(list(islice(each, left)))
+                left -= len(ranks[-1])
+            return ranks
+        except BaseException as error:
+            text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
+            raise RouterError("answer", text + summary_of(error)) from error
+
+    def _best_of(self, ranks: Any) -> PooledEntry | None:
+        """Return the least loaded replica with room of the first list that has one.
+
+        If all are full with requests of other processes, this one queues at one of them.
+        """
+        now = self._now()
+        waiting: PooledEntry | None = None
+        is_empty = True
+        for rank in ranks:
+            best, least = None, 0.0
+            for each in rank:
+                if type(each) is not RunningReplica:
+                    raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
+                entry = each._entry
+                is_empty = False
+                if entry.index < 0 or self._known.get(entry.tag) is not each:
+                    continue  # it is full, or has stopped meanwhile
+                if entry.is_full:
+                    waiting = waiting or entry
+                elif best is None or entry.score(now) < least:
+                    best, least = entry, entry.score(now)
+            if best is not None:
+                return best
+        if is_empty:
+            self._wait_to_ask()
+        return waiting
+
+    def _wait_to_ask(self) -> None:
+        """Set when a router is asked again that has named no replica, for no event may come."""
+        setup = self.setup
+        pause_s = min(setup.initial_backoff_s * setup.backoff_multiplier**self._attempts, setup.max_backoff_s)
+        self._attempts = min(self._attempts + 1, 100)
+        self.ask_again_at = self._now() + pause_s
+
+    def _note_replicas(self, entries: Mapping[str, PooledEntry], router: RequestRouter) -> None:
+        known = self._known
+        self._known = {
+            tag: each
+            if (each := known.get(tag)) is not None and each._entry is entry
+            else RunningReplica(entry, self._deployment, self._now)
+            for tag, entry in entries.items()
+        }
+        for tag, replica in self._known.items():
+            if tag not in known:
+                replica.routing_stats = self._stats.get(tag, {})
+        self._replicas = list(self._known.values())
+        self._seen = entries
+        self._tell(router.update_replicas, self._replicas)
+
+    def ended(self, envelope: Envelope, now: float) -> None:
+        """Take note of the end of a request at a replica; another one may follow."""
+        request = envelope.routed
+        if type(request) is not PendingRequest:
+            return  # it began before there was a router
+        replica, request.replica = request.replica, None
+        if replica is None:
+            return
+        took_s = now - request.sent_at
+        replica.latency_s += (LATENCY_WEIGHT if replica.latency_s else 1.0) * (took_s - replica.latency_s)
+        if self._is_told and self._router is not None:
+            self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
+
+    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._thread is None:
+            function(*args)
+        else:
+            self._thread.tell(self._told, function, *args)
+
+    def _told(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        except BaseException as error:  # user code may raise anything, also SystemExit
+            text = f"raised {summary_of(error)} in {getattr(function, '__name__', 'a method')}"
+            self._post(self._trouble, RouterError("error", text))
+
+    # ---- trouble
+
+    def _trouble(self, error: RouterError) -> None:
+        if error.kind in self._logged:
+            return
+        self._logged.add(error.kind)
+        text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
+        logger.error("%s: %s", described(self._tag), text, exc_info=error.__cause__)
+        self.trouble = text
+
+    def _count(self, kind: str) -> None:
+        self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
+
+    def samples(self, instance: str) -> list[MetricSample]:
+        """Return the metric samples."""
+        labels = (instance, self._tag)
+        return [("router_fallbacks", (*labels, kind), count) for kind, count in self.fallbacks.items()]
+
+    @property
+    def _name(self) -> str:
+        named = self.setup.router
+        return "the request router" if named.startswith(PICKLED) else f"the request router {named}"
+
+    # ---- sessions
+
+    def _session_of(self, envelope: Envelope) -> str:
+        if envelope.kind is not EnvelopeKind.HTTP:
+            return str(envelope.head.get("facts", {}).get("session_id", ""))
+        return session_in(envelope.head.get("headers", ()), self.setup.session)
+
+
+def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
+    """Return what names the session of an HTTP request, by ``"header:NAME"`` or ``"cookie:NAME"``."""
+    kind, _, name = place.partition(":")
+    wanted = b"cookie" if kind == "cookie" else name.lower().encode()
+    value = next((value for each, value in headers if each == wanted), b"").decode("latin-1")
+    if kind == "cookie" and value:
+        try:
+            cookies: SimpleCookie = SimpleCookie(value)
+        except CookieError:
+            return ""
+        value = cookies[name].value if name in cookies else ""
+    return value[:MAX_SESSION]

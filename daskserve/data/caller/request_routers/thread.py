@@ -1,0 +1,166 @@
+"""Runs a router of the user's in a thread of its own.
+
+Problem: a router is asked on the event loop that sends all requests of a process. If it were called there
+and hung, no request of any deployment would leave the process, and nothing could end that: Python cannot
+interrupt a thread. Choice: its thread answers, while the loop waits for a short time only. A thread that is
+late is left alone until it has answered, and again for a while, longer each time, because each wait holds up
+the loop.
+
+What the router is only told, it is told in order, without waiting.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine
+from queue import SimpleQueue
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.common.formatting import shown
+
+#: How long the event loop waits for an answer.
+ANSWER_S = 0.1
+#: How long a router is left alone after it was late; doubled each time.
+PENALTY_S = 1.0
+MAX_PENALTY_S = 60.0
+#: How many events a router may be behind.
+MAX_BEHIND = 10_000
+
+
+class RouterError(Exception):
+    """A router has raised an error, is late, or its answer is none. ``kind`` is the label for metrics."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind = kind
+        self.text = text
+
+
+class RouterThread:
+    """The thread of one router. `ask` and `tell` are called on one event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._penalty_s = PENALTY_S
+        self._not_before = 0.0
+        self._late: _Ask | None = None
+        self._told = self._heard = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._needs_loop = False
+        # Not the context of the request that happens to be the first one.
+        run = contextvars.Context().run
+        threading.Thread(target=run, args=(self._run,), name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        if self._loop is not None:
+            self._loop.close()
+
+    def close(self) -> None:
+        """End the thread once it has done what it was told."""
+        self._jobs.put(None)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the router may be asked: it is not late, and no longer left alone."""
+        if self._late is None:
+            return True
+        if self._late.is_done and stopwatch() >= self._not_before:
+            self._late = None
+            return True
+        return False
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns in the thread.
+
+        Raises
+        ------
+        RouterError
+            It raised an error, or has not answered in time.
+        """
+        job = _Ask(function, args)
+        self._jobs.put(job)
+        if not job.answered.acquire(True, ANSWER_S):
+            self._late = job
+            self._not_before = stopwatch() + self._penalty_s
+            self._penalty_s = min(2 * self._penalty_s, MAX_PENALTY_S)
+            raise RouterError("late", f"has not answered within {shown(ANSWER_S)} s")
+        if job.error is not None:
+            raise job.error
+        return job.value
+
+    def tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have a function called in the thread; errors are the function's own business."""
+        if self._told - self._heard < MAX_BEHIND:
+            self._told += 1
+            self._jobs.put(_Tell(self, function, args))
+
+    def heard(self) -> None:
+        """Count an event that the router has been told."""
+        self._heard += 1
+
+    def finished(self, coroutine: Coroutine[Any, Any, Any], again: Callable[[], Any]) -> Any:
+        """Return the result of a coroutine; runs in the thread.
+
+        Most await nothing and are run without an event loop, which would take ten times as long. If one does,
+        it is called ``again`` on a loop, and so are all later ones.
+        """
+        if not self._needs_loop:
+            try:
+                coroutine.send(None)
+            except StopIteration as end:
+                return end.value
+            except RuntimeError as error:
+                if "event loop" not in str(error):
+                    raise
+            coroutine.close()
+            self._needs_loop = True
+            coroutine = again()
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(coroutine)
+
+
+class _Ask:
+    """A function whose result the event loop waits for."""
+
+    __slots__ = ("_args", "_function", "answered", "error", "is_done", "value")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function = function
+        self._args = args
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.answered = _thread.allocate_lock()
+        self.answered.acquire()
+
+    def __call__(self) -> None:
+        try:
+            self.value = self._function(*self._args)
+        except BaseException as error:  # SystemExit would end the thread
+            self.error = error
+        self.is_done = True
+        self.answered.release()
+
+
+class _Tell:
+    """A function that is called without anyone waiting."""
+
+    __slots__ = ("_args", "_function", "_thread")
+
+    def __init__(self, thread: RouterThread, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._thread = thread
+        self._function = function
+        self._args = args
+
+    def __call__(self) -> None:
+        try:
+            self._function(*self._args)
+        finally:
+            self._thread.heard()

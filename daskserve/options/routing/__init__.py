@@ -1,0 +1,1 @@
+"""Options of how requests find their way."""

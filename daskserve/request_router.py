@@ -1,0 +1,41 @@
+"""The base class of request routers, and what they work with, under the names that Ray Serve has for them.
+
+See the page Routers of the documentation.
+"""
+
+from __future__ import annotations
+
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
+from daskserve.data.caller.request_routers.interface import (
+    DeploymentID,
+    FIFOMixin,
+    LocalityMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    ReplicaResult,
+    RequestMetadata,
+    RequestRouter,
+    RunningReplica,
+    SessionMixin,
+)
+from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter
+from daskserve.data.caller.request_routers.prefixes import PrefixAffinityRouter
+
+__all__ = [
+    "ConsistentHashRouter",
+    "DeploymentID",
+    "FIFOMixin",
+    "LeastLatencyRouter",
+    "LocalityMixin",
+    "MultiplexMixin",
+    "PendingRequest",
+    "PrefixAffinityRouter",
+    "ReplicaID",
+    "ReplicaResult",
+    "RequestMetadata",
+    "RequestRouter",
+    "RoundRobinRouter",
+    "RunningReplica",
+    "SessionMixin",
+]
