@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -74,18 +75,32 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         """
         now = self._clock.now()
         if self.routing is not None:
-            found: PooledReplica | None = self.routing.take(envelope, now)
-            return found
+            return self._routed(self.routing, envelope, now)
         pick = self._picker(envelope.model_id, now, since) if envelope.model_id else None
         return self._pool.take(now, self._rng, pick)
 
     def _picker(self, model_id: str, now: float, since: float | None) -> Pick:
         """Return what chooses the replica for a request by its model."""
+        return self._known_models().picker(model_id, now, since)
+
+    def _known_models(self) -> ModelRouting:
         if self.models is None:
             self.models = ModelRouting()
             if self._watch is not None:
                 self._watch(self.models)
-        return self.models.picker(model_id, now, since)
+        return self.models
+
+    def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:
+        """Return the replica that the router of an option chooses, which may know the models."""
+        if not envelope.model_id:
+            found: PooledReplica | None = routing.take(envelope, now)
+            return found
+        models = self._known_models()
+        routing.show_models(partial(models.models_of, now=now))
+        found = routing.take(envelope, now)
+        if found is not None:
+            models.assume(found.tag, envelope.model_id, now)
+        return found
 
     def ended(self, envelope: Envelope) -> None:
         """Note that a request has ended at a replica; another one may follow."""
