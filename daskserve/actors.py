@@ -17,6 +17,7 @@ from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.fields.secrets import read_secret
 from daskserve.options.start_messages import ProxyStart, ReplicaStart
 from daskserve.payload.importing import call_imported
@@ -131,7 +132,7 @@ class ProxyActor:
             unready=lambda: self._unready,
             is_store_taken=lambda: self._is_store_taken,
             access_log=self._access_log,
-            tracing=enable(self._context, self._start.tracing, call_imported),
+            tracing=enable(self._context, self._start.tracing, call_imported, post_of),
         )
         app = build_app(self._ingress, middlewares)
         if options.trusted_forwarders:

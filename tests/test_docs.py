@@ -93,6 +93,14 @@ def test_the_list_of_metrics_is_up_to_date() -> None:
     assert script.TABLES.rendered(outdated) == text
 
 
+def test_each_metric_of_ray_serve_has_one_that_exists_or_a_reason() -> None:
+    script = load_script("ray_metrics")
+    text = (ROOT / "docs/metrics.md").read_text()
+    assert script.TABLES.rendered(text) == text, "run python scripts/ray_metrics.py"
+    named = {name for ours in script.RAY.values() for name in re.findall(r"`(\w+)`", ours)}
+    assert named - script.METRICS.keys() == {"code", "endpoint"}  # labels
+
+
 def test_the_metrics_page_explains_every_cause() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     assert [cause for cause in CAUSES.values() if f"`{cause}`" not in text] == []

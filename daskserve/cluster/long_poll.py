@@ -52,6 +52,8 @@ class LongPollHost:
         self._counter = 0
         self._values: dict[str, tuple[int, Any]] = {}
         self._changed = asyncio.Event()
+        #: How many `listen_for_change` wait.
+        self.waiting = 0
 
     @property
     def snapshot_id(self) -> SnapshotId:
@@ -115,10 +117,13 @@ class LongPollHost:
                     )
                     for key in stale
                 }
+            self.waiting += 1
             try:
                 await self._clock.wait_for(changed.wait(), deadline - self._clock.now())
             except TimeoutError:
                 return {}
+            finally:
+                self.waiting -= 1
 
     def _is_published(self, key: str, value: Any) -> bool:
         known = self._values.get(key)

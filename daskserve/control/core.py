@@ -215,9 +215,10 @@ class ControllerCore:
         # A controller that has ended or was replaced has outdated values.
         if not self._tasks or any(task.done() for task in self._tasks):
             return counts
-        is_ours = self.cluster.store.hold.is_ours
-        owned = [("store_owned", (self.cluster.instance,), int(is_ours))]
-        return counts + owned + metrics.states(self.cluster.instance, self.epoch, self.state, self.observed)
+        me = (self.cluster.instance,)
+        counts.append(("store_owned", me, int(self.cluster.store.hold.is_ours)))
+        counts.append(("long_poll_waiting_calls", me, self.news.waiting))
+        return counts + metrics.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
         """Stop the loop. The actors keep running; their Hosts stop them."""

@@ -19,12 +19,31 @@ from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserMetrics, UserSample
 
 
-class BatchMetrics:
-    """The sizes of one method's batches, how long they ran, and the waiting times of their items."""
+class QueueLengths:
+    """The lengths of queues of user code, each while its queue exists."""
 
-    __slots__ = ("durations", "shares", "sizes", "waits")
+    __slots__ = ("_lengths",)
 
     def __init__(self) -> None:
+        self._lengths: list[weakref.WeakMethod[Callable[[], int]]] = []
+
+    def watch(self, length: Callable[[], int]) -> None:
+        """Include a queue; ``length`` is a method of it. Any thread may call this, and the method."""
+        self._lengths.append(weakref.WeakMethod(length, self._lengths.remove))
+
+    def total(self) -> int:
+        """Return the sum of the lengths."""
+        lengths = [each() for each in list(self._lengths)]
+        return sum(length() for length in lengths if length is not None)
+
+
+class BatchMetrics:
+    """One method's batches: their sizes and durations, and the queue and the waiting times of their items."""
+
+    __slots__ = ("_queues", "durations", "shares", "sizes", "waits")
+
+    def __init__(self) -> None:
+        self._queues = QueueLengths()
         self.sizes = HistogramCounts(SIZE_BUCKETS)
         self.shares = HistogramCounts(SHARE_BUCKETS)
         self.waits = LatencyHistogram()
@@ -41,6 +60,14 @@ class BatchMetrics:
     def ended(self, took_s: float) -> None:
         """Count how long a batch ran."""
         self.durations.observe(took_s)
+
+    def watch_queue(self, length: Callable[[], int]) -> None:
+        """Include a queue in the queue length; see `QueueLengths.watch`."""
+        self._queues.watch(length)
+
+    def queued(self) -> int:
+        """Return how many items wait for their batch."""
+        return self._queues.total()
 
 
 class StepMetrics:
@@ -114,8 +141,8 @@ class ReplicaMetrics:
         self.shutdowns = HistogramCounts(LIFE_BUCKETS_S)
         #: The metrics of user code.
         self.user = UserMetrics()
-        #: The methods that return the lengths of the queues of batched methods.
-        self.user_queues: list[weakref.WeakMethod[Callable[[], int]]] = []
+        #: The queues of batched methods.
+        self.user_queues = QueueLengths()
 
     def batches_of(self, method: str) -> BatchMetrics:
         """Return the counters of one method's batches, created on first use; any thread may call this."""
@@ -132,15 +159,8 @@ class ReplicaMetrics:
         return found
 
     def watch_queue(self, length: Callable[[], int]) -> None:
-        """Include a user-code queue in the queue length while it exists; any thread may call this.
-
-        ``length`` is a method of the queue, which any thread may call.
-        """
-        self.user_queues.append(weakref.WeakMethod(length, self.user_queues.remove))
-
-    def _queued_calls(self) -> int:
-        lengths = [each() for each in list(self.user_queues)]
-        return sum(length() for length in lengths if length is not None)
+        """Include a queue of user code in the queue length; see `QueueLengths.watch`."""
+        self.user_queues.watch(length)
 
     def record_start(self, took_s: float, wall_time: float) -> None:
         """Record that the replica has started."""
@@ -246,6 +266,8 @@ class ReplicaMetrics:
         ]
         if not self.started_at:
             return counts
+        for method, batches in list(self.batches.items()):
+            counts.append(("batch_queued_items", (*labels, method), batches.queued()))
         for method, steps in list(self.steps.items()):
             active, queued, cost = steps.load()
             counts.append(("continuous_active_requests", (*labels, method), active))
@@ -254,7 +276,7 @@ class ReplicaMetrics:
         return [
             *counts,
             ("replica_ongoing_requests", labels, load.ongoing),
-            ("replica_queued_requests", labels, load.queued + self._queued_calls()),
+            ("replica_queued_requests", labels, load.queued + self.user_queues.total()),
             ("replica_abandoned_requests", labels, abandoned),
             ("replica_max_ongoing_requests", labels, concurrency),
             ("replica_healthy", labels, int(is_healthy)),

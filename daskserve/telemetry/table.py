@@ -149,6 +149,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "router_retries", _C, (*_D, "cause"), "Requests retried because a replica was busy or lost."
         ),
         MetricSpec(
+            "router_hedges",
+            _C,
+            (*_D, "outcome"),
+            "Second tries of requests that took long; won: it was first.",
+        ),
+        MetricSpec(
             "router_fallbacks",
             _C,
             (*_D, "cause"),
@@ -230,6 +236,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             _R,
             "Requests waiting for a slot, and requests and calls waiting for their batch.",
         ),
+        MetricSpec("batch_queued_items", _G, (*_R, "method"), "Items that wait for their batch."),
         MetricSpec(
             "continuous_active_requests", _G, (*_R, "method"), "Requests with a slot of a continuous batch."
         ),
@@ -270,6 +277,7 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec(
             "autoscaling_reason", _G, (*_D, "reason"), "1 for the present reason, with N for each number."
         ),
+        MetricSpec("long_poll_waiting_calls", _G, _I, "Calls of listen_for_change that wait for a change."),
     ),
     "Updates from the controller, in each process that listens": (
         MetricSpec("long_poll_delay_seconds", _T, _I, "Seconds from a change's publication to its use."),

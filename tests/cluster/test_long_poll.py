@@ -193,8 +193,10 @@ async def test_listening_wakes_for_its_own_keys_only(wire: Wire) -> None:
     assert await waits["a"] == {"a": ((1, 2), 2)}
     await asyncio.sleep(5)
     assert not waits["b"].done()
+    assert wire.host.waiting == 1
     wire.host.notify({"b": None})
     assert await waits["b"] == {"b": ((1, 0), None)}
+    assert wire.host.waiting == 0
 
 
 async def test_listening_returns_empty_after_30_seconds(wire: Wire) -> None:

@@ -41,6 +41,17 @@ async def test_the_current_deployments_goals_and_workers_are_exported(stage: Sta
 
 
 @staged()
+async def test_the_status_of_an_application_is_what_its_status_says(stage: Stage) -> None:
+    await stage.run(graph={"back": (), "front": ("back",)})
+    assert (await exported(stage))[("application_status", "default", "RUNNING")] == 1
+    stage.start = boom()
+    with pytest.raises(ReplicaStartError):
+        await stage.run(graph={"back": (), "front": ("back",)}, front={"version": "broken"})
+    found = [key for key in await exported(stage) if key[0] == "application_status"]
+    assert found == [("application_status", "default", "DEPLOY_FAILED")]
+
+
+@staged()
 async def test_failures_are_counted(stage: Stage) -> None:
     stage.start = boom()
     with pytest.raises(ReplicaStartError):

@@ -6,6 +6,7 @@ import pytest
 from tables import each_case
 
 from daskserve import errors
+from daskserve.common.types import Load
 from daskserve.telemetry.histogram import (
     LATENCY_BUCKETS_S,
     SIZE_BUCKETS,
@@ -75,6 +76,39 @@ def test_batches_are_counted_by_method() -> None:
         ("batch_duration_seconds", ("i", "d", "predict")),
         ("batch_utilization_ratio", ("i", "d", "predict")),
     ]
+
+
+class Queue:
+    def length(self) -> int:
+        return 2
+
+
+def test_the_queues_of_a_batched_method_are_measured_while_they_exist() -> None:
+    metrics = ReplicaMetrics()
+    metrics.record_start(1.0, 1.0)
+    queues = [Queue(), Queue()]
+    for each in queues:
+        metrics.batches_of("predict").watch_queue(each.length)
+
+    def queued() -> float | HistogramCounts:
+        found = metrics.states(
+            ("i", "d", "d#1"),
+            load=Load(0, 0),
+            concurrency=1,
+            abandoned=0,
+            loop_blocks=0,
+            probe_failures=0,
+            is_healthy=True,
+        )
+        [value] = [
+            value for name, labels, value in found if name == "batch_queued_items" and "predict" in labels
+        ]
+        return value
+
+    assert queued() == 4
+    queues.pop()
+    del each
+    assert queued() == 2
 
 
 @each_case(

@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.tracing.carrier import NO_PARENT
-from daskserve.telemetry.tracing.export import post_of, readable_of
+from daskserve.telemetry.tracing.export import readable_of
 from daskserve.telemetry.tracing.otlp import SpanEncoder
 from daskserve.telemetry.tracing.process import Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan
@@ -30,7 +31,7 @@ def readable(span: RecordedSpan) -> Any:
 
 def spans() -> list[RecordedSpan]:
     found: list[Any] = []
-    tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None)
+    tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None, post_of)
     tracing.keep = found.append  # type: ignore[method-assign]
     root = tracing.span("GET /ä", NO_PARENT, {"url.path": "/" + "ö" * 300, "n": 1}, SpanKind.SERVER, "v=1")
     numbers = {"n": 1.0, "is_ok": True, "is_not": False, "less": -3, "most": 2**63 - 1, "least": -(2**63)}
@@ -55,7 +56,7 @@ def test_a_batch_is_what_opentelemetry_would_send() -> None:
 
 
 def test_what_is_odd_spoils_no_batch() -> None:
-    tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None)
+    tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None, post_of)
     first = tracing.span("\ud800", NO_PARENT, {"n": 2**70, "text": "\ud800"})
     second = tracing.span("\ud800", NO_PARENT, {"n": object(), "m": 1})
     second.add_event("\ud800")

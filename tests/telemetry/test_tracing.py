@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from tables import each_case
 
 import daskserve as serve
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
@@ -290,7 +291,7 @@ def test_a_wait_says_for_what(collected: Collected) -> None:
 
 def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(collected: Collected) -> None:
     collected.may_go_on.clear()
-    tracing = Tracing("one", {"sampling_ratio": 1, **CONFIG}, {}, lambda path, option: collected)
+    tracing = Tracing("one", {"sampling_ratio": 1, **CONFIG}, {}, lambda path, option: collected, post_of)
     tracing.start()
     for _ in range(3 * MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()

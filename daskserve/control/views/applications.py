@@ -47,6 +47,16 @@ def application_status(state: State, observed: Observed, app: AppRecord, wall: f
     }
 
 
+def application_word(state: State, observed: Observed, app: AppRecord) -> str:
+    """Return the word of the status of an application, without what else the status says."""
+    found: dict[str, dict[str, str]] = {}
+    for name, tag in list(app.deployments.items()):
+        if (backend := state.backends.get(tag)) is not None:
+            word, trigger = _outcome(_Facts(state, observed, app, name, backend))
+            found[name] = {"status": word, "status_trigger": trigger}
+    return _word(state, app, found)
+
+
 def _other_traffic(state: State, app: AppRecord) -> dict[str, float]:
     """Return the traffic of the ingress while others than itself get some by `set_traffic`; else nothing."""
     endpoint = state.endpoints.get(app.ingress)
@@ -88,7 +98,7 @@ def deployment_status(
 ) -> dict[str, Any]:
     """Return the status of one deployment of an application."""
     facts = _Facts(state, observed, app, name, backend)
-    word, trigger = next(rule.outcome(facts) for rule in RULES if rule.applies(facts))
+    word, trigger = _outcome(facts)
     message = (
         app.last_error
         if word == "DEPLOY_FAILED"
@@ -105,6 +115,10 @@ def deployment_status(
         "message": message or (f"waits for {', '.join(map(short_tag, awaited))}" if awaited else ""),
         "dead_replicas": views.dead_replicas(observed, backend.tag),
     }
+
+
+def _outcome(facts: _Facts) -> tuple[str, str]:
+    return next(rule.outcome(facts) for rule in RULES if rule.applies(facts))
 
 
 def _failed_at_first(app: AppRecord) -> dict[str, Any]:

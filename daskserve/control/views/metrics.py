@@ -14,7 +14,7 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import GoalState
 from daskserve.control.records.state import State
 from daskserve.control.views import views
-from daskserve.control.views.applications import application_status
+from daskserve.control.views.applications import application_word
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.table import MetricSample
 
@@ -64,10 +64,7 @@ class ControlMetrics:
             ("goals_pending", me, pending),
         ]
         found += _deployments(instance, state, observed)
-        for app in list(state.apps):
-            # The status has no age, so the time does not matter.
-            word = application_status(state, observed, app, 0.0)["status"]
-            found.append(("application_status", (instance, app.name, word), 1))
+        found += _applications(instance, state, observed)
         found += _proxies(instance, state, observed)
         found += _workers(instance, observed)
         for tag, decided in list(observed.scalings.items()):
@@ -95,6 +92,13 @@ def _deployments(instance: str, state: State, observed: Observed) -> list[Metric
     for (tag, replica_state), count in by_state.items():
         found.append(("deployment_replicas", (instance, tag, replica_state.value), count))
     return found
+
+
+def _applications(instance: str, state: State, observed: Observed) -> list[MetricSample]:
+    return [
+        ("application_status", (instance, app.name, application_word(state, observed, app)), 1)
+        for app in list(state.apps)
+    ]
 
 
 def _proxies(instance: str, state: State, observed: Observed) -> list[MetricSample]:

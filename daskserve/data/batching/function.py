@@ -162,6 +162,8 @@ class _BatchRunner:
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)
+        if counts is not None:
+            counts.watch_queue(queue.queued)
         return queue
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:

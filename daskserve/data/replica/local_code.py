@@ -68,6 +68,7 @@ from daskserve.errors import (
     ServeError,
     UserCodeError,
 )
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
 from daskserve.payload.packed_errors import PackedError, known_of, packed_here
@@ -160,7 +161,7 @@ class LocalCode:
             start_thread=self._context.start_thread,
         )
         executor.is_watched = False
-        enable(self._context, start.tracing, call_imported)
+        enable(self._context, start.tracing, call_imported, post_of)
         keep_loggers_enabled()
         self._set_current_replica(None)
         failure: ReplicaStartError | None = None

@@ -11,7 +11,10 @@ from daskserve.telemetry.tracing.process import KEY, Tracing
 
 
 def enable(
-    context: Any, config: Mapping[str, Any], call_imported: Callable[[str, str], Any]
+    context: Any,
+    config: Mapping[str, Any],
+    call_imported: Callable[[str, str], Any],
+    post_of: Callable[[Any], Callable[[bytes], bool] | None],
 ) -> Tracing | None:
     """Begin to trace an instance in this process, unless its configuration says otherwise; idempotent.
 
@@ -19,6 +22,8 @@ def enable(
     ----------
     context : ActorContext
         That of an actor of the instance.
+    call_imported, post_of : callable
+        See `daskserve.telemetry.tracing.export.open_export`.
     """
     if not config.get("enabled"):
         return None
@@ -27,7 +32,7 @@ def enable(
     if found is None:
         instance = context.spec.instance
         resource = {"service.name": instance, "process.pid": os.getpid(), "daskserve.worker": context.worker}
-        found = shared[KEY] = Tracing(instance, config, resource, call_imported)
+        found = shared[KEY] = Tracing(instance, config, resource, call_imported, post_of)
         found.start()
         # The requests need these, too, and none should wait for an import.
         import_module("daskserve.telemetry.tracing.routing")

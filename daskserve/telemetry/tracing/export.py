@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from daskserve.telemetry.tracing.span import RecordedSpan
 
 CallImported: TypeAlias = Callable[[str, str], Any]
+#: Returns what sends an encoded body for an exporter: see `daskserve.internals.otlp_exporter.post_of`.
+PostOf: TypeAlias = Callable[[Any], Callable[[bytes], bool] | None]
 
 #: The name of an exporter in ``OTEL_TRACES_EXPORTER`` -> its entry point, by protocol for OTLP.
 _OTLP: Mapping[str, str] = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 #: As the SDK's processor has them, unless variables say otherwise.
 QUEUE_SIZE, BATCH_SIZE, DELAY_MS = 2048, 512, 5000
-
-#: Where the exporter of OTLP by HTTP is defined.
-OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 logger = logging.getLogger("daskserve.tracing")
 
@@ -114,9 +113,10 @@ class Batches:
 class Export:
     """The exporters and processors of spans, and how many spans they have exported."""
 
-    def __init__(self, resource: Any, scope: Any) -> None:
+    def __init__(self, resource: Any, scope: Any, post_of: PostOf) -> None:
         self._resource = resource
         self._scope = scope
+        self._post_of = post_of
         self.processors: list[SpanProcessor] = []
         self.batches: list[Batches] = []
         self._errors = ErrorLog(logger)
@@ -146,7 +146,7 @@ class Export:
         self.batches.append(Batches(self._sender_of(exporter), exporter.shutdown))
 
     def _sender_of(self, exporter: SpanExporter) -> Callable[[Sequence[RecordedSpan]], bool]:
-        post = post_of(exporter)
+        post = self._post_of(exporter)
         if post is not None:
             from opentelemetry.sdk.trace import ReadableSpan
 
@@ -186,17 +186,6 @@ class Export:
                 self._errors.log(error, "The exporter of traces could not be closed")
 
 
-def post_of(exporter: Any) -> Callable[[bytes], bool] | None:
-    """Return what sends an encoded body to the collector of an exporter of OTLP by HTTP; None for others.
-
-    It has no public name. The exporters of versions without it get spans, which takes longer.
-    """
-    if type(exporter).__module__ != OTLP_HTTP:
-        return None
-    export: Any = getattr(getattr(exporter, "_client", None), "export", None)
-    return None if export is None else lambda body: bool(export(body).success)
-
-
 def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
     """Return a recorded span as one of the SDK."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -220,7 +209,9 @@ def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
     )
 
 
-def open_export(described: Mapping[str, Any], path: str, call_imported: CallImported) -> Export:
+def open_export(
+    described: Mapping[str, Any], path: str, call_imported: CallImported, post_of: PostOf
+) -> Export:
     """Return the processors that a configuration names.
 
     Parameters
@@ -231,6 +222,8 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
         The import path of a function that returns processors or exporters; empty: the standard ones.
     call_imported : callable
         ``call_imported(path, option)`` returns what the function of an import path returns.
+    post_of : callable
+        Returns what sends the bodies of an exporter; None for those that take spans.
 
     Raises
     ------
@@ -254,7 +247,7 @@ def open_export(described: Mapping[str, Any], path: str, call_imported: CallImpo
         own.pop("service.name", None)
     resource = Resource(own).merge(Resource.create({} if "service.name" not in own else own))
     made: Any = call_imported(path, "exporter_import_path") if path else _standard_exporters()
-    export = Export(resource, InstrumentationScope("daskserve", __version__))
+    export = Export(resource, InstrumentationScope("daskserve", __version__), post_of)
     each: Any
     for each in made if isinstance(made, (list, tuple)) else [made]:
         if hasattr(each, "on_end"):

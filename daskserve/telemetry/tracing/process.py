@@ -43,7 +43,7 @@ class Tracing:
         The values of `daskserve.options.tracing.TracingConfig`.
     resource : mapping
         What the spans say of the process.
-    call_imported : callable
+    call_imported, post_of : callable
         See `daskserve.telemetry.tracing.export.open_export`.
     """
 
@@ -53,6 +53,7 @@ class Tracing:
         config: Mapping[str, Any],
         resource: Mapping[str, Any],
         call_imported: Callable[[str, str], Any],
+        post_of: Callable[[Any], Callable[[bytes], bool] | None],
     ) -> None:
         from opentelemetry.trace import SpanKind  # takes long to import
 
@@ -64,6 +65,7 @@ class Tracing:
         self.config = config
         self.resource = resource
         self._call_imported = call_imported
+        self._post_of = post_of
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
@@ -142,7 +144,8 @@ class Tracing:
         from daskserve.telemetry.tracing.export import open_export
 
         try:
-            self.export = open_export(self.resource, self.config["exporter_import_path"], self._call_imported)
+            path = self.config["exporter_import_path"]
+            self.export = open_export(self.resource, path, self._call_imported, self._post_of)
         except Exception as error:
             logger.error(
                 "The spans of instance %r are dropped: %s",

@@ -47,6 +47,7 @@ from daskserve.data.replica.requests.states import RequestEvent
 from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
 from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -198,7 +199,7 @@ class ChildCode:
             cannot be installed.
         """
         start = self._start
-        enable(self._context, start.tracing, call_imported)
+        enable(self._context, start.tracing, call_imported, post_of)
         interpreter = await interpreter_of(start.environment, settings.process_variables())
         # The installation has a time limit of its own.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()

@@ -98,6 +98,7 @@ class ReplicaBatches:
                 on_batch=counts.observe,
                 on_end=counts.ended,
             )
+            counts.watch_queue(queue.queued)
         return await queue.submit((item, hold), model_named_in(item.head))
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:

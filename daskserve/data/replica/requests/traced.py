@@ -25,6 +25,7 @@ from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import found_at
 from daskserve.data.replica.requests.states import FAILED, LATE, LEFT, WAITING, RequestEvent
 from daskserve.data.replica.user_code.request_objects import request_id_of
+from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
@@ -51,6 +52,8 @@ class TracedRequest(LocalRequest):
     wait: dict[str, Any] | None = None
     #: The value of ``error.type`` of its user code.
     error_type = ""
+    #: The span of its user code, while that has further steps.
+    unfinished_code: RecordedSpan | None = None
 
     def granted(self) -> None:
         super().granted()
@@ -92,9 +95,19 @@ class TracedRequest(LocalRequest):
             kind = _ERRORS.get(event) or ("refused" if was_waiting else self.error_type or event)
             if event != FAILED or was_waiting or self.span.status[0].name == "UNSET":
                 self.span.fail(kind)
+            self._end_unfinished()
             self.span.end()
             if self.way is not None:
                 self.way.end()
+
+    def _free_if_ended(self) -> None:
+        super()._free_if_ended()
+        self._end_unfinished()
+
+    def _end_unfinished(self) -> None:
+        """End the span of user code whose next step will not begin."""
+        if self.unfinished_code is not None and self.run is None:
+            self.unfinished_code.end()
 
 
 def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
@@ -109,27 +122,32 @@ def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
     span = _begin_code(request)
     try:
-        return await function(*args)
+        value = await function(*args)
     except BaseException as error:
         _note_error(request, span, error)
         raise
-    finally:
-        _end_code(request, span)
+    _end_code(request, span, value)
+    return value
 
 
 def _run_in_thread(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
     span = _begin_code(request)
     try:
-        return function(*args)
+        value = function(*args)
     except BaseException as error:
         _note_error(request, span, error)
         raise
-    finally:
-        _end_code(request, span)
+    _end_code(request, span, value)
+    return value
 
 
 def _begin_code(request: TracedRequest) -> RecordedSpan:
+    """Begin the span of user code, or go on with it in the next step."""
     assert request.span is not None
+    code = request.unfinished_code
+    if code is not None:
+        enter(request.carrier, code)
+        return code
     code = request.span.child(f"user code {request._method.name}", {"daskserve.step": "user_code"})
     enter(request.carrier, code)
     scope = getattr(request, "_scope", None)
@@ -145,9 +163,14 @@ def _note_error(request: TracedRequest, span: RecordedSpan, error: BaseException
     request.error_type = kind = error_type(error)
     span.record_exception(error)
     span.fail(kind)
+    _end_code(request, span)
 
 
-def _end_code(request: TracedRequest, span: RecordedSpan) -> None:
+def _end_code(request: TracedRequest, span: RecordedSpan, value: Any = None) -> None:
+    """End the span of user code, unless it has further steps."""
+    if type(value) is Unfinished:
+        request.unfinished_code = span
+        return
     scope = getattr(request, "_scope", None)
     if scope is not None and (route := scope.get("route")) is not None:
         path = getattr(route, "path_format", None) or getattr(route, "path", None)
