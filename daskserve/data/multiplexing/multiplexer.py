@@ -22,14 +22,15 @@ class Multiplexer:
 
     def __init__(self) -> None:
         self.metrics = ModelMetrics()
-        #: By function, and by the number of the object whose method it is.
-        self._loaders: dict[tuple[str, int], ModelLoader] = {}
+        #: By the numbers of the function, and of the object whose method it is; loaders keep both alive. Names
+        #: would not do: all functions that a factory makes have the same one.
+        self._loaders: dict[tuple[int, int], ModelLoader] = {}
         #: Whether the replica has multiplexed functions, so that its requests hold the models that they use.
         self.is_used = False
 
     def loader(self, function: Any, instance: Any, limits: ModelLimits) -> ModelLoader:
         """Return the loader of a function, or of a method of an object; the first call creates it."""
-        key = (f"{function.__module__}.{function.__qualname__}", id(instance))
+        key = (id(function), id(instance))
         found = self._loaders.get(key)
         if found is None:
             self.is_used = True

@@ -353,6 +353,23 @@ def test_a_load_that_raises_cancelled_error_is_a_failure() -> None:
     models.run(main())
 
 
+def test_functions_of_one_factory_have_models_of_their_own() -> None:
+    models = Models()
+
+    def made(kind: str) -> Any:
+        @serve.multiplexed
+        async def load(model_id: str) -> str:
+            return f"{kind} {model_id}"
+
+        return load
+
+    async def main() -> None:
+        encoder, decoder = made("encoder"), made("decoder")
+        assert [await encoder("a"), await decoder("a")] == ["encoder a", "decoder a"]
+
+    models.run(main())
+
+
 # ---- models in use
 
 
