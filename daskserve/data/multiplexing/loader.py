@@ -163,17 +163,19 @@ class ModelLoader:
                         self._admit()
 
     def _hold(self, entry: CachedModel, requests: Sequence[RequestContext]) -> None:
+        clock = asyncio.get_running_loop().time
         for request in requests:
             if request.held is not None and (key := (id(self), entry.id, id(entry))) not in request.held:
                 number = id(request)
-                request.held[key] = partial(self._let_go, entry, number)
+                request.held[key] = partial(self._let_go, entry, number, clock)
                 entry.holders.add(number)
                 self._holding[number] += 1
 
-    def _let_go(self, entry: CachedModel, number: int) -> None:
+    def _let_go(self, entry: CachedModel, number: int, clock: Callable[[], float]) -> None:
         """Record that a request has ended that has used a model; any thread may call this."""
         with self._lock:
             entry.holders.discard(number)
+            entry.used_at = max(entry.used_at, clock())
             self._holding[number] -= 1
             if not self._holding[number]:
                 del self._holding[number]

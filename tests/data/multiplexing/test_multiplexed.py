@@ -26,6 +26,7 @@ from daskserve.data.multiplexing import unloading
 from daskserve.data.multiplexing.multiplexer import Multiplexer
 from daskserve.errors import ModelCapacityError, NotInReplicaError, RequestTimeoutError, WrongTypeError
 from daskserve.loops.tasks import pause
+from daskserve.testing import run_virtual
 
 pytestmark = pytest.mark.smoke
 
@@ -505,6 +506,21 @@ def test_an_idle_model_is_unloaded() -> None:
         assert models.ids() == ["pinned"]
 
     models.run(main())
+
+
+def test_a_model_is_idle_from_when_the_last_request_that_used_it_has_ended() -> None:
+    async def main() -> None:
+        current_replica.set(ReplicaContext("i", "default/d", "default/d#r", multiplexer=models.multiplexer))
+        with Request():
+            await models.get("a")
+            await asyncio.sleep(100)
+        await asyncio.sleep(9)
+        assert models.unloaded == []
+        await asyncio.sleep(3)
+        assert models.unloaded == ["a"]
+
+    models = Models(idle_timeout_s=10)
+    run_virtual(main)
 
 
 # ---- unloading
