@@ -310,6 +310,8 @@ class RequestContext:
     #: The options of the handle's call; empty without one.
     multiplexed_model_id: ClassVar[str] = ""
     session_id: ClassVar[str] = ""
+    priority: ClassVar[int | str] = 0
+    idempotent: ClassVar[bool] = False
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""
     #: Whether the caller, a notebook, shows an error to its user at once.

@@ -25,6 +25,8 @@ from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import GangSchedulingConfig
 from daskserve.options.rollout import Gate, RolloutConfig
+from daskserve.options.routing.hedging import HedgingConfig
+from daskserve.options.routing.priorities import PriorityConfig
 from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.options.tracing import TracingConfig
 
@@ -41,6 +43,8 @@ MODELS = {
         RolloutConfig,
         Gate,
         RequestRouterConfig,
+        PriorityConfig,
+        HedgingConfig,
         Environment,
         HTTPOptions,
         LoggingConfig,

@@ -41,12 +41,8 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
 }
 #: ``"Name": "why only its own module names this protocol"``
 PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
-    (
-        "MayLeaveAnswer",
-        "Caller",
-        "WebSocketOwner",
-    ),
-    "its room is being rebuilt",
+    ("MayLeaveAnswer", "WebSocketOwner"),
+    "its class is in a room above, and a function would cost each request",
 )
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {

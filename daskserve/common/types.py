@@ -424,16 +424,16 @@ SLOT_TAKEN = "slot.taken"
 
 @dataclass(frozen=True, slots=True)
 class QueueTimeout:
-    """How long a request may wait in the queue of a full replica, and how long it has already waited."""
+    """How long a request may wait in a replica's queue, and has already waited, and its priority."""
 
     left_s: float
     waited_s: float = 0.0
+    priority: int = 0
 
 
 #: What a router's process does with the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
-#: once its whole body has arrived, which takes no slot, because its callable is plain and cannot wait for it.
-#: ``"drop"``: the same, but nothing is kept, because it cannot read it. ``"stream"``: parts are passed on as
-#: they come.
+#: once its whole body has arrived, and takes no slot before, because its callable is plain and cannot wait.
+#: ``"drop"``: the same, but nothing is kept, as it cannot read it. ``"stream"``: parts are passed on at once.
 BodyUse: TypeAlias = Literal["gather", "drop", "stream"]
 
 #: The `Envelope.has_body` of a request whose client waits to be asked for it (``Expect: 100-continue``).
@@ -465,7 +465,7 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
-    #: The model that it asks for, and what a router sees of it; they stay in this process, too.
+    #: The model that it asks for, and what routers know of it; they stay in this process, too.
     model_id: str = ""
     routed: Any = None
 

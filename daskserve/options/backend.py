@@ -20,6 +20,8 @@ from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
 from daskserve.options.rollout import RolloutConfig
+from daskserve.options.routing.hedging import HedgingConfig
+from daskserve.options.routing.priorities import PriorityConfig
 from daskserve.options.routing.request_router import RequestRouterConfig
 
 #: Concurrency of a replica whose callable is a plain function, and of one that is ``async def``.
@@ -97,6 +99,16 @@ class BackendConfig(Options):
         None,
         description="How the replica of a request is chosen, see [Routers](docs/routers.md). None: the "
         "less loaded of two, nearer ones first.",
+    )
+    priority_config: Annotated[PriorityConfig | None, CONTROLLER_ONLY] = Field(
+        None,
+        description="The order of requests that wait, see [Priorities](docs/routers.md#priorities). None: "
+        "by the ``priority`` of calls, and then the order of arrival.",
+    )
+    hedging_config: Annotated[HedgingConfig | None, CONTROLLER_ONLY] = Field(
+        None,
+        description="Second tries of requests that take long, see [Hedging](docs/routers.md#hedged-requests)."
+        " None: no request is sent twice.",
     )
     max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,

@@ -149,6 +149,12 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             "router_retries", _C, (*_D, "cause"), "Requests retried because a replica was busy or lost."
         ),
         MetricSpec(
+            "router_hedges",
+            _C,
+            (*_D, "outcome"),
+            "Second tries of requests that took long; won: it was first.",
+        ),
+        MetricSpec(
             "router_fallbacks",
             _C,
             (*_D, "cause"),

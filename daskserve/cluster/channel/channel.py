@@ -234,7 +234,7 @@ class Channel:
         payload: Any,
         has_body: bool | Literal[2],
         left_s: float | None,
-        queue_timeout: tuple[float, float] | None,
+        queue_timeout: tuple[float, float, int] | None,
     ) -> None:
         deadline = None if left_s is None else asyncio.get_running_loop().time() + left_s
         envelope = Envelope(

@@ -266,7 +266,9 @@ class Opened:
             wire_payload(envelope.payload),
             envelope.has_body,
             None if deadline is None else deadline - asyncio.get_running_loop().time(),
-            None if queue_timeout is None else (queue_timeout.left_s, queue_timeout.waited_s),
+            None
+            if queue_timeout is None
+            else (queue_timeout.left_s, queue_timeout.waited_s, queue_timeout.priority),
         )
 
     async def _pump(self, receive: Receive) -> None:

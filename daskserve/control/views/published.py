@@ -49,6 +49,10 @@ def _published(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict
     router = backend.config.request_router_config
     if router is not None and (named := router.published()) is not None:
         value["router"] = named
+    if (order := backend.config.priority_config) is not None:
+        value["order"] = order.published()
+    if (hedging := backend.config.hedging_config) is not None:
+        value["hedging"] = hedging.published()
     if not backend.is_deployment:
         value["kind"] = backend.kind
     if backend.config.bodies != "gather":

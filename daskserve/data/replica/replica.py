@@ -68,7 +68,7 @@ class Replica:
         #: Whether it stops although it is healthy.
         self._is_planned = True
         #: The file with its logs, which its child process writes if it has one.
-        self._log_file = self._log_file_of(getattr(start.config, "logging_config", None))
+        self._log_file = _log_file_of(start, getattr(start.config, "logging_config", None))
         self._health = HealthWatch(
             short_tag(start.replica_tag),
             self.probe,
@@ -162,7 +162,7 @@ class Replica:
                 self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
             self._rank_info = as_rank_info(rank_info)
-            self._log_file = self._log_file_of(config.get("logging_config"))
+            self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
             if self._slots.is_open:  # it may have been stopped meanwhile
                 await self._health.configure(
@@ -262,10 +262,6 @@ class Replica:
             facts[LAST_LINES] = lines
         return facts
 
-    def _log_file_of(self, config: Mapping[str, Any] | None) -> str | None:
-        tags = Tags(*split_deployment_tag(self._start.backend_tag), self._start.replica_tag)
-        return file_of(merged(config), tags)
-
     def log_file(self) -> tuple[str, int] | None:
         """Return the file with the logs of its child process; see `ReportsLogs`."""
         process = self._code.process
@@ -320,3 +316,8 @@ class Replica:
         await self._code.close()
         self._slots.end_wait()
         self._metrics.shutdowns.observe(stopwatch() - began)
+
+
+def _log_file_of(start: ReplicaStart, config: Mapping[str, Any] | None) -> str | None:
+    tags = Tags(*split_deployment_tag(start.backend_tag), start.replica_tag)
+    return file_of(merged(config), tags)

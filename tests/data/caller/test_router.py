@@ -1537,3 +1537,91 @@ async def test_what_waits_for_a_new_version_gets_the_replicas_that_come_after_th
     stage.replicas.finish("r9")
     await quiet()
     assert all(each.done() for each in sent)
+
+
+# ---- priorities
+
+
+def of(priority: int | str, deadline: float | None = None, name: str = "") -> Envelope:
+    head = {"facts": {"priority": priority}, "name": name or str(priority)}
+    return Envelope(EnvelopeKind.CALL, head, deadline=deadline)
+
+
+async def in_order(stage: Stage, backend: ReplicaSet, *envelopes: Envelope) -> list[str]:
+    """Return the names of requests in the order in which one slot is given to them."""
+    seen: list[str] = []
+
+    async def note(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        seen.append(envelope.head.get("name", "first"))
+        await asyncio.sleep(1)
+        return Load()
+
+    stage.replicas.handler = note
+    sent = [stage.send(backend)]
+    await quiet()
+    sent += [stage.send(backend, each) for each in envelopes]
+    await asyncio.gather(*sent)
+    return seen[1:]
+
+
+async def test_requests_wait_by_priority_and_in_order_of_arrival_among_equals(stage: Stage) -> None:
+    backend = stage.backend("r1")
+    named = [of(0, name="a"), of(5, name="b"), of(0, name="c"), of(-1, name="d"), of(5, name="e")]
+    assert await in_order(stage, backend, *named) == ["b", "e", "a", "c", "d"]
+    assert await in_order(stage, backend, of(0, name="x"), of(1, name="y")) == ["y", "x"]
+
+
+async def test_the_earliest_deadline_goes_first_where_asked(stage: Stage) -> None:
+    backend = stage.backend("r1", order={"by_deadline": True})
+    named = [of(0, None, "never"), of(0, 900, "late"), of(0, 800, "soon"), of(1, None, "high")]
+    assert await in_order(stage, backend, *named) == ["high", "soon", "late", "never"]
+
+
+async def test_weights_share_the_slots(stage: Stage) -> None:
+    order = {"classes": {"high": 10, "low": -10}, "weights": {10: 3.0, -10: 1.0}}
+    backend = stage.backend("r1", order=order)
+    named = [of(kind) for kind in ["low"] * 12 + ["high"] * 12]
+    seen = await in_order(stage, backend, *named)
+    assert [seen[:12].count(each) for each in ("high", "low")] == [9, 3]
+
+
+@pytest.mark.parametrize("value", [b"7", b"urgent", b"-3", b"nonsense", b"9" * 10_000, b"\xb2"])
+async def test_a_header_has_the_priority_of_an_http_request_if_an_option_names_it(
+    stage: Stage, value: bytes
+) -> None:
+    backend = stage.backend("r1", order={"header": "X-Priority", "classes": {"urgent": 50}})
+    head = {"type": "http", "method": "GET", "headers": [(b"x-priority", value)], "name": "http"}
+    http = Envelope(EnvelopeKind.HTTP, head, has_body=False)
+    seen = await in_order(stage, backend, of(1, name="call"), http)
+    assert seen == (["http", "call"] if value in (b"7", b"urgent") else ["call", "http"])
+
+
+async def test_a_full_queue_refuses_the_lowest_priority_first(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=3)
+    first = [stage.send(backend, of(priority)) for priority in (0, 2, 0, 1)]
+    await quiet()
+    high = stage.send(backend, of(3))
+    low = stage.send(backend, of(0))
+    await quiet()
+    # The running one stays, and the newest of the lowest priority goes; one like it is refused at once.
+    assert [each.done() for each in (*first, high, low)] == [False, False, True, False, False, True]
+    for each in (first[2], low):
+        with pytest.raises(BackPressureError):
+            await each
+    cancelled = stage.sent[1]
+    cancelled.cancel()
+    await quiet()
+    assert backend.waiting == 2
+
+
+async def test_thousands_of_requests_with_priorities_that_leave_are_forgotten(stage: Stage) -> None:
+    backend = stage.backend("r1", max_queued=-1)
+    for round_ in range(20):
+        sent = [stage.send(backend, of(n % 7)) for n in range(200)]
+        await quiet()
+        for each in sent[round_ == 0 :]:
+            each.cancel()
+        await quiet()
+    ranked = backend._waiting._ranked
+    assert ranked is None or sum(map(len, ranked._classes.values())) <= 600
+    assert backend.waiting == 0

@@ -38,6 +38,7 @@ class Holder(Slots):
         left_s: float = 0.0,
         waited_s: float = 0.0,
         send_error: Exception | None = None,
+        priority: int = 0,
     ) -> None:
         told: list[Message] = []
 
@@ -46,7 +47,7 @@ class Holder(Slots):
                 raise send_error
             told.append(message)
 
-        queue_timeout = QueueTimeout(left_s, waited_s) if left_s else None
+        queue_timeout = QueueTimeout(left_s, waited_s, priority) if left_s else None
         if self.ongoing >= self.concurrency or queue_timeout is not None:
             await self.take(Envelope(EnvelopeKind.CALL, {}, queue_timeout=queue_timeout), send)
         else:
@@ -226,3 +227,23 @@ def test_whatever_happens_no_slot_is_lost_or_doubled_and_turns_come_in_order(
         assert holder.most <= most
 
     run(concurrency, scenario)
+
+
+async def _hold(holder: Holder, *requests: tuple[str, int]) -> list[Any]:
+    tasks = [asyncio.create_task(holder.request("first", 1))]
+    await asyncio.sleep(0)
+    for name, priority in requests:
+        tasks.append(asyncio.create_task(holder.request(name, 1, left_s=500, priority=priority)))
+        await asyncio.sleep(0)
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_higher_priorities_get_slots_first_and_lower_ones_give_way_in_a_full_queue() -> None:
+    holder = Holder(1)
+    run_virtual(_hold, holder, ("a", 0), ("b", 5), ("c", 0))
+    assert holder.begun == ["first", "b", "a", "c"]
+    holder = Holder(1)
+    many = [(f"low{n}", 0) for n in range(2 + EXTRA_WAITERS)]
+    ended = run_virtual(_hold, holder, *many, ("also low", 0), ("high", 1))
+    assert holder.begun[1] == "high"
+    assert [type(each) for each in ended if each is not None] == [ReplicaBusyError] * 2

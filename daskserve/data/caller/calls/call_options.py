@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from daskserve.errors import BadRequestError
+from daskserve.options.fields.priority import MAX_PRIORITY
 from daskserve.payload.serialization import check_serialization
 
 #: Options that begin with an underscore in Ray Serve, and so do here.
@@ -15,7 +16,7 @@ _UNDERSCORED: Mapping[str, str] = {
     "_by_reference": "by_reference",
 }
 #: Options that travel with each call to the replica.
-_CARRIED = ("multiplexed_model_id", "session_id", "response_serialization")
+_CARRIED = ("multiplexed_model_id", "session_id", "priority", "idempotent", "response_serialization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class CallOptions:
     multiplexed_model_id, session_id : str
         Ids that user code in the replica reads from its request context. A ``session_id`` is also the shard
         key of calls that have none.
+    priority : int or str
+        Requests with a greater one go first where they wait; a number from -100 to 100, or a name that the
+        deployment's ``priority_config`` has. User code reads it from its request context, too.
+    idempotent : bool
+        Whether a call may run twice, so that the deployment's ``hedging_config`` applies to it.
     request_serialization, response_serialization : str
         How arguments and results are serialized: ``"cloudpickle"`` (by the standard pickler if it can),
         ``"pickle"``, ``"msgpack"`` or ``"orjson"``.
@@ -57,6 +63,8 @@ class CallOptions:
     stream: bool = False
     multiplexed_model_id: str = ""
     session_id: str = ""
+    priority: int | str = 0
+    idempotent: bool = False
     request_serialization: str = "cloudpickle"
     response_serialization: str = "cloudpickle"
     by_reference: bool = True
@@ -68,6 +76,11 @@ class CallOptions:
         for name in ("method_name", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
+        number = self.priority
+        if isinstance(number, bool) or not isinstance(number, (int, str)):
+            raise BadRequestError(f"priority must be a number or a name; got {number!r}.")
+        if isinstance(number, int) and abs(number) > MAX_PRIORITY:
+            raise BadRequestError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}; got {number}.")
         check_serialization("request_serialization", self.request_serialization)
         check_serialization("response_serialization", self.response_serialization)
 
@@ -97,7 +110,7 @@ class CallOptions:
             if getattr(self, field) != getattr(defaults, field)
         )
 
-    def carried(self) -> dict[str, str] | None:
+    def carried(self) -> dict[str, Any] | None:
         """Return the options that travel with each call; None if all of them have their defaults."""
         found = {name: getattr(self, name) for name in _CARRIED}
         if found["response_serialization"] == "cloudpickle":

@@ -303,9 +303,8 @@ class RequestRouting:
     def _count(self, kind: str) -> None:
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
-    def samples(self, instance: str) -> list[MetricSample]:
+    def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
-        labels = (instance, self._tag)
         return [("router_fallbacks", (*labels, kind), count) for kind, count in self.fallbacks.items()]
 
     @property

@@ -47,10 +47,10 @@ class QueuedRequest:
         self._began = stopwatch()
         self._has_left = False
 
-    def queue_timeout(self, since: float) -> QueueTimeout:
+    def queue_timeout(self, since: float, priority: int) -> QueueTimeout:
         """Return how long a request may wait here if it has been in queues since the given time."""
         left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
-        return QueueTimeout(left_s, self._clock.now() - since)
+        return QueueTimeout(left_s, self._clock.now() - since, priority)
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""

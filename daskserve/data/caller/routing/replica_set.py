@@ -120,8 +120,10 @@ class ReplicaSet:
         found = self.metrics.samples(
             self._cluster.instance, self.tag, waiting=self.waiting, in_flight=self.in_flight
         )
-        routing = self._waiting.routing
-        return found if routing is None else found + routing.samples(self._cluster.instance)
+        for each in (self._waiting.routing, self._waiting.hedging):
+            if each is not None:
+                found += each.samples((self._cluster.instance, self.tag))
+        return found
 
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all versions by tag, once they are known."""
@@ -152,6 +154,8 @@ class ReplicaSet:
         self.bodies = value.get("bodies", "gather")
         self.max_body_bytes = value.get("max_body_bytes")
         self._waiting.choose_by(value.get("router"))
+        self._waiting.order_by(value.get("order"))
+        self._waiting.hedge_by(value.get("hedging"))
         self.fail_waiting()
         self._serve_waiting()
         if is_first:
@@ -174,7 +178,7 @@ class ReplicaSet:
 
     def take_now(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room, counting one more request in flight; None if no replica has room."""
-        if self._waiting:
+        if self._waiting or self._waiting.may_hedge(envelope):
             return None
         replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
@@ -245,6 +249,8 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
+        if self._waiting.may_hedge(envelope) and refused is None:
+            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)
@@ -315,7 +321,9 @@ class ReplicaSet:
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
         queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
-        envelope = replace(envelope, queue_timeout=queued.queue_timeout(since))
+        envelope = replace(
+            envelope, queue_timeout=queued.queue_timeout(since, self._waiting.priority_of(envelope))
+        )
         try:
             return await replica.handle(envelope).respond(receive, queued.send)
         finally:
@@ -327,14 +335,12 @@ class ReplicaSet:
             raise self.availability.error()
         # A request that a replica refused has already passed the queue, so the limit does not apply to it.
         if not is_rejected:
-            check_queue(self)
+            check_queue(self, envelope)
         waiter: asyncio.Future[PooledReplica] = asyncio.get_running_loop().create_future()
         if trial is not None:
             self._apart.put(waiter, trial)
         else:
-            self._waiting[waiter] = envelope, self._clock.now()
-            if is_rejected:
-                self._waiting.move_to_end(waiter, last=False)
+            self._waiting.put(waiter, envelope, is_first=is_rejected)
         if len(self._waiting) + len(self._apart.waiters) == 1 and self.pool.is_empty:
             self._report_load()
             self.availability.contact.watch()
@@ -372,10 +378,7 @@ class ReplicaSet:
         """Reject the newest of the requests that arrived before their limit was known."""
         limit = self.max_queued
         while limit is not None and 0 <= limit < self.waiting and self._waiting:
-            waiter, _ = self._waiting.popitem()
-            if not waiter.done():
-                self.metrics.rejected += 1
-                waiter.set_exception(_queue_overflow(self.availability.name, limit, limit))
+            _refuse(self, self._waiting.popitem()[0], limit)
 
     def _release_unused(self, replica: PooledReplica) -> None:
         """Release a replica that was taken but got no request."""
@@ -445,6 +448,8 @@ def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:
         envelope.note_turn,
         envelope.call,
         envelope.has_started,
+        envelope.model_id,
+        envelope.routed,
     )
 
 
@@ -462,12 +467,27 @@ def _turn_of(
     )
 
 
-def check_queue(replicas: ReplicaSet) -> None:
-    """Raise `BackPressureError` if no further request may wait for one of the replicas."""
-    limit = replicas.max_queued
-    if limit is not None and 0 <= limit <= replicas.waiting:
+def check_queue(replicas: ReplicaSet, envelope: Envelope | None = None) -> None:
+    """Raise `BackPressureError` if no further request may wait for one of the replicas.
+
+    A request with a higher priority takes the place of a lower one. Without it, that is not known yet.
+    """
+    limit, waiting = replicas.max_queued, replicas._waiting
+    if limit is None or not 0 <= limit <= replicas.waiting or (envelope is None and waiting.may_overtake):
+        return
+    lower = None if envelope is None else waiting.lower_than(envelope)
+    if lower is None:
         replicas.metrics.rejected += 1
         raise _queue_overflow(replicas.availability.name, replicas.waiting, limit)
+    del waiting[lower]
+    _refuse(replicas, lower, limit)
+
+
+def _refuse(replicas: ReplicaSet, waiter: asyncio.Future[PooledReplica], limit: int) -> None:
+    """Refuse a request that waits, as if it had come when the queue was full."""
+    if not waiter.done():
+        replicas.metrics.rejected += 1
+        waiter.set_exception(_queue_overflow(replicas.availability.name, limit, limit))
 
 
 def _queue_overflow(name: str, waiting: int, limit: int) -> BackPressureError:

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
@@ -34,12 +34,16 @@ logger = logging.getLogger("daskserve.replica")
 EXTRA_WAITERS = 16
 
 
+Place: TypeAlias = tuple[int, float, int, "asyncio.Future[bool]"]
+
+
 class SlotQueue:
-    """Requests that wait for a slot, the one that has waited longest first."""
+    """Requests that wait for a slot: by priority, and the one that has waited longest first."""
 
     def __init__(self) -> None:
-        #: When each began to wait, without interruptions; a number for ties; done when it has a slot.
-        self.places: list[tuple[float, int, asyncio.Future[bool]]] = []
+        #: For each minus its priority; when it began to wait, without interruptions; a number for ties; and
+        #: what is done when it has a slot.
+        self.places: list[Place] = []
         self._numbers = itertools.count()
 
     async def wait(self, queue_timeout: QueueTimeout, give_back: Callable[[], None]) -> bool:
@@ -52,7 +56,7 @@ class SlotQueue:
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
-        place = (loop.time() - queue_timeout.waited_s, next(self._numbers), waiter)
+        place = (-queue_timeout.priority, loop.time() - queue_timeout.waited_s, next(self._numbers), waiter)
         bisect.insort(self.places, place)
         timer = loop.call_later(queue_timeout.left_s, self._expire, place)
         try:
@@ -66,11 +70,18 @@ class SlotQueue:
         finally:
             timer.cancel()
 
-    def _expire(self, place: tuple[float, int, asyncio.Future[bool]]) -> None:
+    def _expire(self, place: Place) -> None:
         if place in self.places:
             self.places.remove(place)
             if not place[-1].done():
                 place[-1].set_result(False)
+
+    def evict_below(self, priority: int) -> bool:
+        """Refuse the last request if it has a lower priority; return whether there was one."""
+        if not self.places or -self.places[-1][0] >= priority:
+            return False
+        self._expire(self.places[-1])
+        return True
 
     def pass_on(self) -> bool:
         """Give a slot to the first request; return False if none waits."""
@@ -164,6 +175,7 @@ class Slots:
             raise self._refusal()
         if not self.take_nowait():
             has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
+            has_room = has_room or self._waiters.evict_below(queue_timeout.priority)
             if not has_room or not await self._waiters.wait(queue_timeout, self.free):
                 raise self._refusal()
         try:

@@ -9,22 +9,30 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, Envelope
+from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send, nothing_to_receive
+from daskserve.data.caller.request_routers.hedging import Hedging, Sent, sent_to
 from daskserve.data.caller.request_routers.interface import Setup
+from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.request_routers.routing import Body, RequestRouting
+from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
+from daskserve.data.caller.routing.shadow import SendTo
+from daskserve.errors import ActorLostError, ReplicaBusyError
 
 #: How many of the requests that wait are considered when a slot becomes free, and for how many of them a
 #: router may be asked in vain.
 CONSIDERED = 256
 MAX_ASKED = 32
 
+Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
 #: Begins to pass on what is published of the models of the replicas.
 WatchModels: TypeAlias = Callable[[ModelRouting], object]
 
@@ -48,6 +56,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
         self.routing: RequestRouting | None = None
+        #: Sends requests that take long once more, if an option says so.
+        self.hedging: Hedging | None = None
+        self._order = Order()
+        #: The order of the requests, if any of them has a priority or they go by their deadlines.
+        self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
         #: When the first request gives up to wait for a replica with its model, or a router is asked again;
         #: None if none waits for that.
         self.next_at: float | None = None
@@ -61,6 +74,92 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if present is not None:
             present.close()
         self.routing = None if setup is None else RequestRouting(setup, self._tag, self._pool, self._rng)
+
+    def hedge_by(self, published: Mapping[str, Any] | None) -> None:
+        """Hedge requests as the controller has published it; None for not."""
+        if published != (None if self.hedging is None else self.hedging.setup):
+            self.hedging = None if published is None else Hedging(**published)
+
+    def may_hedge(self, envelope: Envelope) -> bool:
+        """Return whether a request gets a second try if it takes long."""
+        hedging = self.hedging
+        return hedging is not None and envelope.routed is None and hedging.covers(envelope)
+
+    async def send_hedged(
+        self, envelope: Envelope, receive: Receive, send: Send, send_to: SendTo, release: Release
+    ) -> None:
+        """Send a request, and once more to another replica if that takes long."""
+        assert self.hedging is not None
+        envelope.routed = Sent()
+
+        async def try_again(replica: PooledReplica, send: Send) -> None:
+            outcome: Load | Exception | None = None
+            try:
+                outcome = await replica.handle(replace(envelope, call=None)).respond(nothing_to_receive, send)
+            except (ReplicaBusyError, ActorLostError) as error:
+                outcome = error
+                raise
+            finally:
+                release(replica, outcome)
+
+        def second(send: Send) -> Coroutine[Any, Any, None] | None:
+            replica = self._take_other(envelope)
+            return None if replica is None else try_again(replica, send)
+
+        await self.hedging.send(partial(send_to, envelope), second, receive, send)
+
+    def _take_other(self, envelope: Envelope) -> PooledReplica | None:
+        """Return a replica with room for a second try of a request that has a replica."""
+        tag = sent_to(envelope)
+
+        def pick(entries: Sequence[PooledReplica]) -> PooledReplica | None:
+            others = [each for each in entries if each.index >= 0 and not each.is_full and each.tag != tag]
+            return choose(others, self._clock.now(), self._rng) if others else None
+
+        return self._pool.take(self._clock.now(), self._rng, pick) if tag else None
+
+    def order_by(self, published: Mapping[str, Any] | None) -> None:
+        """Order the requests as the controller has published it; None for the order of arrival."""
+        order = Order() if published is None else Order(**published)
+        if order != self._order:
+            self._order, self._ranked = order, None
+            if self:
+                self._rank()
+
+    def priority_of(self, envelope: Envelope) -> int:
+        """Return the priority of a request; the greatest goes first."""
+        return self._order.priority_of(envelope)
+
+    def put(self, waiter: asyncio.Future[PooledReplica], envelope: Envelope, *, is_first: bool) -> None:
+        """Add a request; ``is_first`` is for one that a replica has refused."""
+        self[waiter] = envelope, self._clock.now()
+        if is_first:
+            self.move_to_end(waiter, last=False)
+        priority = self._order.priority_of(envelope)
+        if self._ranked is not None:
+            self._ranked.put(waiter, priority, envelope.deadline, is_first=is_first)
+            self._ranked.forget_gone(len(self))
+        elif priority or self._order.by_deadline:
+            self._rank()
+
+    def _rank(self) -> None:
+        self._ranked = RankedQueue(self._order, self.__contains__)
+        for waiter, (envelope, _) in self.items():
+            self._ranked.put(waiter, self._order.priority_of(envelope), envelope.deadline)
+
+    def lower_than(self, envelope: Envelope) -> asyncio.Future[PooledReplica] | None:
+        """Return the last of the requests with the lowest priority, if that is lower than a request's."""
+        priority = self._order.priority_of(envelope)
+        if self._ranked is None:
+            last = next(reversed(self)) if priority > 0 and self else None
+            return last
+        found = self._ranked.last()
+        return found[1] if found is not None and found[0] < priority else None
+
+    @property
+    def may_overtake(self) -> bool:
+        """Whether a request may enter a full queue in the place of one with a lower priority."""
+        return bool(self._order.header) or self._ranked is not None
 
     async def read(self, envelope: Envelope, body: Body) -> None:
         """Show the router the beginning of a request's body."""
@@ -77,7 +176,10 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             found: PooledReplica | None = self.routing.take(envelope, now)
             return found
         pick = self._picker(envelope.model_id, now, since) if envelope.model_id else None
-        return self._pool.take(now, self._rng, pick)
+        found = self._pool.take(now, self._rng, pick)
+        if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
+            envelope.routed.tag = found.tag
+        return found
 
     def _picker(self, model_id: str, now: float, since: float | None) -> Pick:
         """Return what chooses the replica for a request by its model."""
@@ -107,15 +209,23 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             replica = self._pool.take(now, self._rng)
             if replica is None:
                 return True
-            waiter, _ = self.popitem(last=False)
+            waiter = None if self._ranked is None else self._ranked.pop()
+            if waiter is None:
+                waiter = next(iter(self))
+            envelope, _ = self.pop(waiter)
+            if type(envelope.routed) is Sent:
+                envelope.routed.tag = replica.tag
             _give(waiter, replica, release)
+        self._ranked = None  # until a request has a priority again
         return False
 
     def _serve_selectively(self, release: Callable[[PooledReplica], None]) -> None:
         now, self.next_at = self._clock.now(), None
         passed: set[str] = set()
         left = MAX_ASKED
-        for waiter, (envelope, since) in list(islice(self.items(), CONSIDERED)):
+        considered = islice(self, CONSIDERED) if self._ranked is None else self._ranked.first(CONSIDERED)
+        for waiter in list(considered):
+            envelope, since = self[waiter]
             if not left or not has_room(self._pool):
                 break  # until a request ends
             model_id = envelope.model_id

@@ -1,0 +1,175 @@
+"""Second tries of requests that take long: hedged requests.
+
+Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although others would
+answer at once. Choice: a request that has no answer after the time in which most have one is sent to a second
+replica, the first answer counts, and the other try is cancelled. Only requests that may run twice are hedged.
+A budget keeps a deployment all of whose requests take long from getting twice as many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
+
+from daskserve.common.types import DONE, Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.data.caller.request_routers.interface import PendingRequest
+from daskserve.telemetry.table import MetricSample
+
+#: The methods of HTTP requests that are sent twice.
+METHODS = frozenset({"GET", "HEAD"})
+#: How many latencies are kept, after how many the delay is computed anew, and how many are needed.
+KEPT, EVERY, LEAST = 512, 32, 20
+#: How many second tries may have been saved up.
+MAX_SAVED = 10.0
+
+#: Sends a request; starts a second try, or returns None if there is no replica for one.
+Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
+SecondTry: TypeAlias = Callable[[Send], Coroutine[Any, Any, None] | None]
+
+
+class Sent:
+    """Where a request was sent; its envelope has it."""
+
+    __slots__ = ("tag",)
+
+    def __init__(self) -> None:
+        self.tag = ""
+
+
+def sent_to(envelope: Envelope) -> str:
+    """Return the tag of the replica that has a request; empty if none has it."""
+    routed = envelope.routed
+    if type(routed) is PendingRequest:
+        return "" if routed.replica is None else routed.replica.replica_id.unique_id
+    return routed.tag if type(routed) is Sent else ""
+
+
+class Hedging:
+    """The second tries of one deployment's requests in one process.
+
+    Parameters
+    ----------
+    quantile : float
+        The share of requests that have their answer before a second try.
+    budget : float
+        The largest share of requests that get a second try.
+    min_delay_s : float
+        No second try begins earlier.
+    """
+
+    def __init__(self, quantile: float, budget: float, min_delay_s: float) -> None:
+        self.setup = {"quantile": quantile, "budget": budget, "min_delay_s": min_delay_s}
+        self._quantile = quantile
+        self._budget = budget
+        self._min_delay_s = min_delay_s
+        self._latencies: deque[float] = deque(maxlen=KEPT)
+        self._seen = 0
+        self._saved = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: After how long a second try begins; None as long as too little is known.
+        self.delay_s: float | None = None
+        #: How many second tries answered first, and how many did not.
+        self.won = self.lost = 0
+
+    def covers(self, envelope: Envelope) -> bool:
+        """Return whether a request may run twice."""
+        head = envelope.head
+        if envelope.kind is EnvelopeKind.HTTP:
+            return not envelope.has_body and head.get("method") in METHODS and head.get("type") == "http"
+        facts = head.get("facts")
+        return bool(facts and facts.get("idempotent")) and not head.get("stream") and "reserve" not in head
+
+    def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
+        """Return the metric samples."""
+        return [
+            ("router_hedges", (*labels, "won"), self.won),
+            ("router_hedges", (*labels, "lost"), self.lost),
+        ]
+
+    async def send(self, first: Try, second: SecondTry, receive: Receive, send: Send) -> None:
+        """Send a request, and once more if that takes long."""
+        self._saved = min(self._saved + self._budget, MAX_SAVED)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        race = _Race(send, loop.create_future())
+        tasks = [self._start(first(receive, race.sender(0)))]
+        try:
+            await asyncio.wait(
+                [*tasks, race.decided], timeout=self.delay_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not tasks[0].done() and race.winner is None and self._saved >= 1:
+                trying = second(race.sender(1))
+                if trying is not None:
+                    self._saved -= 1
+                    tasks.append(self._start(trying))
+            winner = await race.run(tasks)
+            if len(tasks) == 2:
+                self.won += winner == 1
+                self.lost += winner == 0
+            self._note(loop.time() - began)
+            await tasks[winner]
+        finally:
+            for each in tasks:
+                each.cancel()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # that of the slower try is nobody's
+
+    def _note(self, took_s: float) -> None:
+        self._latencies.append(took_s)
+        self._seen += 1
+        if len(self._latencies) >= LEAST and (self.delay_s is None or self._seen % EVERY == 0):
+            found = sorted(self._latencies)[int(self._quantile * len(self._latencies))]
+            # A little later, so that of many equal ones none is late.
+            self.delay_s = max(1.01 * found, self._min_delay_s)
+
+
+class _Race:
+    """Two tries of a request: the first one with a message wins, and only its messages are passed on."""
+
+    def __init__(self, send: Send, decided: asyncio.Future[None]) -> None:
+        self._send = send
+        self.winner: int | None = None
+        #: Done when one of them has won.
+        self.decided = decided
+
+    def sender(self, number: int) -> Send:
+        """Return what takes the messages of one try."""
+
+        def take(message: Message) -> Awaitable[None]:
+            if self.winner is None:
+                self.winner = number
+                if not self.decided.done():
+                    self.decided.set_result(None)
+            return self._send(message) if self.winner == number else DONE
+
+        return take
+
+    async def run(self, tasks: list[asyncio.Task[None]]) -> int:
+        """Return which try has won, or has ended as the last one; cancel the other."""
+        running = [each for each in tasks if not each.done()]
+        while self.winner is None and running:
+            await asyncio.wait([*running, self.decided], return_when=asyncio.FIRST_COMPLETED)
+            good = [n for n, each in enumerate(tasks) if each.done() and not _has_failed(each)]
+            if self.winner is None and good:
+                self.winner = good[0]
+            running = [each for each in tasks if not each.done()]
+        winner = 0 if self.winner is None else self.winner
+        for number, each in enumerate(tasks):
+            if number != winner:
+                each.cancel()
+        return winner
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.cancelled() or task.exception() is not None

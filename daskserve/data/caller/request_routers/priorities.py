@@ -1,0 +1,136 @@
+"""The order of requests that wait, where they have priorities or go by their deadlines. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from daskserve.common.types import Envelope, EnvelopeKind
+from daskserve.options.fields.priority import MAX_PRIORITY
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Order:
+    """How requests are ordered, as the controller publishes it.
+
+    Attributes
+    ----------
+    header : str
+        The header that has the priority of an HTTP request; empty for none.
+    classes : mapping
+        The priorities that have names.
+    weights : mapping
+        The share of each priority; empty if a higher one always goes first.
+    by_deadline : bool
+        Whether the earliest deadline goes first among requests of one priority.
+    """
+
+    header: str = ""
+    classes: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
+    by_deadline: bool = False
+
+    def priority_of(self, envelope: Envelope) -> int:
+        """Return the priority of a request; 0 if it names none, or no valid one."""
+        if envelope.kind is not EnvelopeKind.HTTP:
+            facts = envelope.head.get("facts")
+            return self._read(facts["priority"]) if facts and "priority" in facts else 0
+        if not self.header:
+            return 0
+        name = self.header.lower().encode()
+        found = next((value for each, value in envelope.head.get("headers", ()) if each == name), None)
+        return 0 if found is None else self._read(found.decode("latin-1").strip())
+
+    def _read(self, value: Any) -> int:
+        if isinstance(value, str):
+            if value in self.classes:
+                return self.classes[value]
+            # No more digits than a priority may have; int() would read others, too.
+            value = int(value) if value.removeprefix("-").isdecimal() and len(value) <= 4 else 0
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, value)) if isinstance(value, int) else 0
+
+
+class RankedQueue(Generic[T]):
+    """Items by priority, and by deadline or arrival among those of one priority.
+
+    An item that leaves from elsewhere stays here until its turn, so all methods are told what is still there.
+
+    Parameters
+    ----------
+    is_there : callable
+        Returns whether an item has not left.
+    """
+
+    def __init__(self, order: Order, is_there: Callable[[T], bool]) -> None:
+        self._order = order
+        self._is_there = is_there
+        self._classes: dict[int, list[tuple[float, int, T]]] = {}
+        self._numbers = itertools.count(1)
+        #: How much of its share each priority has had.
+        self._passed: dict[int, float] = {}
+        self._now = 0.0
+
+    def put(self, item: T, priority: int, deadline: float | None, *, is_first: bool = False) -> None:
+        """Add an item; ``is_first`` is for one that has had its turn already."""
+        number = next(self._numbers)
+        key = 0.0 if not self._order.by_deadline else math.inf if deadline is None else deadline
+        heap = self._classes.setdefault(priority, [])
+        if not heap:
+            # A priority that had nothing to do must not catch up.
+            self._passed[priority] = max(self._passed.get(priority, 0.0), self._now)
+        heapq.heappush(heap, (-math.inf if is_first else key, -number if is_first else number, item))
+
+    def pop(self) -> T | None:
+        """Return the next item, and remove it; None if there is none."""
+        while self._classes:
+            priority = self._next_priority()
+            heap = self._classes[priority]
+            item = heapq.heappop(heap)[2]
+            if not heap:
+                del self._classes[priority]
+            if self._is_there(item):
+                self._now = self._passed[priority]
+                self._passed[priority] += 1 / self._order.weights.get(priority, 1.0)
+                return item
+        return None
+
+    def _next_priority(self) -> int:
+        if not self._order.weights:
+            return max(self._classes)
+        return min(self._classes, key=lambda each: (self._passed[each], -each))
+
+    def last(self) -> tuple[int, T] | None:
+        """Return the lowest priority, and its item that would be served last; None if there is none."""
+        for priority in sorted(self._classes):
+            there = [entry for entry in self._classes[priority] if self._is_there(entry[2])]
+            if there:
+                self._classes[priority] = sorted(there)
+                return priority, self._classes[priority][-1][2]
+            del self._classes[priority]
+        return None
+
+    def first(self, count: int) -> list[T]:
+        """Return the next items without removing them, by strict priority."""
+        found: list[T] = []
+        for priority in sorted(self._classes, reverse=True):
+            there: Iterable[Any] = (each for each in self._classes[priority] if self._is_there(each[2]))
+            found += (item for _, _, item in heapq.nsmallest(count - len(found), there))
+            if len(found) == count:
+                break
+        return found
+
+    def forget_gone(self, left: int) -> None:
+        """Drop the items that have left if they are more than those that are ``left``."""
+        if sum(map(len, self._classes.values())) <= 2 * left + 64:
+            return
+        for priority, heap in list(self._classes.items()):
+            self._classes[priority] = [each for each in heap if self._is_there(each[2])]
+            heapq.heapify(self._classes[priority])
+            if not self._classes[priority]:
+                del self._classes[priority]

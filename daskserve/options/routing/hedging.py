@@ -1,0 +1,31 @@
+"""Second tries of requests that take long."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from daskserve.options.fields.base import Options
+
+
+class HedgingConfig(Options):
+    """Second tries of GET and HEAD requests without a body, and of calls that are marked as idempotent."""
+
+    place: ClassVar[str] = "hedging_config"
+
+    quantile: float = Field(
+        0.95,
+        ge=0.5,
+        lt=1,
+        description="A second try begins after the time in which this share of the requests had an answer "
+        "lately.",
+    )
+    budget: float = Field(
+        0.05, gt=0, le=0.5, description="Maximum share of the requests that get a second try."
+    )
+    min_delay_s: float = Field(0.005, ge=0, description="No second try begins earlier than this, in seconds.")
+
+    def published(self) -> dict[str, Any]:
+        """Return what the processes that send requests need."""
+        return self.model_dump()
