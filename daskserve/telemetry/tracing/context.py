@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from opentelemetry import baggage, context, trace
@@ -21,19 +22,22 @@ from opentelemetry.trace import (
 from daskserve.telemetry.tracing.carrier import NO_PARENT, SAMPLED, Carrier, Parent, parent_in, traceparent
 from daskserve.telemetry.tracing.span import RecordedSpan
 
-_NOTHING = Context()
-#: The key of the current span in a context.
-(_SPAN,) = trace.set_span_in_context(INVALID_SPAN, _NOTHING)
+
+@cache
+def _span_key() -> str:
+    """Return the key of the current span in a context."""
+    (key,) = trace.set_span_in_context(INVALID_SPAN, Context())
+    return key
 
 
 def enter(carrier: Carrier, span: Span | None = None) -> None:
     """Make a request's trace context that of the current code; ``span`` is the one to nest under."""
-    found = _NOTHING
+    found = Context()
     if len(carrier) > 2 and carrier[2]:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
     if span is not None:
         # As `trace.set_span_in_context`, in a third of the time.
-        found = Context(found, **{_SPAN: span})
+        found = Context(found, **{_span_key(): span})
     elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)
