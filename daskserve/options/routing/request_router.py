@@ -60,7 +60,7 @@ class RequestRouterConfig(Options):
         10,
         gt=0,
         description="How often ``record_routing_stats`` of the user's class is called, in seconds; not more "
-        "often than the replica's health is asked for.",
+        "often than the replica's health is asked for. For replicas that start.",
     )
     request_routing_stats_timeout_s: float = Field(
         30, gt=0, description="Timeout of a call of ``record_routing_stats``, in seconds."

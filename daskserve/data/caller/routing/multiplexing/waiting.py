@@ -33,8 +33,8 @@ CONSIDERED = 256
 MAX_ASKED = 32
 
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
-#: Begins to pass on what is published of the models of the replicas.
-WatchModels: TypeAlias = Callable[[ModelRouting], object]
+#: Begins to pass on what is published of the replicas: of their models, or their statistics; None ends it.
+WatchFacts: TypeAlias = Callable[[str, Callable[[Any], object] | None], object]
 
 
 class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelope, float]]):
@@ -44,7 +44,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     """
 
     def __init__(
-        self, tag: BackendTag, pool: ReplicaPool, clock: Clock, rng: random.Random, watch: WatchModels | None
+        self, tag: BackendTag, pool: ReplicaPool, clock: Clock, rng: random.Random, watch: WatchFacts | None
     ) -> None:
         super().__init__()
         self._tag = tag
@@ -74,6 +74,10 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if present is not None:
             present.close()
         self.routing = None if setup is None else RequestRouting(setup, self._tag, self._pool, self._rng)
+        if self._watch is not None:
+            routing = self.routing
+            self._watch("stats/router", None if routing is None else routing.note_stats)
+            self._watch("models/router", None if routing is None else routing.note_models)
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
         """Hedge requests as the controller has published it; None for not."""
@@ -186,7 +190,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.models is None:
             self.models = ModelRouting()
             if self._watch is not None:
-                self._watch(self.models)
+                self._watch("models", self.models.update)
         return self.models.picker(model_id, now, since)
 
     def ended(self, envelope: Envelope) -> None:
