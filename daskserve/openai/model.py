@@ -43,7 +43,7 @@ class ModelServer:
 
     # ---- what the server calls
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece | str]:
         """Yield the pieces of an answer."""
         if not hasattr(self._engine, "generate"):
             raise InvalidRequestError(f"The model {request.model!r} generates no text.", param="model")

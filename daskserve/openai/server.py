@@ -16,7 +16,14 @@ from daskserve.common.clock import LoopClock
 from daskserve.context import current_request
 from daskserve.errors import ServeError
 from daskserve.openai.answers import EmbeddingList, ModelCard, ModelList
-from daskserve.openai.completions import ChatFormat, CompletionFormat, Format, gathered, json_text
+from daskserve.openai.completions import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    as_piece,
+    gathered,
+    json_text,
+)
 from daskserve.openai.errors import (
     ModelNotFoundError,
     UnsupportedMediaTypeError,
@@ -178,16 +185,13 @@ async def _events(
 ) -> AsyncIterator[str]:
     item: tuple[int, Any] | None = first
     while item is not None:
-        for chunk in made.chunks(*item):
-            yield chunk
+        yield "".join(made.chunks(item[0], as_piece(item[1])))
         try:
             item = await anext(numbered, None)
         except Exception as error:
-            for chunk in made.failure(error_answer(error, _request_id())[1]):
-                yield chunk
+            yield "".join(made.failure(error_answer(error, _request_id())[1]))
             return
-    for chunk in made.end():
-        yield chunk
+    yield "".join(made.end())
 
 
 async def _read(request: Request) -> bytes:

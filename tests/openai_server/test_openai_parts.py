@@ -13,6 +13,7 @@ from tables import each_case
 
 from daskserve.errors import BadRequestError, RequestTimeoutError
 from daskserve.openai import GenerationRequest, Token, ToolCall, build_app
+from daskserve.openai.completions import as_piece
 from daskserve.openai.errors import InvalidRequestError
 from daskserve.openai.generation import Piece, pieces
 from daskserve.openai.merging import merged
@@ -55,7 +56,7 @@ def answer(*tokens: Any, delay_s: float = 0.0, **request: Any) -> list[Piece]:
     async def read() -> list[Piece]:
         source = tokens_of(*tokens, delay_s=delay_s)
         made = pieces(source, GenerationRequest(**request), token_timeout_s=10)
-        return [each async for each in made]
+        return [as_piece(each) async for each in made]
 
     return run_virtual(read)
 

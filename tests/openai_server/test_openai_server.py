@@ -247,7 +247,9 @@ def test_the_page_is_true(
     address = instance.http_urls()[0]
     monkeypatch.setattr(serve, "run", lambda app, **_: instance.run(app, name="page", route_prefix="/"))
     exec(program, {})
-    exec(calls.replace("http://127.0.0.1:8000", address), {})
+    names: dict[str, Any] = {}
+    exec(calls.replace("http://127.0.0.1:8000", address), names)
+    names["client"].close()
     assert re.sub(" +$", "", capsys.readouterr().out, flags=re.MULTILINE) == printed
     for command, output in re.findall(r"^\$ (.*)\n(.*)\n", curls, re.MULTILINE):
         _, target, _, body = shlex.split(command)

@@ -57,4 +57,10 @@ class MultiplexedModels:
 
 
 def _for_routers(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"models": sorted(facts["models"]), "capacity": facts["capacity"]}
+    models = facts["models"]
+    loaded = sorted(name for name, state in models.items() if state == "loaded")
+    return {
+        "loaded": loaded,
+        "coming": sorted(models.keys() - set(loaded)),
+        "capacity": facts["capacity"],
+    }

@@ -8,7 +8,7 @@ item only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from daskserve.data.batching.function import (
@@ -42,6 +42,7 @@ def batch(
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], float] | None = None,
     latency_target_s: float | None = None,
+    preferred_batch_sizes: Sequence[int] = (),
 ) -> Callable[[Callable[..., Any]], BatchedFunction]: ...
 
 
@@ -53,6 +54,7 @@ def batch(
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], float] | None = None,
     latency_target_s: float | None = None,
+    preferred_batch_sizes: Sequence[int] = (),
 ) -> Any:
     """Collect calls of an async method or function, and answer them with one call of it.
 
@@ -83,6 +85,10 @@ def batch(
         How long a call may take, in seconds. Batches then get the sizes and waits that answer most calls in
         this time, and follow the load; ``max_batch_size`` (default: 1000) and ``batch_wait_timeout_s``
         (default: this time) only bound them. Not for generators, and not with ``batch_size_fn``.
+    preferred_batch_sizes : list of int
+        Sizes for which the model is optimized, up to ``max_batch_size``. As soon as enough calls wait for one
+        of them, a batch of the largest such size runs; other sizes run when the wait is over. Not with
+        ``batch_size_fn`` or ``latency_target_s``.
 
     Raises
     ------
@@ -110,6 +116,11 @@ def batch(
         raise TypeError(
             f"batch_size_fn must be a plain function of a list of arguments, or None; got {batch_size_fn!r}"
         )
+    preferred = _check_preferred(preferred_batch_sizes, size)
+    if preferred and (is_tuned or batch_size_fn is not None):
+        raise ValueError(
+            "preferred_batch_sizes does not go with latency_target_s or batch_size_fn; leave one out."
+        )
     if is_tuned and batch_size_fn is not None:
         raise ValueError("latency_target_s finds a number of calls; leave out batch_size_fn, or the target.")
 
@@ -120,6 +131,13 @@ def batch(
                 f"latency_target_s is the time of one answer, and {function.__qualname__} is a generator; "
                 "leave it out, or see continuous_batch."
             )
-        return BatchedFunction(function, size, wait_s, at_once, batch_size_fn, target_s)
+        return BatchedFunction(function, size, wait_s, at_once, batch_size_fn, target_s, preferred)
 
     return decorate if _func is None else decorate(_func)
+
+
+def _check_preferred(values: Sequence[int], most: int) -> tuple[int, ...]:
+    sizes = tuple(sorted(check_count("preferred_batch_sizes", each) for each in values))
+    if sizes and sizes[-1] > most:
+        raise ValueError(f"preferred_batch_sizes has {sizes[-1]}, but max_batch_size is {most}")
+    return sizes

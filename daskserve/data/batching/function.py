@@ -233,11 +233,12 @@ class BatchedFunction(_Settings):
         max_concurrent_batches: int,
         batch_size_fn: Callable[[list[Any]], float] | None,
         latency_target_s: float | None = None,
+        preferred: Sequence[int] = (),
         is_method: bool = False,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._function_state = _InstanceState(BatchLimits(max_batch_size, wait_s))
+        self._function_state = _InstanceState(BatchLimits(max_batch_size, wait_s, preferred))
         self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn, latency_target_s)
         self._is_method = is_method
         self._signature = inspect.signature(function)
@@ -261,6 +262,7 @@ class BatchedFunction(_Settings):
             self._runner.max_running,
             self._runner.size_fn,
             self._runner.latency_target_s,
+            limits.preferred,
             self._is_method,
         )
 
@@ -301,7 +303,7 @@ class BatchedFunction(_Settings):
         limits = self._function_state.limits
         return self._states.of(
             instance,
-            lambda ref: _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s)),
+            lambda ref: _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s, limits.preferred)),
             self.__qualname__,
         )
 

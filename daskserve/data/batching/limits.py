@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class BatchLimits:
     """The limits of a batch. They may change at any time, and several queues may share them."""
 
-    __slots__ = ("enough", "max_batch_size", "wait_s", "waits_anew")
+    __slots__ = ("enough", "max_batch_size", "preferred", "wait_s", "waits_anew")
 
-    def __init__(self, max_batch_size: int, wait_s: float) -> None:
+    def __init__(self, max_batch_size: int, wait_s: float, preferred: Sequence[int] = ()) -> None:
         #: Maximum batch size; a full batch runs at once.
         self.max_batch_size = max_batch_size
         #: A batch of this size runs at once, too; 0: only a full one does.
@@ -17,3 +19,13 @@ class BatchLimits:
         self.wait_s = wait_s
         #: Whether this time begins again when a batch ends, whose callers may send their next items then.
         self.waits_anew = False
+        #: Sizes in ascending order: a batch of the largest one that can be had runs at once.
+        self.preferred = preferred
+
+    def take(self, queued: int) -> tuple[int, bool]:
+        """Return how many of the queued items make a batch, and whether it runs at once."""
+        count = min(queued, self.max_batch_size)
+        for size in reversed(self.preferred):
+            if size <= count:
+                return size, True
+        return count, queued >= (self.enough or self.max_batch_size)

@@ -211,7 +211,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         limit = self._limits.max_batch_size
         entries = key_queue.entries
         if self._size_of is None:
-            return min(len(entries), limit), len(entries) >= (self._limits.enough or limit)
+            return self._limits.take(len(entries))
         if key_queue.measured_for != limit:
             key_queue.forget(limit)
         while key_queue.fitting < len(entries) and not key_queue.is_full:

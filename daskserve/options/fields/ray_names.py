@@ -47,7 +47,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "RayServeException": "use serve.ServeError",
     "build": "`daskserve build module:app` writes the configuration file of an application",
     "init": "use serve.start()",
-    "llm": "run an engine of your choice in a deployment",
+    "llm": "daskserve.openai.build_app serves models in OpenAI's form, by engines of your choice",
     "grpc_util": "there are no gRPC proxies; use HTTP, or handles from Python",
     "drivers": "write a class that calls the other deployments by handle",
     "gradio_integrations": "serve the application that gradio.mount_gradio_app returns",

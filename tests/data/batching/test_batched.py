@@ -103,6 +103,37 @@ async def collect(stream: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in stream]
 
 
+def test_batches_of_preferred_sizes_run_at_once_and_others_when_the_wait_is_over() -> None:
+    class Preferring(Model):
+        @batch(max_batch_size=10, batch_wait_timeout_s=5, preferred_batch_sizes=[8, 3])
+        async def double(self, items: list[Any]) -> Any:
+            self.batches.append(len(items))
+            return items
+
+    async def scenario() -> None:
+        model, loop = Preferring(), asyncio.get_running_loop()
+        for count, expected, after_s in (
+            (3, [3], 0),
+            (9, [8, 1], 5),
+            (7, [3, 3, 1], 5),
+            (20, [8, 8, 3, 1], 5),
+        ):
+            model.batches.clear()
+            began = loop.time()
+            await asyncio.gather(*(model.double(n) for n in range(count)))
+            assert (model.batches, loop.time() - began) == (expected, after_s)
+
+    run(scenario)
+    for options in (
+        {"preferred_batch_sizes": [0]},
+        {"preferred_batch_sizes": [11]},
+        {"preferred_batch_sizes": [2], "latency_target_s": 1},
+        {"preferred_batch_sizes": [2], "batch_size_fn": len},
+    ):
+        with case(options), pytest.raises(ValueError, match="preferred_batch_sizes"):
+            batch(**options)  # type: ignore[call-overload]
+
+
 # ---- BA01: what goes together
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,7 @@ class Plain:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.released: list[int] = []
+        self.made = 0
         self.metrics = serve.get_replica_context().metrics
         type(self).models = [self]
 
@@ -33,6 +35,7 @@ class Plain:
     def generate(self, active: list[serve.ActiveRequest]) -> list[Any]:
         if active[0].args[0] == [0]:
             self.go.wait(20)
+        time.sleep(0.001)
         for each in active:
             if len(each.outputs) + 1 >= len(each.args[0]) or self.go.is_set():
                 each.finish()
@@ -41,6 +44,7 @@ class Plain:
     @generate.release
     def _release(self, left: list[serve.ActiveRequest]) -> None:
         self.released += [len(each.args[0]) for each in left]
+        self.made = sum(len(each.outputs) for each in left)
 
     async def __call__(self, request: Any) -> Any:
         numbers = [int(each) for each in request.query_params["numbers"].split(",")]
@@ -116,6 +120,20 @@ def test_a_full_batch_answers_503_and_is_counted(client: serve.Client) -> None:
     assert totals["continuous_outputs"] == generate.stats().outputs
     assert totals["continuous_preemptions"] == 0
     assert totals["continuous_step_duration_seconds"].count == generate.stats().steps
+
+
+def test_a_client_that_disconnects_leaves_the_batch(client: serve.Client) -> None:
+    (url,) = client.http_urls()
+    (model,) = Plain.models
+    model.go.clear()
+    model.released.clear()
+    generate: Any = model.generate
+    numbers = ",".join(["1"] * 500)
+    with httpx.Client(timeout=30) as http, http.stream("GET", f"{url}/?numbers={numbers}&stream") as response:
+        assert next(response.iter_text())[:2] == "1\n"
+    asyncio.run(wait_until(lambda: model.released == [500]))
+    assert model.made < 500
+    assert generate.stats().active == 0
 
 
 # ---- resumed streams

@@ -53,7 +53,10 @@ class Backend:
 
     def publish(self, models: dict[str, Iterable[str]]) -> None:
         self.routing.update(
-            {tag: {"models": list(models.get(tag, ())), "capacity": self.capacity} for tag in self.tags}
+            {
+                tag: {"loaded": list(models.get(tag, ())), "coming": [], "capacity": self.capacity}
+                for tag in self.tags
+            }
         )
 
 
@@ -75,6 +78,18 @@ def test_what_is_published_replaces_what_was_assumed() -> None:
     backend.now += ASSUMED_S + 1
     assert backend.sent("b") in set(backend.tags[:2]) - {first}
     backend.routing.update(None)
+
+
+def test_a_replica_that_has_a_model_is_preferred_to_one_that_loads_it() -> None:
+    for having, loading in (("d#0", "d#1"), ("d#1", "d#0")):
+        backend = Backend()
+        backend.routing.update(
+            {
+                having: {"loaded": ["a"], "coming": [], "capacity": 8},
+                loading: {"loaded": [], "coming": ["a"], "capacity": 8},
+            }
+        )
+        assert backend.sent("a") == having
 
 
 def test_all_processes_choose_alike() -> None:

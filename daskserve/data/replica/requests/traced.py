@@ -95,19 +95,20 @@ class TracedRequest(LocalRequest):
             kind = _ERRORS.get(event) or ("refused" if was_waiting else self.error_type or event)
             if event != FAILED or was_waiting or self.span.status[0].name == "UNSET":
                 self.span.fail(kind)
-            self._end_unfinished()
+            _end_unfinished(self)
             self.span.end()
             if self.way is not None:
                 self.way.end()
 
     def _free_if_ended(self) -> None:
         super()._free_if_ended()
-        self._end_unfinished()
+        _end_unfinished(self)
 
-    def _end_unfinished(self) -> None:
-        """End the span of user code whose next step will not begin."""
-        if self.unfinished_code is not None and self.run is None:
-            self.unfinished_code.end()
+
+def _end_unfinished(request: TracedRequest) -> None:
+    """End the span of user code whose next step will not begin."""
+    if request.unfinished_code is not None and request.run is None:
+        request.unfinished_code.end()
 
 
 def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:

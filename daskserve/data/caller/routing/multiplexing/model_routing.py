@@ -35,9 +35,10 @@ class ModelRouting:
         reports = published or {}
         for tag, facts in reports.items():
             known = self._of(tag)
-            known.published, known.capacity = frozenset(facts["models"]), facts["capacity"]
+            known.loaded, known.coming = frozenset(facts["loaded"]), frozenset(facts["coming"])
+            known.capacity = facts["capacity"]
         for tag in self._known.keys() - reports.keys():
-            self._known[tag].published = frozenset()
+            self._known[tag].loaded = self._known[tag].coming = frozenset()
 
     def picker(self, model_id: str, now: float, since: float | None = None) -> Pick:
         """Return what chooses the replica for a request, for `ReplicaPool.take`; it may choose none.

@@ -8,9 +8,8 @@ chosen.
 Choice: all processes order the replicas in the same way for each model, by a hash of both (rendezvous
 hashing).
 
-1. The first replica in this order that has the model and is not overloaded. So a second copy is used only
-while
-   it is needed; afterwards it is the least recently used one there, and goes.
+1. The first replica in this order that has the model, or loads it, and is not overloaded. So a second copy is
+   used only while it is needed; afterwards it is the least recently used one there, and goes.
 2. If each that has it is overloaded: another replica, which then loads it, if the model's share of all
 requests
    is worth a further copy. A model with a quarter of the requests is worth one whole replica of four.
@@ -57,19 +56,22 @@ class KnownModels:
     """The models of one replica, as far as they are known."""
 
     seed: int
-    #: Those that it has published, and how many it may hold; None for no limit, or while that is not known.
-    published: frozenset[str] = frozenset()
+    #: Those that it has said to have, and to load.
+    loaded: frozenset[str] = frozenset()
+    coming: frozenset[str] = frozenset()
+    #: How many it may hold; None for no limit, or while that is not known.
     capacity: int | None = None
     #: Until when a model is assumed to be there because a request for it was sent.
     assumed: dict[str, float] = field(default_factory=dict)
 
     def has(self, key: str, now: float) -> bool:
         """Return whether the replica has a model, or is about to."""
-        return key in self.published or self.assumed.get(key, 0.0) > now
+        return key in self.loaded or key in self.coming or self.assumed.get(key, 0.0) > now
 
     def count(self) -> int:
         """Return how many models it has."""
-        return len(self.published) + sum(key not in self.published for key in self.assumed)
+        known = len(self.loaded) + len(self.coming)
+        return known + sum(key not in self.loaded and key not in self.coming for key in self.assumed)
 
 
 def hash_of(text: str) -> int:
@@ -114,8 +116,12 @@ def choose_place(
     having = {each.tag for each in places if known[each.tag].has(key, now)}
     with_model = [each for each in free if each.tag in having]
     fit = [each for each in with_model if loads[each.tag] < bound]
+    if len(fit) > 1:
+        # One that has said so before one that may still be loading it.
+        sure = [each for each in fit if key in known[each.tag].loaded]
+        return ordered(key, sure or fit, known)[0]
     if fit:
-        return fit[0] if len(fit) == 1 else ordered(key, fit, known)[0]
+        return fit[0]
     others = [each for each in free if each.tag not in having]
     if having:
         worth = math.ceil(share * len(places) * COPIES_FACTOR)
