@@ -379,7 +379,7 @@ class Routers:
         )
         return found
 
-    def _watch_facts(self, tag: BackendTag, kind: str, note: Callable[[Any], object] | None) -> None:
+    def _watch_facts(self, tag: BackendTag, kind: str, note: Callable[[Any], None] | None) -> None:
         """Pass on what is published of a backend's replicas, instead of to what was told before."""
         kind, _, user = kind.partition("/")
         self._stop_watching(f"{kind}/{tag}/{user}")

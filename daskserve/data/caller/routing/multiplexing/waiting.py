@@ -34,7 +34,7 @@ MAX_ASKED = 32
 
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
 #: Begins to pass on what is published of the replicas: of their models, or their statistics; None ends it.
-WatchFacts: TypeAlias = Callable[[str, Callable[[Any], object] | None], object]
+WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
 
 
 class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelope, float]]):
