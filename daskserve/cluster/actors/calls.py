@@ -169,3 +169,8 @@ class ProcessView:
 
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self._here
+
+    @property
+    def here(self) -> str:
+        """The address of the worker in this process; empty if there is none."""
+        return self._here or ""
