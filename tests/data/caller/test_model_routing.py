@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from daskserve.common.types import Load
+from daskserve.common.clock import LoopClock
+from daskserve.common.types import Envelope, EnvelopeKind, Load
 from daskserve.data.caller.routing.multiplexing.demand import WINDOW, ModelDemand
 from daskserve.data.caller.routing.multiplexing.model_routing import (
     ASSUMED_S,
@@ -18,6 +19,7 @@ from daskserve.data.caller.routing.multiplexing.model_routing import (
     ModelRouting,
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.multiplexing.cache import CachedModel, ModelCache
 
@@ -141,6 +143,24 @@ def test_the_second_copy_is_left_to_others_once_it_is_not_needed() -> None:
         assert each is not None
         backend.end(each)
     assert len({backend.sent("popular") for _ in range(50)}) == 1
+
+
+async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
+    backend = Backend()
+    watched: list[ModelRouting] = []
+    waiting = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, watched.append)
+    waiting.choose_by({"router": "RoundRobin"})
+    replica = waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a"))
+    assert replica is not None
+    (models,) = watched
+    now = LoopClock().now()
+    assert [tag for tag in backend.tags if models.models_of(tag, now)] == [replica.tag]
+    models.update({replica.tag: {"loaded": ["b"], "coming": ["c"], "capacity": 3}})
+    assert waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a")) is not None
+    assert waiting.routing is not None
+    shown = {each.replica_id.unique_id: each.multiplexed_model_ids for each in waiting.routing._replicas}
+    assert shown[replica.tag] == {"a", "b", "c"}
+    assert waiting.take(Envelope(EnvelopeKind.CALL, {})) is not None
 
 
 def test_demand_is_a_share_that_forgets() -> None:

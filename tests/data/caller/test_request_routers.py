@@ -425,6 +425,8 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     stage.routing.note_stats({"r0": {"load": 5}, "r1": {"load": 5}, "r2": {"load": 1}, "r3": {"load": 5}})
     assert {stage.ask(call("", "x")) for _ in range(5)} == {"r1"}  # on this host
     assert stage.ask(call("", multiplexed_model_id="m")) is not None
+    stage.routing.show_models(lambda tag: frozenset({"m"} if tag == "r3" else ()))
+    assert {stage.ask(call("", multiplexed_model_id="m")) for _ in range(5)} == {"r3"}
     router: Any = stage.routing._router
     async with asyncio.timeout(20):
         while len(router.told) < 14:  # noqa: ASYNC110  # its thread sets no event

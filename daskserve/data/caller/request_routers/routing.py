@@ -149,6 +149,11 @@ class RequestRouting:
             each.routing_stats = self._stats.get(tag, {})
             each.multiplexed_model_ids = self._models.get(tag, frozenset())
 
+    def show_models(self, models_of: Callable[[str], frozenset[str]]) -> None:
+        """Show the router the multiplexed models of each replica; takes their function by tag."""
+        for tag, each in self._known.items():
+            each.multiplexed_model_ids = models_of(tag)
+
     def request_of(self, envelope: Envelope, body: bytes = b"") -> PendingRequest:
         """Return a request as the router sees it, which the envelope keeps."""
         found = envelope.routed

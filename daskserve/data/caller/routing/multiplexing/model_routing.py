@@ -75,10 +75,18 @@ class ModelRouting:
             is_patient=is_patient,
         )
         if chosen is not None:
-            self._assume(chosen.tag, key, now)
+            self.assume(chosen.tag, key, now)
         return chosen
 
-    def _assume(self, tag: ReplicaTag, key: str, now: float) -> None:
+    def models_of(self, tag: ReplicaTag, now: float) -> frozenset[str]:
+        """Return the models of a replica, by their short ids."""
+        known = self._of(tag)
+        assumed = [key for key, until in known.assumed.items() if until > now]
+        return known.loaded | known.coming | frozenset(assumed)
+
+    def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
+        """Note that a request for a model goes to a replica, which has it from now on."""
+        key = short_id(model_id)
         assumed = self._of(tag).assumed
         assumed.pop(key, None)
         assumed[key] = now + ASSUMED_S

@@ -186,8 +186,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         """
         now = self._clock.now()
         if self.routing is not None:
-            found: PooledReplica | None = self.routing.take(envelope, now)
-            return found
+            return self._routed(self.routing, envelope, now)
         pick = self._picker(envelope.model_id, now, since) if envelope.model_id else None
         found = self._pool.take(now, self._rng, pick)
         if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
@@ -196,11 +195,31 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
     def _picker(self, model_id: str, now: float, since: float | None) -> Pick:
         """Return what chooses the replica for a request by its model."""
+        return self._known_models().picker(model_id, now, since)
+
+    def _known_models(self) -> ModelRouting:
         if self.models is None:
             self.models = ModelRouting()
             if self._watch is not None:
+<<<<<<< HEAD
                 self._watch("models", self.models.update)
         return self.models.picker(model_id, now, since)
+=======
+                self._watch(self.models)
+        return self.models
+
+    def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:
+        """Return the replica that the router of an option chooses, which may know the models."""
+        if not envelope.model_id:
+            found: PooledReplica | None = routing.take(envelope, now)
+            return found
+        models = self._known_models()
+        routing.show_models(partial(models.models_of, now=now))
+        found = routing.take(envelope, now)
+        if found is not None:
+            models.assume(found.tag, envelope.model_id, now)
+        return found
+>>>>>>> main
 
     def ended(self, envelope: Envelope) -> None:
         """Note that a request has ended at a replica; another one may follow."""
