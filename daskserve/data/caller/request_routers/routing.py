@@ -81,7 +81,6 @@ class RequestRouting:
         self._seen: object = None
         self._replicas: list[RunningReplica] = []
         self._stats: Mapping[str, Mapping[str, Any]] = {}
-        self._models: Mapping[str, frozenset[str]] = {}
         self._known: dict[str, RunningReplica] = {}
         self._logged: set[str] = set()
         self._thread: RouterThread | None = None
@@ -139,15 +138,9 @@ class RequestRouting:
         self._stats = stats or {}
         self._show_facts()
 
-    def note_models(self, models: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Apply which multiplexed models the replicas have."""
-        self._models = {tag: frozenset(facts["models"]) for tag, facts in (models or {}).items()}
-        self._show_facts()
-
     def _show_facts(self) -> None:
         for tag, each in self._known.items():
             each.routing_stats = self._stats.get(tag, {})
-            each.multiplexed_model_ids = self._models.get(tag, frozenset())
 
     def show_models(self, models_of: Callable[[str], frozenset[str]]) -> None:
         """Show the router the multiplexed models of each replica; takes their function by tag."""

@@ -343,7 +343,7 @@ class Routers:
         for backend in router.backends - used:
             if not self._sets[backend].waiting:
                 self._watches.pop(f"backend/{backend}")()
-                for each in ("models", "models/router", "stats/router"):
+                for each in ("models", "stats/router"):
                     self._watch_facts(backend, each, None)
                 self._sets.pop(backend).close()
                 if (new := self._sets.pop(candidate_of(backend), None)) is not None:

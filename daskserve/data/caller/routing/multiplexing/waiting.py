@@ -86,7 +86,6 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self._watch is not None:
             routing = self.routing
             self._watch("stats/router", None if routing is None else routing.note_stats)
-            self._watch("models/router", None if routing is None else routing.note_models)
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
         """Hedge requests as the controller has published it; None for not."""
@@ -201,11 +200,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.models is None:
             self.models = ModelRouting()
             if self._watch is not None:
-<<<<<<< HEAD
                 self._watch("models", self.models.update)
-        return self.models.picker(model_id, now, since)
-=======
-                self._watch(self.models)
         return self.models
 
     def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:
@@ -219,7 +214,6 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if found is not None:
             models.assume(found.tag, envelope.model_id, now)
         return found
->>>>>>> main
 
     def ended(self, envelope: Envelope) -> None:
         """Note that a request has ended at a replica; another one may follow."""
