@@ -183,6 +183,8 @@ def _token(value: Any) -> Token:
         return Token(value)
     if not isinstance(value, Token):
         raise TypeError(f"An engine yields str or Token, got {type(value).__name__}: {value!r:.200}")
+    if not isinstance(value.text, str) or not isinstance(value.finish_reason, str | None):
+        raise TypeError(f"The text and the finish_reason of a Token must be texts, got {value!r:.200}")
     return value
 
 

@@ -61,7 +61,12 @@ class ModelServer:
             raise InvalidRequestError(f"The model {request.model!r} makes no embeddings.", param="model")
         async with asyncio.timeout(self._token_timeout_s):
             found = await _call(embed, request)
-        return found if isinstance(found, Embeddings) else Embeddings(found)
+        made = found if isinstance(found, Embeddings) else Embeddings(found)
+        # Here, so that a fault is in the log of the model.
+        vectors = [[float(number) for number in vector] for vector in made.vectors]
+        if len(vectors) != len(request.inputs):
+            raise TypeError(f"embed returned {len(vectors)} vectors for {len(request.inputs)} texts")
+        return Embeddings(vectors, int(made.prompt_tokens))
 
     async def _check_length(self, request: GenerationRequest) -> int:
         """Return the length of the prompt; raise `ContextLengthError` if it is too long."""

@@ -100,8 +100,9 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
         answer("a", delay_s=11)
     with pytest.raises(TimeoutError, match="of the engine"):
         answer(TimeoutError("of the engine"))
-    with pytest.raises(TypeError, match="str or Token"):
-        answer(3)
+    for wrong in (3, Token(None), Token("a", finish_reason=3)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"str or Token|must be texts"):
+            answer(wrong)
 
 
 def test_merged_streams_end_together() -> None:

@@ -144,6 +144,8 @@ def test_texts_are_embedded(client: Any, url: str) -> None:
     body = {"model": "echo", "input": "ab", "encoding_format": "base64", "dimensions": 1}
     answer = httpx.post(f"{url}/embeddings", json=body).json()
     assert base64.b64decode(answer["data"][0]["embedding"]) == struct.pack("<f", 1.5)
+    with pytest.raises(openai.InternalServerError, match="log has the error"):
+        client.embeddings.create(model="echo", input="one too few")
 
 
 def test_responses_are_made(client: Any) -> None:

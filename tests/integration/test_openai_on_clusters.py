@@ -1,0 +1,78 @@
+"""OpenAI's interface on real processes: a replica of a model is killed in the middle of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from clusters import nannied_cluster, pids
+
+import daskserve as serve
+from daskserve.openai import build_app
+
+#: No stream may take longer; one that hangs does.
+PATIENCE_S = 40.0
+STREAMS = 200
+
+
+class Slow:
+    """Makes four tokens per second."""
+
+    async def generate(self, request: Any) -> AsyncIterator[str]:
+        for _ in range(request.max_tokens):
+            await asyncio.sleep(0.25)
+            yield "word "
+
+
+async def read(client: httpx.AsyncClient, url: str) -> str:
+    """Return how a stream ends: ``done``, or the code of an error."""
+    message = {"role": "user", "content": "x"}
+    body = {"model": "slow", "messages": [message], "stream": True, "max_tokens": 20}
+    async with client.stream("POST", url, json=body) as answer:
+        if answer.status_code != 200:
+            await answer.aread()
+            return str(answer.json()["error"]["code"])
+        lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    last = json.loads(lines[-2])
+    return str(last["error"]["code"]) if "error" in last else "done"
+
+
+@pytest.mark.nightly
+def test_a_model_killed_in_the_middle_of_200_streams_ends_each_with_an_error_that_says_so() -> None:
+    with nannied_cluster(4) as dask:
+        client = serve.start(dask_client=dask, http_options={"port": 0, "location": "HeadOnly"})
+        busy = {each.worker for each in client.status().actors}
+        free = [each for each in pids(dask) if each not in busy][:2]
+        deployment = {"num_replicas": 2, "max_ongoing_requests": 400, "actor_options": {"workers": free}}
+        client.run(build_app({"slow": {"engine": Slow, "deployment": deployment}}))
+        url = f"{client.http_urls()[0]}/v1/chat/completions"
+
+        async def ask_all() -> list[str]:
+            limits = httpx.Limits(max_connections=STREAMS)
+            async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as http:
+                tasks = [asyncio.ensure_future(read(http, url)) for _ in range(STREAMS)]
+                await asyncio.sleep(2)
+                kill_a_model(client, pids(dask))
+                async with asyncio.timeout(PATIENCE_S):
+                    return await asyncio.gather(*tasks)
+
+        ends = asyncio.run(ask_all())
+        assert set(ends) <= {"done", "unavailable"}
+        assert "unavailable" in ends
+        assert "done" in ends
+        client.shutdown()
+
+
+def kill_a_model(client: serve.Client, by_worker: Any) -> None:
+    """Kill a worker that has a replica of the model, and not the server."""
+    replicas = [each for each in client.status().actors if each.kind == "replica"]
+    server = {each.worker for each in replicas if "OpenAIServer" in each.name}
+    victim = next(each.worker for each in replicas if "slow" in each.name and each.worker not in server)
+    os.kill(by_worker[victim], signal.SIGKILL)
