@@ -22,8 +22,8 @@ class Multiplexer:
 
     def __init__(self) -> None:
         self.metrics = ModelMetrics()
-        #: By the numbers of the function, and of the object whose method it is; loaders keep both alive. Names
-        #: would not do: all functions that a factory makes have the same one.
+        #: By the numbers of the function and of the object whose method it is; loaders keep both alive.
+        #: Names would not do: all functions that a factory makes have the same one.
         self._loaders: dict[tuple[int, int], ModelLoader] = {}
         #: Whether the replica has multiplexed functions, so that its requests hold the models that they use.
         self.is_used = False
