@@ -523,6 +523,29 @@ def test_a_model_is_idle_from_when_the_last_request_that_used_it_has_ended() -> 
     run_virtual(main)
 
 
+def test_the_models_of_an_object_that_is_gone_are_unloaded_after_their_requests() -> None:
+    class Helper:
+        @serve.multiplexed(pinned=["a"])
+        async def get(self, model_id: str) -> Model:
+            return Model(model_id, models.unloaded)
+
+    async def main() -> None:
+        multiplexer = models.multiplexer
+        current_replica.set(ReplicaContext("i", "default/d", "default/d#r", multiplexer=multiplexer))
+        with Request():
+            for _ in range(20):
+                await Helper().get("a")
+            await asyncio.sleep(100)
+            assert models.unloaded == []
+            assert multiplexer.samples(("i", "d", "r"))
+        await asyncio.sleep(3)
+        assert models.unloaded == ["a"] * 20
+        assert not multiplexer.samples(("i", "d", "r"))
+
+    models = Models()
+    run_virtual(main)
+
+
 # ---- unloading
 
 
