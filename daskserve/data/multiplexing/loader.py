@@ -416,9 +416,10 @@ class ModelLoader:
                 self._loop.call_soon_threadsafe(self._watch_idle)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no models, nor any on their way."""
-        return not self.cache.models and not self.cache.leaving
+    def is_over(self) -> bool:
+        """Whether there are no models, nor any on their way, or their loop is closed, so that none unloads."""
+        is_empty = not self.cache.models and not self.cache.leaving
+        return is_empty or (self._loop is not None and self._loop.is_closed())
 
     async def close(self) -> None:
         """Cancel the loads, and unload all models."""

@@ -64,7 +64,7 @@ class Multiplexer:
     def _all(self) -> list[ModelLoader]:
         """Return all loaders that may have models."""
         for number, each in list(self._retired.items()):
-            if each.is_empty:
+            if each.is_over:
                 self._retired.pop(number, None)
         return [*self._present(), *list(self._retired.values())]
 
