@@ -417,7 +417,7 @@ class ModelLoader:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are no models, nor any on their way, or their loop is closed, so that none unloads."""
+        """Whether there are no models, nor any on their way, or their loop is closed."""
         is_empty = not self.cache.models and not self.cache.leaving
         return is_empty or (self._loop is not None and self._loop.is_closed())
 
