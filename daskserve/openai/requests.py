@@ -5,25 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from daskserve.openai.engine import EmbeddingRequest, GenerationRequest
 from daskserve.openai.errors import InvalidRequestError, invalid_request
 
 BodyT = TypeVar("BodyT", bound="Body")
+ItemT = TypeVar("ItemT")
 
 #: Maximum number of answers to one request; the limit of OpenAI.
 MAX_CHOICES = 128
 #: Maximum number of texts of one request for embeddings; the limit of OpenAI.
 MAX_INPUTS = 2048
+#: Maximum number of messages of a conversation, or of items of the input of a response.
+MAX_MESSAGES = 10_000
+#: Maximum number of fields of objects whose values have a type; OpenAI has fewer.
+MAX_FIELDS = 2048
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1000
 
+
+def few_fields(found: Any) -> Any:
+    """Refuse large objects before each of their values makes an error."""
+    if isinstance(found, dict) and len(found) > MAX_FIELDS:
+        raise PydanticCustomError(
+            "too_long", "Object should have at most {limit} fields", {"limit": MAX_FIELDS}
+        )
+    return found
+
+
+# Without fail_fast, a body of many wrong items makes an error for each, which takes seconds and gigabytes.
+Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
+Fields: TypeAlias = Annotated[dict[str, ItemT], BeforeValidator(few_fields)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopTexts: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+StopTexts: TypeAlias = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
-Tokens: TypeAlias = list[int]
+Tokens: TypeAlias = Items[int]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
+TokenLists: TypeAlias = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
 class Body(BaseModel):
@@ -60,7 +81,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
 
 
 class Sampling(Body):
@@ -76,7 +97,7 @@ class Sampling(Body):
     stop: StopText | StopTexts | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Fields[float] | None = None
 
     @property
     def has_usage(self) -> bool:
@@ -100,11 +121,11 @@ class Sampling(Body):
 class ChatBody(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -127,7 +148,7 @@ class ChatBody(Sampling):
 class CompletionBody(Sampling):
     """``POST /v1/completions``."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
+    prompt: str | Tokens | Texts | TokenLists
     # Plain completions may ask for no token at all, to have the prompt echoed.
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -166,7 +187,7 @@ class CompletionBody(Sampling):
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
 
-    input: str | Tokens | list[str] | list[Tokens]
+    input: str | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
 

@@ -12,7 +12,7 @@ from daskserve.openai.completions import Whole, event, json_text
 from daskserve.openai.engine import GenerationRequest, ToolCall
 from daskserve.openai.errors import InvalidRequestError
 from daskserve.openai.generation import Piece
-from daskserve.openai.requests import Body, Count
+from daskserve.openai.requests import MAX_MESSAGES, Body, Count, Fields, Items
 
 
 class TextOptions(BaseModel):
@@ -26,18 +26,18 @@ class TextOptions(BaseModel):
 class ResponseBody(Body):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    include: Items[str] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Fields[str] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tables import each_case
 
 from daskserve.errors import BadRequestError, RequestTimeoutError
 from daskserve.openai import GenerationRequest, Token, ToolCall, build_app
 from daskserve.openai.completions import as_piece
-from daskserve.openai.errors import InvalidRequestError
+from daskserve.openai.errors import InvalidRequestError, invalid_request
 from daskserve.openai.generation import Piece, pieces
 from daskserve.openai.merging import merged
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
@@ -169,6 +170,44 @@ def test_a_wrong_body_names_its_field(kind: Any, body: str, param: str | None) -
     with pytest.raises(InvalidRequestError) as caught:
         ask()
     assert caught.value.param == param
+
+
+@each_case(
+    ("kind", "fields", "item"),
+    [
+        (CompletionBody, '"prompt": MANY', "{}"),
+        (CompletionBody, '"prompt": MANY', "[{}]"),
+        (CompletionBody, '"prompt": [MANY]', "{}"),
+        (EmbeddingBody, '"input": MANY', "{}"),
+        (EmbeddingBody, '"input": MANY', '""'),
+        (ChatBody, '"messages": MANY', "0"),
+        (ChatBody, '"messages": MANY', '{"role": "user"}'),
+        (ChatBody, '"messages": [{"role": "user", "content": MANY}]', "0"),
+        (ChatBody, '"messages": [], "tools": MANY', "0"),
+        (ChatBody, '"messages": [], "stop": MANY', "0"),
+        (ChatBody, '"messages": [], "logit_bias": NAMED', "[]"),
+        (ResponseBody, '"input": MANY', "0"),
+        (ResponseBody, '"input": MANY', "{}"),
+        (ResponseBody, '"input": "x", "include": MANY', "0"),
+        (ResponseBody, '"input": "x", "metadata": NAMED', "[]"),
+    ],
+)
+def test_a_body_of_many_faults_has_few_errors(
+    kind: Any, fields: str, item: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def note(error: ValidationError) -> InvalidRequestError:
+        counts.append(error.error_count())
+        return invalid_request(error)
+
+    monkeypatch.setattr("daskserve.openai.requests.invalid_request", note)
+    many = f"[{','.join([item] * 10_001)}]"
+    named = ",".join(f'"{each}": {item}' for each in range(10_001))
+    text = fields.replace("MANY", many).replace("NAMED", f"{{{named}}}")
+    with pytest.raises(InvalidRequestError):
+        kind.parse(f'{{"model": "m", {text}}}'.encode())
+    assert counts[0] < 10
 
 
 def test_null_and_unknown_fields_are_fine() -> None:
