@@ -18,6 +18,8 @@ ItemT = TypeVar("ItemT")
 MAX_CHOICES = 128
 #: Maximum number of texts of one request for embeddings; the limit of OpenAI.
 MAX_INPUTS = 2048
+#: Maximum length of the vectors that a client may ask for; those of known models are shorter.
+MAX_DIMENSIONS = 65_536
 #: Maximum number of messages of a conversation, or of items of the input of a response.
 MAX_MESSAGES = 10_000
 #: Maximum number of fields of objects whose values have a type; OpenAI has fewer.
@@ -189,7 +191,7 @@ class EmbeddingBody(Body):
 
     input: str | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
     def request(self) -> EmbeddingRequest:
         """Return what the engine is asked for."""

@@ -54,6 +54,8 @@ def test_low_temperatures_and_small_top_p_choose_the_likeliest() -> None:
     for options in ({"temperature": 0}, {"top_p": 0.1, "temperature": 2}):
         assert chat_engine.tempered(row, GenerationRequest(**options)).tolist() == [0, 1, 0]  # type: ignore[arg-type]
     assert np.allclose(chat_engine.tempered(row, GenerationRequest(temperature=1)), row)
+    flat = np.full(5000, 1 / 5000)  # of which the hundredth power is too small for a float
+    assert np.allclose(chat_engine.tempered(flat, GenerationRequest(temperature=0.01)), flat)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,9 @@ def ask(url: str, **options: Any) -> Any:
 def test_the_engine_answers_alike_with_the_same_seed(url: str) -> None:
     first, second = (ask(url, seed=3, temperature=1.0, n=2)["choices"] for _ in range(2))
     assert first == second
+    negative, huge = (ask(url, seed=seed)["choices"] for seed in (-1, 10**30))
+    assert negative[0]["message"]["content"]
+    assert huge[0]["message"]["content"]
     (cold,) = ask(url, temperature=0, logprobs=True, top_logprobs=2)["choices"]
     assert cold["message"]["content"] == PARAGRAPHS[1]
     assert cold["finish_reason"] == "stop"
@@ -84,3 +89,5 @@ def test_similar_texts_have_similar_vectors(url: str) -> None:
     answer = httpx.post(f"{url}/embeddings", json={"model": "small", "input": texts}).json()
     cat, also_cat, owl = (np.array(each["embedding"]) for each in answer["data"])
     assert cat @ also_cat > 0.9 > cat @ owl
+    wrong = httpx.post(f"{url}/embeddings", json={"model": "small", "input": "x", "dimensions": 60_000})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "dimensions")

@@ -101,8 +101,10 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
         answer("a", delay_s=11)
     with pytest.raises(TimeoutError, match="of the engine"):
         answer(TimeoutError("of the engine"))
-    for wrong in (3, Token(None), Token("a", finish_reason=3)):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"str or Token|must be texts"):
+    calls = [ToolCall(0, "c", "f", {"a": 1}), {"index": 0}]  # type: ignore[arg-type]
+    wrong_calls = [Token(tool_calls=[each]) for each in calls]  # type: ignore[list-item]
+    for wrong in (3, Token(None), Token("a", finish_reason=3), *wrong_calls):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"str or Token|texts"):
             answer(wrong)
 
 
@@ -155,6 +157,7 @@ CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
         (CompletionBody, '{"model": "m", "prompt": ["a", "b"], "n": 100}', "n"),
         (CompletionBody, '{"model": "m", "prompt": "a", "best_of": 2}', "best_of"),
         (EmbeddingBody, '{"model": "m", "input": []}', "input"),
+        (EmbeddingBody, '{"model": "m", "input": "a", "dimensions": 1000000000}', "dimensions"),
         (EmbeddingBody, '{"model": "m", "input": ["a", ""]}', "input"),
         (ResponseBody, '{"model": "m", "input": "x", "previous_response_id": "y"}', "previous_response_id"),
         (ResponseBody, '{"model": "m", "input": [{"type": "computer_call"}]}', "input[0].type"),
