@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from daskserve.openai import GenerationRequest, build_app
 from daskserve.testing import local_instance
@@ -18,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "chat"
 sys.path.insert(0, str(EXAMPLE))
 
-import chat_engine  # noqa: E402 - the example's folder must be in the path first
+import chat_demo  # noqa: E402 - the example's folder must be in the path first
+import chat_engine  # noqa: E402
 import ngram  # noqa: E402
 
 PARAGRAPHS = [
@@ -56,6 +62,17 @@ def test_low_temperatures_and_small_top_p_choose_the_likeliest() -> None:
     assert np.allclose(chat_engine.tempered(row, GenerationRequest(temperature=1)), row)
     flat = np.full(5000, 1 / 5000)  # of which the hundredth power is too small for a float
     assert np.allclose(chat_engine.tempered(flat, GenerationRequest(temperature=0.01)), flat)
+
+
+def test_the_page_runs_its_own_script_only_and_talks_to_its_own_server_only() -> None:
+    html = (EXAMPLE / "page.html").read_text(encoding="utf-8")
+    answer = asyncio.run(chat_demo.Page(html)(Request({"type": "http"})))
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'; connect-src 'self'; " in policy
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "location" not in script  # the address of the page chooses nothing
 
 
 @pytest.fixture(scope="module")
