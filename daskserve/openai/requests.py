@@ -12,12 +12,15 @@ from daskserve.openai.engine import EmbeddingRequest, GenerationRequest
 from daskserve.openai.errors import InvalidRequestError, invalid_request
 
 BodyT = TypeVar("BodyT", bound="Body")
+SamplingT = TypeVar("SamplingT", bound="Sampling")
 ItemT = TypeVar("ItemT")
 
 #: Maximum number of answers to one request; the limit of OpenAI.
 MAX_CHOICES = 128
 #: Maximum number of texts of one request for embeddings; the limit of OpenAI.
 MAX_INPUTS = 2048
+#: How many bytes a request for several answers may send to the models, which each get all of it.
+MAX_SENT_SIZE = 16 * 2**20
 #: Maximum length of the vectors that a client may ask for; those of known models are shorter.
 MAX_DIMENSIONS = 65_536
 #: Maximum number of messages of a conversation, or of items of the input of a response.
@@ -101,6 +104,23 @@ class Sampling(Body):
     presence_penalty: Penalty | None = None
     logit_bias: Fields[float] | None = None
 
+    @classmethod
+    def parse(cls: type[SamplingT], body: bytes) -> SamplingT:
+        parsed = super().parse(body)
+        size = parsed.sent_size(len(body))
+        if size > MAX_SENT_SIZE:
+            text = (
+                f"Each answer takes a copy of the request, {size} bytes in all; the limit is {MAX_SENT_SIZE}."
+            )
+            param = "n" if (parsed.n or 1) > 1 else "prompt"
+            raise InvalidRequestError(text, param=param, code="invalid_value")
+        return parsed
+
+    def sent_size(self, size: int) -> int:
+        """Return how many bytes go to the models, about, for a body of a size; 0 if it is sent once."""
+        count = self.n or 1
+        return size * count if count > 1 else 0
+
     @property
     def has_usage(self) -> bool:
         """Whether the stream ends with the usage."""
@@ -157,6 +177,12 @@ class CompletionBody(Sampling):
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    def sent_size(self, size: int) -> int:
+        count = len(self.prompts())
+        # Each prompt takes all other fields with it.
+        others = len(self.model_dump_json(exclude={"prompt"})) * count * (self.n or 1) if count > 1 else 0
+        return super().sent_size(size) + others
 
     def prompts(self) -> list[str | Tokens]:
         """Return the prompts: a list of numbers is one prompt, a list of anything else has several."""

@@ -31,7 +31,7 @@ from daskserve.openai.errors import (
     error_answer,
     error_body,
 )
-from daskserve.openai.merging import merged
+from daskserve.openai.merging import called, merged
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody, ResponseFormat
 
@@ -131,7 +131,10 @@ class OpenAIServer:
         made = format_type(body, head)
         for each in generations:
             each.model, each.adapter, each.request_id = body.model, adapter, request_id
-        numbered = merged([handle.remote(each) for each in generations])
+        try:
+            numbered = merged(await called(handle.remote, generations))
+        except Exception as error:
+            return _failure(error)
         if body.stream:
             return await self._stream(numbered, made)
         async with aclosing(numbered):  # type: ignore[type-var]

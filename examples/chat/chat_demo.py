@@ -66,8 +66,8 @@ class Page:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         # Only the page's own script runs, and it talks to no other server.
         self._policy = (
-            f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+            f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
 
     async def __call__(self, request: Request) -> HTMLResponse:

@@ -17,7 +17,7 @@ from daskserve.openai import GenerationRequest, Token, ToolCall, build_app
 from daskserve.openai.completions import as_piece
 from daskserve.openai.errors import InvalidRequestError, invalid_request
 from daskserve.openai.generation import Piece, pieces
-from daskserve.openai.merging import merged
+from daskserve.openai.merging import called, merged
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody
 from daskserve.openai.stopping import StopScanner
@@ -132,6 +132,26 @@ def test_merged_streams_end_together() -> None:
     assert sorted(closed) == ["0", "1", "2"]
 
 
+def test_calls_let_others_run_and_the_last_ones_fault_closes_the_first() -> None:
+    seen: list[str] = []
+
+    class Stream:
+        async def aclose(self) -> None:
+            seen.append("closed")
+
+    def call(number: int) -> Stream:
+        seen.append("called")
+        asyncio.get_running_loop().call_soon(seen.append, "other")
+        if number == 2:
+            raise ValueError("no more")
+        return Stream()
+
+    with pytest.raises(ValueError, match="no more"):
+        run_virtual(called, call, range(3))
+    assert seen[:7] == ["called", "other", "called", "other", "called", "closed", "closed"]
+
+
+LONG = "x" * 200_000
 CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
 
 
@@ -152,6 +172,8 @@ CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
         (ChatBody, f'{{{CHAT}, "stop": {["a"] * 1000}}}'.replace("'", '"'), "stop"),
         (ChatBody, f'{{{CHAT}, "stop": ""}}', "stop"),
         (ChatBody, f'{{{CHAT}, "top_logprobs": 2}}', "top_logprobs"),
+        (ChatBody, f'{{{CHAT}, "n": 128, "user": "{LONG}"}}', "n"),
+        (CompletionBody, f'{{"model": "m", "prompt": [[1]{", [1]" * 127}], "user": "{LONG}"}}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": {}}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": []}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": ["a", "b"], "n": 100}', "n"),
