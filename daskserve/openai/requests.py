@@ -110,7 +110,7 @@ class Sampling(Body):
         size = parsed.sent_size(len(body))
         if size > MAX_SENT_SIZE:
             text = (
-                f"Each answer takes a copy of the request, {size} bytes in all; the limit is {MAX_SENT_SIZE}."
+                f"The copies of the request for all answers have {size} bytes; the limit is {MAX_SENT_SIZE}."
             )
             param = "n" if (parsed.n or 1) > 1 else "prompt"
             raise InvalidRequestError(text, param=param, code="invalid_value")

@@ -163,9 +163,11 @@ class OpenAIServer:
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
             found = await self._handle(model, adapter).embed.remote(asked)
+            return _json(
+                _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
+            )
         except Exception as error:
             return _failure(error)
-        return _json(EmbeddingList.of(found, body.model, body.encoding_format).as_text())
 
     async def _no_path(self, request: Request) -> Response:
         text = f"Unknown request URL: {request.method} {request.url.path}."

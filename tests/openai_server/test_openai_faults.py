@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 from tables import each_case
 
-from daskserve.openai import GenerationRequest, Token, ToolCall
+from daskserve.openai import EmbeddingRequest, GenerationRequest, Token, ToolCall
 from daskserve.openai.model import ModelServer
 from daskserve.openai.server import ModelFacts, OpenAIServer
 from daskserve.testing import run_virtual
@@ -83,3 +85,32 @@ def test_the_name_of_a_model_may_be_anything() -> None:
     events = [json.loads(each[6:]) for each in answer.text.split("\n\n") if each.startswith("data: {")]
     assert {each["model"] for each in events} == {name}
     assert [each["choices"][0]["delta"].get("content") for each in events] == ["", "a", None]
+
+
+class Embeds:
+    """An engine that makes one vector of what it is given."""
+
+    def __init__(self, *vector: float, delay_s: float = 0) -> None:
+        self.vector = vector
+        self.delay_s = delay_s
+
+    async def embed(self, request: EmbeddingRequest) -> list[Any]:
+        await asyncio.sleep(self.delay_s)
+        return [self.vector for _ in request.inputs]
+
+
+@each_case(
+    ("engine", "encoding", "status"),
+    [
+        (Embeds(1.5), "float", 200),
+        (Embeds(1e39), "float", 200),
+        (Embeds(1e39), "base64", 500),  # larger than its numbers of four bytes
+        (Embeds(1.0, math.nan), "float", 500),
+        (Embeds(math.inf), "base64", 500),
+        (Embeds(1.0, delay_s=11), "float", 408),
+    ],
+)
+def test_vectors_that_cannot_be_sent_are_errors(engine: Embeds, encoding: str, status: int) -> None:
+    answer = ask(engine, "embeddings", input="x", encoding_format=encoding)
+    assert answer.status_code == status
+    assert ("error" in answer.json()) == (status != 200)
