@@ -83,8 +83,12 @@ class ResponseBody(Body):
                 messages.append(_message(index, item))
             elif kind == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
-                messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+                # All calls that the model made at once, and what it said with them, are one message.
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(
+                    {"id": item.get("call_id"), "type": "function", "function": call}
+                )
             elif kind == "function_call_output":
                 content, call_id = item.get("output"), item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -261,6 +262,23 @@ def test_a_response_becomes_a_conversation() -> None:
     assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert request.tool_choice == {"type": "function", "function": {"name": "f"}}
     assert request.response_format == {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}
+
+
+def test_calls_made_at_once_become_one_message() -> None:
+    calls = [{"type": "function_call", "call_id": each, "name": "f", "arguments": "{}"} for each in "abc"]
+    outputs = [{"type": "function_call_output", "call_id": each, "output": each} for each in "abc"]
+    said = {"role": "assistant", "content": "wait"}
+    items = [said, {"type": "reasoning"}, *calls[:2], *outputs[:2], calls[2], outputs[2]]
+    (request,) = ResponseBody.parse(json.dumps({"model": "m", "input": items}).encode()).generations()
+    assert request.messages is not None
+    shape = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in request.messages]
+    assert shape == [
+        ("assistant", "wait", ["a", "b"]),
+        ("tool", "a", []),
+        ("tool", "b", []),
+        ("assistant", None, ["c"]),
+        ("tool", "c", []),
+    ]
 
 
 def test_each_model_has_a_deployment_with_its_name() -> None:
