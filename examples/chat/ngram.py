@@ -91,7 +91,8 @@ class Model:
         seeded = np.random.default_rng(7)
         directions = seeded.standard_normal((len(self._words), dimensions))
         vectors: Numbers = np.stack([self._bag(each) for each in texts]) @ directions
-        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        return vectors
 
     def _bag(self, text: str) -> Numbers:
         bag = np.zeros(len(self._words))
