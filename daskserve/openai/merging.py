@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+from daskserve.common.clock import LoopClock
+
 
 async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[Any]:
     """Call for each request, and return the streams; if a call fails, those before it are closed."""
@@ -13,7 +15,7 @@ async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[
     try:
         for each in requests:
             streams.append(remote(each))
-            await asyncio.sleep(0)  # each call copies its request, and other requests wait as long
+            await LoopClock().sleep(0)  # each call copies its request, and other requests wait as long
     except BaseException:
         for stream in streams:
             await stream.aclose()
