@@ -98,7 +98,8 @@ class Sampling(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
+    # As OpenAI: the generators of models take no others.
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | StopTexts | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -136,7 +137,7 @@ class Sampling(Body):
         """Yield the requests for several answers to one prompt, each with a seed of its own."""
         fields = {each: getattr(base, each) for each in base.__slots__}
         for choice in range(count):
-            seed = None if self.seed is None else self.seed + choice
+            seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
             yield GenerationRequest(**{**fields, "choice": choice, "seed": seed})
 
 

@@ -170,6 +170,7 @@ CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
         (ChatBody, f'{{{CHAT}, "max_tokens": 1.5}}', "max_tokens"),
         (ChatBody, f'{{{CHAT}, "stream": "yes"}}', "stream"),
         (ChatBody, f'{{{CHAT}, "n": 10000}}', "n"),
+        (ChatBody, f'{{{CHAT}, "seed": {2**63}}}', "seed"),
         (ChatBody, f'{{{CHAT}, "stop": {["a"] * 1000}}}'.replace("'", '"'), "stop"),
         (ChatBody, f'{{{CHAT}, "stop": ""}}', "stop"),
         (ChatBody, f'{{{CHAT}, "top_logprobs": 2}}', "top_logprobs"),
@@ -240,6 +241,11 @@ def test_null_and_unknown_fields_are_fine() -> None:
     body = ChatBody.parse(f'{{{CHAT}, "n": null, "stop": null, "seed": 5, "shape": [1]}}'.encode())
     (request,) = body.generations()
     assert (request.seed, request.extra, request.stop) == (5, {"shape": [1]}, ())
+
+
+def test_each_answer_has_a_seed_that_generators_take() -> None:
+    body = ChatBody.parse(f'{{{CHAT}, "n": 3, "seed": {2**63 - 2}}}'.encode())
+    assert [each.seed for each in body.generations()] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
 def test_a_response_becomes_a_conversation() -> None:
