@@ -27,6 +27,8 @@ MAX_DIMENSIONS = 65_536
 MAX_MESSAGES = 10_000
 #: Maximum number of fields of objects whose values have a type; OpenAI has fewer.
 MAX_FIELDS = 2048
+#: Maximum number of tools; OpenAI has 128.
+MAX_TOOLS = 1024
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1000
 
@@ -47,6 +49,7 @@ Count: TypeAlias = Annotated[int, Field(ge=1)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts: TypeAlias = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Tools: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Tokens: TypeAlias = Items[int]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
 TokenLists: TypeAlias = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_INPUTS)]
@@ -148,7 +151,7 @@ class ChatBody(Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Items[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
 

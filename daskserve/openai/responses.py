@@ -12,7 +12,7 @@ from daskserve.openai.completions import Whole, event, json_text
 from daskserve.openai.engine import GenerationRequest, ToolCall
 from daskserve.openai.errors import InvalidRequestError
 from daskserve.openai.generation import Piece
-from daskserve.openai.requests import MAX_MESSAGES, Body, Count, Fields, Items
+from daskserve.openai.requests import MAX_MESSAGES, Body, Count, Fields, Items, Tools
 
 
 class TextOptions(BaseModel):
@@ -33,7 +33,7 @@ class ResponseBody(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Items[str] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
     stream: bool | None = None
@@ -80,7 +80,11 @@ class ResponseBody(Body):
         for index, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "message":
-                messages.append(_message(index, item))
+                said, last = _message(index, item), messages[-1] if messages else {}
+                if said["role"] == last.get("role") == "assistant" and last["content"] is None:
+                    last["content"] = said["content"]  # after its calls
+                else:
+                    messages.append(said)
             elif kind == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
                 # All calls that the model made at once, and what it said with them, are one message.

@@ -216,6 +216,7 @@ def test_a_wrong_body_names_its_field(kind: Any, body: str, param: str | None) -
         (ResponseBody, '"input": MANY', "0"),
         (ResponseBody, '"input": MANY', "{}"),
         (ResponseBody, '"input": "x", "include": MANY', "0"),
+        (ResponseBody, '"input": "x", "tools": MANY', "{}"),
         (ResponseBody, '"input": "x", "metadata": NAMED', "[]"),
     ],
 )
@@ -274,7 +275,7 @@ def test_calls_made_at_once_become_one_message() -> None:
     calls = [{"type": "function_call", "call_id": each, "name": "f", "arguments": "{}"} for each in "abc"]
     outputs = [{"type": "function_call_output", "call_id": each, "output": each} for each in "abc"]
     said = {"role": "assistant", "content": "wait"}
-    items = [said, {"type": "reasoning"}, *calls[:2], *outputs[:2], calls[2], outputs[2]]
+    items = [said, {"type": "reasoning"}, *calls[:2], *outputs[:2], calls[2], said, outputs[2]]
     (request,) = ResponseBody.parse(json.dumps({"model": "m", "input": items}).encode()).generations()
     assert request.messages is not None
     shape = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in request.messages]
@@ -282,7 +283,7 @@ def test_calls_made_at_once_become_one_message() -> None:
         ("assistant", "wait", ["a", "b"]),
         ("tool", "a", []),
         ("tool", "b", []),
-        ("assistant", None, ["c"]),
+        ("assistant", "wait", ["c"]),
         ("tool", "c", []),
     ]
 
