@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send, nothing_to_receive
-from daskserve.data.caller.request_routers.hedging import Hedging, Sent, sent_to
+from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
+from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
 from daskserve.data.caller.request_routers.interface import Setup
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.request_routers.routing import Body, RequestRouting
@@ -95,7 +95,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         async def try_again(replica: PooledReplica, send: Send) -> None:
             outcome: Load | Exception | None = None
             try:
-                outcome = await replica.handle(replace(envelope, call=None)).respond(nothing_to_receive, send)
+                outcome = await replica.handle(replace(envelope, call=None)).respond(no_body(), send)
             except (ReplicaBusyError, ActorLostError) as error:
                 outcome = error
                 raise
