@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -115,15 +115,12 @@ class RankedQueue(Generic[T]):
             del self._classes[priority]
         return None
 
-    def first(self, count: int) -> list[T]:
-        """Return the next items without removing them, by strict priority."""
-        found: list[T] = []
+    def first(self) -> Iterator[T]:
+        """Yield the items by strict priority without removing them; none may be added meanwhile."""
         for priority in sorted(self._classes, reverse=True):
-            there: Iterable[Any] = (each for each in self._classes[priority] if self._is_there(each[2]))
-            found += (item for _, _, item in heapq.nsmallest(count - len(found), there))
-            if len(found) == count:
-                break
-        return found
+            heap = self._classes[priority]
+            heap.sort()  # is still a heap, and costs little if it was sorted before
+            yield from (item for _, _, item in heap if self._is_there(item))
 
     def forget_gone(self, left: int) -> None:
         """Drop the items that have left if they are more than those that are ``left``."""

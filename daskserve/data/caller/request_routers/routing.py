@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from daskserve.common.clock import seeded_rng
 from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, described
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
     PendingRequest,
@@ -91,6 +92,7 @@ class RequestRouting:
             self._new_router, self_node_id=self_node_id, count_ongoing=lambda: pool.in_flight
         )
         kind = BUILT_IN.get(setup.router)
+        self._is_by_session = kind is ConsistentHashRouter
         if kind is not None:
             try:
                 self._ready(self._made(kind))
@@ -152,6 +154,10 @@ class RequestRouting:
             found = PendingRequest(envelope, self._session_of(envelope), self._now(), body)
             envelope.routed = found
         return found
+
+    def bound_by(self, envelope: Envelope) -> str:
+        """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
+        return self.request_of(envelope).metadata.session_id if self._is_by_session else ""
 
     async def read(self, envelope: Envelope, body: Body) -> None:
         """Read the beginning of a request's body if the router wants that."""

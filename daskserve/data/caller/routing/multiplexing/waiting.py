@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,11 +27,14 @@ from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, Repl
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: How many of the requests that wait are considered when a slot becomes free, and for how many of them a
-#: router may be asked in vain.
-CONSIDERED = 256
+#: How many of the requests that wait are considered when a slot becomes free, and for how many models.
+CONSIDERED = 4096
+MAX_MODELS = 256
+#: For how many of them a router may be asked in vain, and after how long it is asked for the next ones.
 MAX_ASKED = 32
+ROUND_S = 0.02
 
+Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
 #: Begins to pass on what is published of the models of the replicas.
 WatchModels: TypeAlias = Callable[[ModelRouting], object]
@@ -61,6 +64,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._order = Order()
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
+        #: Those for which the router was asked in vain, since it was last asked for all.
+        self._asked: set[asyncio.Future[PooledReplica]] = set()
         #: When the first request gives up to wait for a replica with its model, or a router is asked again;
         #: None if none waits for that.
         self.next_at: float | None = None
@@ -234,29 +239,67 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return False
 
     def _serve_selectively(self, release: Callable[[PooledReplica], None]) -> None:
-        now, self.next_at = self._clock.now(), None
+        self.next_at = None
+        served: Served = []
+        try:
+            if self.routing is None:
+                self._choose_by_model(served)
+            else:
+                self._ask(self.routing, served)
+        finally:
+            for waiter, replica in served:
+                del self[waiter]
+                _give(waiter, replica, release)
+
+    def _in_order(self) -> Iterable[asyncio.Future[PooledReplica]]:
+        return islice(self if self._ranked is None else self._ranked.first(), CONSIDERED)
+
+    def _choose_by_model(self, served: Served) -> None:
+        now = self._clock.now()
         passed: set[str] = set()
-        left = MAX_ASKED
-        considered = islice(self, CONSIDERED) if self._ranked is None else self._ranked.first(CONSIDERED)
-        for waiter in list(considered):
-            envelope, since = self[waiter]
-            if not left or not has_room(self._pool):
+        for waiter in self._in_order():
+            if len(passed) == MAX_MODELS or not has_room(self._pool):
                 break  # until a request ends
+            envelope, since = self[waiter]
             model_id = envelope.model_id
-            if self.routing is None and model_id in passed:
+            if model_id in passed:
                 continue
             replica = self.take(envelope, since)
             if replica is not None:
-                del self[waiter]
-                _give(waiter, replica, release)
-            elif self.routing is not None:
-                left -= 1
+                served.append((waiter, replica))
+                continue
+            passed.add(model_id)
+            if model_id and now - since < MATCHING_TIMEOUT_S:
+                self._wake_at(since + MATCHING_TIMEOUT_S)
+
+    def _ask(self, routing: RequestRouting, served: Served) -> None:
+        """Ask the router for replicas, each time for other requests until all that wait had their turn."""
+        passed: set[str] = set()
+        left, has_skipped = MAX_ASKED, False
+        routing.ask_again_at = None
+        for waiter in self._in_order():
+            if not left or not has_room(self._pool):
+                break
+            envelope, since = self[waiter]
+            session = routing.bound_by(envelope)
+            if waiter in self._asked or session in passed:
+                has_skipped |= not session
+                continue
+            replica = self.take(envelope, since)
+            if replica is not None:
+                served.append((waiter, replica))
+                continue
+            left -= 1
+            if session:
+                passed.add(session)
             else:
-                passed.add(model_id)
-                if model_id and now - since < MATCHING_TIMEOUT_S:
-                    self._wake_at(since + MATCHING_TIMEOUT_S)
-        if self.routing is not None and self:
-            self._wake_at(self.routing.ask_again_at)
+                self._asked.add(waiter)
+        else:
+            left = not has_skipped
+            self._asked.clear()
+        if not left:
+            self._wake_at(self._clock.now() + ROUND_S)
+        self._wake_at(routing.ask_again_at)
 
     def _wake_at(self, at: float | None) -> None:
         if at is not None:

@@ -1,0 +1,136 @@
+"""Requests that wait for certain replicas: by a router or for a model, while others have room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_router import Stage, quiet
+
+from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
+from daskserve.data.caller.request_routers import routing
+from daskserve.data.caller.routing.multiplexing.waiting import MAX_ASKED, ROUND_S
+from daskserve.data.caller.routing.replica_set import ReplicaSet
+from daskserve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+pytestmark = pytest.mark.virtual_time
+
+HASHED = {"router": "ConsistentHash", "kwargs": {"fallback_replicas": 0}}
+SCRIPTED = {"router": "Scripted"}
+
+
+def call(session: str = "", model_id: str = "", priority: int = 0) -> Envelope:
+    facts = {"session_id": session, "priority": priority}
+    envelope = Envelope(EnvelopeKind.CALL, {"method": "x", "request_id": "id", "facts": facts})
+    envelope.model_id = model_id
+    return envelope
+
+
+class Scripted(RequestRouter):
+    """Chooses as the test says, and notes what it is told."""
+
+    answer: Callable[[list[RunningReplica], PendingRequest], Any]
+    told: list[str]
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Any:
+        assert pending_request is not None
+        return type(self).answer(candidate_replicas, pending_request)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        self.told.append("routed")
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        self.told.append("completed")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
+    monkeypatch.setattr(routing, "BUILT_IN", {**routing.BUILT_IN, "Scripted": Scripted})
+
+    def answers(function: Any) -> list[str]:
+        told: list[str] = []
+        monkeypatch.setattr(Scripted, "answer", staticmethod(function), raising=False)
+        monkeypatch.setattr(Scripted, "told", told, raising=False)
+        return told
+
+    return answers
+
+
+def backend_of(stage: Stage, took_s: Callable[[str, Envelope], float], count: int, **more: Any) -> ReplicaSet:
+    """Return replicas that answer after some time, and note in what order they are asked."""
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await asyncio.sleep(took_s(tag, envelope))
+        return Load()
+
+    stage.replicas.handler = answer
+    return stage.backend(*(f"r{n}" for n in range(count)), max_queued=10_000, **more)
+
+
+async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:
+    stage = Stage()
+
+    def took_s(tag: str, envelope: Envelope) -> float:
+        return 100 if envelope.head["facts"]["session_id"] == "hot" else 0.01
+
+    backend = backend_of(stage, took_s, 4, concurrency=2, router=HASHED)
+    hot = [stage.send(backend, call("hot")) for _ in range(2 + 10 * MAX_ASKED)]
+    await quiet()
+    others = [stage.send(backend, call(f"s{number}")) for number in range(40)]
+    await asyncio.sleep(1)
+    at_hot = stage.replicas.asked[0]
+    done = sum(each.done() for each in others)
+    assert done > 20  # all but those that belong to the replica of the hot session
+    assert +stage.replicas.running == Counter({at_hot: 2})
+    for each in (*hot, *others):
+        each.cancel()
+
+
+async def test_requests_that_a_router_binds_hold_up_others_for_a_moment_only(answers: Any) -> None:
+    answers(lambda replicas, request: [replicas[:1] if request.metadata.session_id else replicas[1:]])
+    stage = Stage()
+    backend = backend_of(
+        stage, lambda tag, _: 2 if tag == "r0" else 0.001, 2, concurrency=1, router=SCRIPTED
+    )
+    bound = [stage.send(backend, call("bound")) for _ in range(1 + 2 * MAX_ASKED + 5)]
+    await quiet()
+    others = [stage.send(backend, call()) for _ in range(20)]
+    await asyncio.sleep(4 * ROUND_S)
+    assert any(each.done() for each in others)
+    await asyncio.sleep(20 * ROUND_S)
+    assert all(each.done() for each in others)
+    await asyncio.sleep(2)  # the next one in order has its turn
+    assert bound[0].done()
+    assert +stage.replicas.running == Counter({"r0": 1})
+    for each in bound:
+        each.cancel()
+
+
+async def test_a_router_is_not_asked_all_the_time_while_no_replica_has_room(answers: Any) -> None:
+    asked = []
+
+    def answer(replicas: list[RunningReplica], request: PendingRequest) -> Any:
+        asked.append(request)
+        return [] if len(asked) == 1 else [replicas]
+
+    answers(answer)
+    stage = Stage()
+    backend = backend_of(stage, lambda *_: 9, 1, concurrency=1, router=SCRIPTED)
+    passes = 0
+    serve = backend._waiting.serve
+
+    def counted(release: Any) -> bool:
+        nonlocal passes
+        passes += 1
+        assert passes < 20, "it spins"
+        return serve(release)
+
+    backend._waiting.serve = counted  # type: ignore[method-assign]
+    tasks = [stage.send(backend, call()) for _ in range(2)]
+    await asyncio.gather(*tasks)
+    assert stage.replicas.asked == ["r0", "r0"]
