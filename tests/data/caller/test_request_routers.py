@@ -62,9 +62,9 @@ class Stage:
         self.open.append((found, envelope))
         return str(found.tag)
 
-    def end(self, number: int = 0) -> None:
+    def end(self, number: int = 0, outcome: Load | Exception | None = Load()) -> None:  # noqa: B008  # it is frozen
         replica, envelope = self.open.pop(number)
-        self.routing.ended(envelope, asyncio.get_running_loop().time())
+        self.routing.ended(envelope, asyncio.get_running_loop().time(), outcome)
         self.pool.release(replica)
 
     def ask(self, envelope: Envelope | None = None, body: bytes = b"") -> str | None:

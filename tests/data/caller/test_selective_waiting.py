@@ -94,9 +94,7 @@ async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:
 async def test_requests_that_a_router_binds_hold_up_others_for_a_moment_only(answers: Any) -> None:
     answers(lambda replicas, request: [replicas[:1] if request.metadata.session_id else replicas[1:]])
     stage = Stage()
-    backend = backend_of(
-        stage, lambda tag, _: 2 if tag == "r0" else 0.001, 2, concurrency=1, router=SCRIPTED
-    )
+    backend = backend_of(stage, lambda tag, _: 2 if tag == "r0" else 0.001, 2, concurrency=1, router=SCRIPTED)
     bound = [stage.send(backend, call("bound")) for _ in range(1 + 2 * MAX_ASKED + 5)]
     await quiet()
     others = [stage.send(backend, call()) for _ in range(20)]
@@ -134,3 +132,33 @@ async def test_a_router_is_not_asked_all_the_time_while_no_replica_has_room(answ
     tasks = [stage.send(backend, call()) for _ in range(2)]
     await asyncio.gather(*tasks)
     assert stage.replicas.asked == ["r0", "r0"]
+
+
+async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answers: Any) -> None:
+    told = answers(lambda replicas, request: [replicas])
+    stage = Stage()
+    backend = backend_of(stage, lambda *_: 1, 1, concurrency=1, router=SCRIPTED)
+    request = call()
+    taken = backend.take_now(request)
+    assert taken is not None
+    backend.put_back(taken, request)
+    assert told == ["routed", "completed"]
+    taken = backend.take_now(request)
+    assert taken is not None
+    leaving = stage.send(backend, call())
+    await quiet()
+    backend.release(taken, None, request)  # grants the replica to the other, which leaves at the same time
+    leaving.cancel()
+    await quiet()
+    assert told.count("routed") == told.count("completed") == 3
+    # One that has left before it had its turn.
+    taken = backend.take_now(request)
+    assert taken is not None
+    leaving = stage.send(backend, call())
+    await quiet()
+    next(iter(backend._waiting)).cancel()
+    backend.release(taken, None, request)
+    await quiet()
+    assert leaving.cancelled()
+    assert told.count("routed") == told.count("completed") == 5
+    assert backend.in_flight == 0

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from daskserve.common.clock import seeded_rng
-from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, described
+from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, Load, described
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
@@ -275,16 +275,20 @@ class RequestRouting:
         self._seen = entries
         self._tell(router.update_replicas, self._replicas)
 
-    def ended(self, envelope: Envelope, now: float) -> None:
-        """Take note of the end of a request at a replica; another one may follow."""
+    def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
+        """Take note of how a request has ended at a replica, or None if that says nothing of the replica.
+
+        Another request may follow. Idempotent.
+        """
         request = envelope.routed
         if type(request) is not PendingRequest:
             return  # it began before there was a router
         replica, request.replica = request.replica, None
         if replica is None:
             return
-        took_s = now - request.sent_at
-        replica.latency_s += (LATENCY_WEIGHT if replica.latency_s else 1.0) * (took_s - replica.latency_s)
+        if outcome is not None:
+            took_s = now - request.sent_at
+            replica.latency_s += (LATENCY_WEIGHT if replica.latency_s else 1.0) * (took_s - replica.latency_s)
         if self._is_told and self._router is not None:
             self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
 

@@ -33,11 +33,7 @@ from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
-from daskserve.errors import (
-    ActorLostError,
-    BackPressureError,
-    ReplicaBusyError,
-)
+from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
@@ -183,23 +179,23 @@ class ReplicaSet:
         replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
             if replica is not None:
-                self._release_unused(replica)
+                self._release_unused(replica, envelope)
             return None
         self.metrics.sent += 1
         return replica
 
-    def put_back(self, replica: PooledReplica) -> None:
+    def put_back(self, replica: PooledReplica, envelope: Envelope) -> None:
         """Undo `take_now`; the replica gets the next request."""
         self.metrics.sent -= 1
         self.pool.put_first(replica)
-        self.release(replica, None)
+        self.release(replica, None, envelope)
 
     def release(
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
     ) -> None:
         """Record the end of a request to a replica, and the load or the failure of the replica."""
         if envelope is not None and envelope.routed is not None:
-            self._waiting.ended(envelope)
+            self._waiting.ended(envelope, outcome)
         if type(outcome) is Load:
             self.pool.report(replica, outcome, self._clock.now())
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
@@ -302,11 +298,13 @@ class ReplicaSet:
                 metrics.note_retry(error)
                 is_rejected = True
             except Exception as error:
+                self._waiting.ended(envelope, error)
                 if trial is not None:
                     trial.failed(error)
                 raise
             else:
                 pool.report(replica, load, self._clock.now(), is_answer=not is_socket)
+                self._waiting.ended(envelope, load)
                 if trial is not None:
                     trial.passed()
                 return
@@ -358,7 +356,7 @@ class ReplicaSet:
             elif waiter in self._apart.waiters:
                 self._apart.remove(waiter)
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release_unused(waiter.result())
+                self._release_unused(waiter.result(), envelope)
                 if trial is not None:
                     trial.leave()
                 self._serve_waiting()  # the next request gets this turn
@@ -380,8 +378,9 @@ class ReplicaSet:
         while limit is not None and 0 <= limit < self.waiting and self._waiting:
             _refuse(self, self._waiting.popitem()[0], limit)
 
-    def _release_unused(self, replica: PooledReplica) -> None:
-        """Release a replica that was taken but got no request."""
+    def _release_unused(self, replica: PooledReplica, envelope: Envelope) -> None:
+        """Release a replica that was taken for a request but did not get it."""
+        self._waiting.ended(envelope, None)
         self.pool.leave_queue(replica)
         self.pool.release(replica)
 

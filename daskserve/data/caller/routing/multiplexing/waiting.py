@@ -35,6 +35,8 @@ MAX_ASKED = 32
 ROUND_S = 0.02
 
 Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
+#: Takes back the replica of a request that has left meanwhile.
+Unused: TypeAlias = Callable[[PooledReplica, Envelope], None]
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
 #: Begins to pass on what is published of the models of the replicas.
 WatchModels: TypeAlias = Callable[[ModelRouting], object]
@@ -208,17 +210,17 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             models.assume(found.tag, envelope.model_id, now)
         return found
 
-    def ended(self, envelope: Envelope) -> None:
-        """Note that a request has ended at a replica; another one may follow."""
+    def ended(self, envelope: Envelope, outcome: Load | Exception | None) -> None:
+        """Note how a request has ended at a replica, or None if that says nothing; idempotent."""
         if self.routing is not None:
-            self.routing.ended(envelope, self._clock.now())
+            self.routing.ended(envelope, self._clock.now(), outcome)
 
     @property
     def is_selective(self) -> bool:
         """Whether a request may wait although some replica has room."""
         return self.routing is not None or self.models is not None
 
-    def serve(self, release: Callable[[PooledReplica], None]) -> bool:
+    def serve(self, release: Unused) -> bool:
         """Give free replicas to the requests, in order; return whether some still wait."""
         if self.is_selective:
             self._serve_selectively(release)
@@ -234,11 +236,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             envelope, _ = self.pop(waiter)
             if type(envelope.routed) is Sent:
                 envelope.routed.tag = replica.tag
-            _give(waiter, replica, release)
+            _give(waiter, replica, envelope, release)
         self._ranked = None  # until a request has a priority again
         return False
 
-    def _serve_selectively(self, release: Callable[[PooledReplica], None]) -> None:
+    def _serve_selectively(self, release: Unused) -> None:
         self.next_at = None
         served: Served = []
         try:
@@ -248,8 +250,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._ask(self.routing, served)
         finally:
             for waiter, replica in served:
-                del self[waiter]
-                _give(waiter, replica, release)
+                envelope, _ = self.pop(waiter)
+                _give(waiter, replica, envelope, release)
 
     def _in_order(self) -> Iterable[asyncio.Future[PooledReplica]]:
         return islice(self if self._ranked is None else self._ranked.first(), CONSIDERED)
@@ -307,9 +309,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
 
 def _give(
-    waiter: asyncio.Future[PooledReplica], replica: PooledReplica, release: Callable[[PooledReplica], None]
+    waiter: asyncio.Future[PooledReplica], replica: PooledReplica, envelope: Envelope, release: Unused
 ) -> None:
     if waiter.done():
-        release(replica)
+        release(replica, envelope)
     else:
         waiter.set_result(replica)
