@@ -31,7 +31,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.proxies.ingress.metrics import IngressMetrics
 from daskserve.proxies.ingress.routes import Route
 from daskserve.telemetry.collector import ProcessMetrics
-from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+from daskserve.telemetry.histogram import latency_buckets_s
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 
@@ -65,7 +65,7 @@ def by_prometheus_client() -> Callable[[], object]:
     counters = [Counter(f"c{number}", "", labels, registry=registry) for number in range(6)]
     responses = Counter("responses", "", ("route", "method", "code"), registry=registry)
     latencies = [
-        Histogram(f"h{number}", "", labels, registry=registry, buckets=LATENCY_BUCKETS_S)
+        Histogram(f"h{number}", "", labels, registry=registry, buckets=latency_buckets_s())
         for number in range(3)
     ]
 

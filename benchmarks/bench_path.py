@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import uvloop
@@ -59,6 +60,7 @@ from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.telemetry.tracing.process import KEY, Tracing
 
 #: The load: the distinct requests of a round.
 REQUESTS = tuple(
@@ -142,11 +144,18 @@ class Seam:
     instance = "i"
     is_ended = False
 
-    def __init__(self, handle: TakeRequest, *, is_local: bool, is_legacy: bool = True) -> None:
+    def __init__(
+        self,
+        handle: TakeRequest,
+        *,
+        is_local: bool,
+        is_legacy: bool = True,
+        tracing: Tracing | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self._handle = handle
         self._is_local = is_local
-        self.shared: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {} if tracing is None else {KEY: tracing}
         self.connection = OneConnection(loop)
         self.clock = OneLoopClock(loop)
         self.listener = Published(is_legacy=is_legacy)
@@ -256,7 +265,7 @@ class Bench:
         self.routers: list[Routers] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def replica(self, function: Any, event_loop: str) -> Replica:
+    async def replica(self, function: Any, event_loop: str, tracing: Tracing | None = None) -> Replica:
         code = dump_bytes((function, (), {}))
         start = ReplicaStart(
             tracing={},
@@ -280,7 +289,7 @@ class Bench:
             is_exact=False,
         )
         spec = ActorSpec(ActorKind.REPLICA, ADDRESS.name, 1, "i", start.encode())
-        cluster: Any = None
+        cluster: Any = SimpleNamespace(shared={KEY: tracing})
         replica = Replica(ActorContext(spec, cluster, self.clock, random.Random(0)))
         await replica.start()
         self.replicas.append(replica)
@@ -300,7 +309,7 @@ class Bench:
             self.channels.append(channel)
         return partial(self.channels[-2].request, ADDRESS)
 
-    def ingress(self, dispatch: Any) -> IngressApp:
+    def ingress(self, dispatch: Any, tracing: Tracing | None = None) -> IngressApp:
         table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET"]}})
         return IngressApp(
             options=HTTPOptions(),
@@ -308,11 +317,14 @@ class Bench:
             dispatch=dispatch,
             rng=random.Random(0),
             is_direct=True,
+            tracing=tracing,
         )
 
-    def app(self, handle: TakeRequest, *, is_local: bool = True) -> IngressApp:
+    def app(
+        self, handle: TakeRequest, *, is_local: bool = True, tracing: Tracing | None = None
+    ) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
-        seam: Any = Seam(handle, is_local=is_local)
+        seam: Any = Seam(handle, is_local=is_local, tracing=tracing)
         routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
         self.routers.append(routers)
 
@@ -321,7 +333,7 @@ class Bench:
         ) -> Coroutine[Any, Any, None]:
             return routers.router(endpoint).send(envelope, receive, send)
 
-        return self.ingress(dispatch)
+        return self.ingress(dispatch, tracing)
 
     async def cases(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return a function per HTTP case that runs one round."""
@@ -331,6 +343,11 @@ class Bench:
 
         near = await self.replica(answer_http, "worker")
         own = await self.replica(answer_http, "own")
+        # Their spans are made, and not exported.
+        config = {"sampling_ratio": 1.0, "exporter_import_path": ""}
+        tracing = Tracing("i", config, {}, lambda *_: None, lambda _: None)
+        traced_near = await self.replica(answer_http, "worker", tracing)
+        traced_own = await self.replica(answer_http, "own", tracing)
         protocols = {
             "uvicorn, an application of three lines": floor_protocols(),
             "our server, the same application": our_protocols(three_lines),
@@ -340,6 +357,15 @@ class Bench:
             "+ channel": our_protocols(self.app(self.over_channel(near.handle), is_local=False)),
             "+ a loop of the replica's own": our_protocols(
                 self.app(self.over_channel(own.handle), is_local=False)
+            ),
+            "replica on the worker's loop, traced": our_protocols(
+                self.app(traced_near.handle, tracing=tracing)
+            ),
+            "+ channel, traced": our_protocols(
+                self.app(self.over_channel(traced_near.handle), is_local=False, tracing=tracing)
+            ),
+            "+ a loop of the replica's own, traced": our_protocols(
+                self.app(self.over_channel(traced_own.handle), is_local=False, tracing=tracing)
             ),
         }
         return {

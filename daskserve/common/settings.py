@@ -158,8 +158,9 @@ class ChannelSettings:
 #: Limit of ``retry_direct_s`` between workers, which reach each other directly unless the network is broken.
 WORKER_RETRY_S = 30.0
 
-#: In a child process: the settings of its worker.
+#: In a child process: settings of its worker.
 given_process: ContextVar[ProcessSettings | None] = ContextVar("daskserve_given_process", default=None)
+given_metrics: ContextVar[MetricsSettings | None] = ContextVar("daskserve_given_metrics", default=None)
 
 
 def channel() -> ChannelSettings:
@@ -216,6 +217,9 @@ def process() -> ProcessSettings:
 
 def metrics() -> MetricsSettings:
     """Return the settings of metrics, from ``daskserve.metrics.*``."""
+    given = given_metrics.get()
+    if given is not None:
+        return given
     found = MetricsSettings(**_known("daskserve.metrics", MetricsSettings))
     period_s = found.otlp_interval_s
     if isinstance(period_s, bool) or not isinstance(period_s, (int, float)) or not 0 < period_s < math.inf:

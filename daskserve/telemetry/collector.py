@@ -197,7 +197,7 @@ def sample_of(plain: Sequence[Any]) -> MetricSample:
     spec = METRICS[name]
     if spec.kind is not MetricKind.HISTOGRAM:
         return name, tuple(labels), metrics
-    value = HistogramCounts(spec.bounds)
+    value = spec.histogram()
     value.add(*metrics)
     return name, tuple(labels), value
 

@@ -5,6 +5,7 @@ This module does not know Prometheus; `daskserve.telemetry.collector` turns coun
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,14 +31,16 @@ _DEFAULT_BUCKETS_S: Sequence[float] = (
 )
 
 
-def _latency_buckets_s() -> Sequence[float]:
+@functools.cache
+def latency_buckets_s() -> Sequence[float]:
+    """Return the upper bounds of the buckets of durations, without the last bucket, which is unbounded.
+
+    They are read once, because the processes of a cluster add up each other's counts.
+    """
     bounds = settings.metrics().latency_buckets_ms
     return _DEFAULT_BUCKETS_S if bounds is None else tuple(each / 1000 for each in bounds)
 
 
-#: Upper bounds of the buckets of durations, in seconds, without the last bucket, which is unbounded. Read
-#: once, because the processes of a cluster, which add up each other's counts, must have the same.
-LATENCY_BUCKETS_S: Sequence[float] = tuple(_latency_buckets_s())
 #: Upper bounds of the buckets of batch sizes.
 SIZE_BUCKETS: Sequence[float] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -119,12 +122,12 @@ class HistogramCounts:
 
 
 class LatencyHistogram(HistogramCounts):
-    """Counts durations in seconds, in `LATENCY_BUCKETS_S`."""
+    """Counts durations in seconds, in `latency_buckets_s`."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(LATENCY_BUCKETS_S)
+        super().__init__(latency_buckets_s())
 
 
 def cause_of(error: BaseException) -> str:

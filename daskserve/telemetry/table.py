@@ -14,11 +14,11 @@ from enum import Enum
 from typing import Protocol
 
 from daskserve.telemetry.histogram import (
-    LATENCY_BUCKETS_S,
     LIFE_BUCKETS_S,
     SHARE_BUCKETS,
     SIZE_BUCKETS,
     HistogramCounts,
+    LatencyHistogram,
 )
 
 
@@ -56,7 +56,12 @@ class MetricSpec:
     kind: MetricKind
     labels: tuple[str, ...]
     meaning: str
-    bounds: Sequence[float] = LATENCY_BUCKETS_S
+    #: The buckets of a histogram; None: those of durations, `latency_buckets_s`.
+    bounds: Sequence[float] | None = None
+
+    def histogram(self) -> HistogramCounts:
+        """Return an empty histogram with its buckets."""
+        return LatencyHistogram() if self.bounds is None else HistogramCounts(self.bounds)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.proxies.ingress.request import IngressRequest
-from daskserve.telemetry.tracing.carrier import parent_in, read_headers
+from daskserve.telemetry.tracing.carrier import NO_PARENT, parent_in, read_headers
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.process import Tracing
@@ -24,11 +24,12 @@ _METHODS = frozenset("GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH QUERY
 
 def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) -> None:
     """Read the trace context of a request, and begin its span if it is sampled."""
-    carrier = read_headers(scope["headers"]) if request.has_trace_headers else None
-    parent = parent_in(carrier or ())
+    carrier, parent = None, NO_PARENT
+    if request.has_trace_headers:
+        request.trace = carrier = read_headers(scope["headers"])
+        parent = parent_in(carrier or ())
     # The sender's decision counts: a trace with holes explains nothing.
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
-        request.trace = carrier
         return
     state, baggage = carrier[1:] if carrier else ("", "")
     span = tracing.span("HTTP", parent, _attributes(request, scope), tracing.server_kind, state)

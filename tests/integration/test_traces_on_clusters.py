@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +13,7 @@ import pytest
 from clusters import nannied_cluster
 from dask_processes import fetch, poll_for
 from distributed import Client, get_client
+from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import daskserve as serve
@@ -109,6 +112,25 @@ def test_a_task_of_dask_is_in_the_trace_of_its_request(dask: Client, collector: 
     assert task.parent_span_id == code.span_id
     assert task.start_time_unix_nano >= code.start_time_unix_nano
     assert task.end_time_unix_nano <= code.end_time_unix_nano
+
+
+@serve.deployment(isolation="process")
+async def apart(request: Any) -> str:
+    with trace.get_tracer("mine").start_as_current_span("of the user"):
+        return str(os.getpid())
+
+
+def test_code_in_a_process_of_its_own_has_its_spans_in_the_trace(dask: Client, collector: Collector) -> None:
+    with serve.start(
+        dask_client=dask, http_options={"port": 0}, tracing_config={"sampling_ratio": 0}
+    ) as client:
+        client.run(apart.bind())
+        fetch(client.http_urls()[0], headers={"traceparent": PARENT})
+        poll_for(lambda: len(collector.spans) >= 5)
+        named = {each.name: each for each in collector.spans}
+    above = ["of the user", "user code __call__", "replica apart", "route_to_replica apart", "GET /"]
+    for name, parent in itertools.pairwise(above):
+        assert named[name].parent_span_id == named[parent].span_id
 
 
 def test_requests_do_not_notice_a_collector_that_hangs_and_one_that_is_away(

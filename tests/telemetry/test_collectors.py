@@ -232,7 +232,7 @@ def test_scrapes_in_other_threads_never_see_a_counter_decrease(scraped: Scraped)
 
 
 def test_samples_cross_processes_as_plain_values() -> None:
-    sizes = HistogramCounts(METRICS["batch_size"].bounds)
+    sizes = METRICS["batch_size"].histogram()
     sizes.observe(3)
     for sample in ((*REQUESTS, 3), ("batch_size", ("i", "d", "m"), sizes)):
         name, labels, value = sample_of(plain_sample(sample))
@@ -296,7 +296,7 @@ def test_names_and_labels_follow_prometheus_rules() -> None:
 def test_promtool_accepts_all_metrics(scraped: Scraped, tmp_path: Path) -> None:
     samples: list[MetricSample] = []
     for name, spec in METRICS.items():
-        value = HistogramCounts(spec.bounds) if spec.kind is MetricKind.HISTOGRAM else 1.0
+        value = spec.histogram() if spec.kind is MetricKind.HISTOGRAM else 1.0
         samples.append((name, tuple("x" for _ in spec.labels), value))
     source = Metrics(*samples)
     scraped.process.add(source)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from collected_spans import CONFIG, Collected, collected, path_of, until
 from opentelemetry import baggage, trace
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from tables import each_case
 
 import daskserve as serve
@@ -26,66 +22,15 @@ from daskserve.telemetry.tracing.current import current_trace_id
 from daskserve.telemetry.tracing.process import MAX_PENDING, Tracing
 from daskserve.testing import local_instance
 
+__all__ = ["collected"]
+
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-2] + "00"
-
-
-class Collected(SpanExporter):
-    """Keeps the spans of all workers of this process."""
-
-    def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self.fails = False
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.may_go_on.wait(20)
-        if self.fails:
-            raise OSError("the collector is away")
-        self.spans += spans
-        return SpanExportResult.SUCCESS
-
-
-COLLECTED = Collected()
-
-
-def exporter() -> SpanExporter:
-    return COLLECTED
-
-
-@pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    monkeypatch.setattr(f"{__name__}.COLLECTED", found := Collected())
-    yield found
-    found.may_go_on.set()
-
-
-CONFIG = {"exporter_import_path": f"{__name__}:exporter", "sampling_ratio": 1.0}
 
 
 def get(url: str, **headers: str) -> Any:
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as response:
         return json.load(response)
-
-
-def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def path_of(span: ReadableSpan, spans: Sequence[ReadableSpan]) -> str:
-    """Return the names of a span and of those above it."""
-    by_id = {each.context.span_id: each for each in spans}
-    names = []
-    found: ReadableSpan | None = span
-    while found is not None:
-        names.append(found.name)
-        found = None if found.parent is None else by_id.get(found.parent.span_id)
-    return " < ".join(names)
 
 
 def current_span_id() -> str:

@@ -286,6 +286,7 @@ async def _greet(
             "first": list(interpreter.first),
             "factory": factory,
             "settings": asdict(settings.process()),
+            "metrics": asdict(settings.metrics()),
             "log": files[0],
             "dump": files[1],
         }

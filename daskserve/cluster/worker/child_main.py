@@ -37,6 +37,7 @@ from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
 from daskserve.loops.termination import on_sigterm
 from daskserve.loops.threads import MainThread, StartThread
+from daskserve.telemetry.histogram import latency_buckets_s
 from daskserve.telemetry.logs.process import process_logs
 
 #: Interval at which a child checks for a new parent process; needed only if a fork holds its lifeline open.
@@ -82,6 +83,8 @@ class _ReplacedFirst:
 def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     settings.given_process.set(settings.ProcessSettings(**options["settings"]))
+    settings.given_metrics.set(settings.MetricsSettings(**options["metrics"]))
+    latency_buckets_s()  # here, because other threads have no such context
     module, _, name = options["factory"].partition(":")
     return partial(
         _run, getattr(importlib.import_module(module), name), options.get("log"), options.get("dump")

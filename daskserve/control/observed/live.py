@@ -12,7 +12,7 @@ from typing import Any
 
 from daskserve.autoscaling.latency import quantile_of
 from daskserve.common.types import BackendTag, EndpointTag, ReplicaTag
-from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+from daskserve.telemetry.histogram import latency_buckets_s
 from daskserve.telemetry.live import STALE_S, Counts, Meter, Rates
 
 #: How long after the last look somebody still watches.
@@ -194,7 +194,8 @@ def _latency(rates: Rates, quantile: float) -> float | None:
     if not sum(rates.latency_counts):
         return None
     # Above the last bound, nothing more is known.
-    return _short(min(quantile_of(rates.latency_counts, LATENCY_BUCKETS_S, quantile), LATENCY_BUCKETS_S[-1]))
+    buckets = latency_buckets_s()
+    return _short(min(quantile_of(rates.latency_counts, buckets, quantile), buckets[-1]))
 
 
 def _short(value: float) -> float:

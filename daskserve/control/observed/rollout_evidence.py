@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from daskserve.common.formatting import shown
 from daskserve.options.rollout import DETECTS, Gate, percent_of
-from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+from daskserve.telemetry.histogram import latency_buckets_s
 
 #: The factors that are bet on.
 FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
@@ -134,7 +134,7 @@ def least_requests(gate: Gate, evidence: Evidence, share: float, p: float) -> in
         return 0
     old, events = evidence.old, evidence.old.failed
     if gate.metric == "latency":
-        events, p = old.slower_than(slow_bucket(gate, old)), p / len(LATENCY_BUCKETS_S)
+        events, p = old.slower_than(slow_bucket(gate, old)), p / len(latency_buckets_s())
     rate = events / old.requests if old.requests else 0.0
     increase = max(percent_of(gate.detects or DETECTS[gate.metric]) / 100, rate)
 
@@ -177,15 +177,15 @@ def _of(count: int, requests: int, whose: str = "the new version") -> str:
 
 def slow_bucket(gate: Gate, old: VersionCounts) -> int:
     """Return the bucket above which a request is slow: at most the rest of the quantile was, before."""
-    limit, buckets = (1 - gate.quantile) * old.requests, len(LATENCY_BUCKETS_S)
+    limit, buckets = (1 - gate.quantile) * old.requests, len(latency_buckets_s())
     return next((n for n in range(buckets) if old.slower_than(n) <= limit), buckets - 1)
 
 
 def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float | None) -> Finding:
-    new, old, buckets = evidence.new, evidence.old, len(LATENCY_BUCKETS_S)
+    new, old, buckets = evidence.new, evidence.old, len(latency_buckets_s())
     bucket = slow_bucket(gate, old)
     slow, slow_before = new.slower_than(bucket), old.slower_than(bucket)
-    bound = f"{shown(LATENCY_BUCKETS_S[bucket])} s"
+    bound = f"{shown(latency_buckets_s()[bucket])} s"
     text = (
         f"{_of(slow, new.requests)} took longer than {bound}, "
         f"{_of(slow_before, old.requests, 'the old one')} did{_within(for_s)}"

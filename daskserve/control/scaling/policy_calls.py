@@ -29,7 +29,7 @@ from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.pickling import load_bytes
-from daskserve.telemetry.histogram import LATENCY_BUCKETS_S
+from daskserve.telemetry.histogram import latency_buckets_s
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def configured_autoscaler(
         importlib.invalidate_caches()  # the module may have been installed since the last attempt
     policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
     if present is None:
-        return Autoscaler(tag, config, policy=policy, latency_bounds_s=LATENCY_BUCKETS_S)
+        return Autoscaler(tag, config, policy=policy, latency_bounds_s=latency_buckets_s())
     present.configure(config, policy=policy)
     return present
 
@@ -212,7 +212,7 @@ def group_member_autoscaler(
 ) -> Autoscaler:
     """Return an autoscaler for metrics and bounds only; the policy is called for its whole group."""
     if present is None:
-        return Autoscaler(tag, config, policy=_only_in_group, latency_bounds_s=LATENCY_BUCKETS_S)
+        return Autoscaler(tag, config, policy=_only_in_group, latency_bounds_s=latency_buckets_s())
     present.configure(config, policy=_only_in_group)
     return present
 

@@ -317,12 +317,13 @@ class BatchedFunction(_Settings):
         return self._submit(state, _Item(instance, args, kwargs, None), key)
 
     async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
-        item.span = span_of_item(self.__qualname__)
-        return await self._queue(state).submit(item, key)
+        queue = self._queue(state)
+        item.span = span_of_item(self.__qualname__, waiting=queue.queued)
+        return await queue.submit(item, key)
 
     async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
-        item.span = span_of_item(self.__qualname__)
         queue = self._queue(state)
+        item.span = span_of_item(self.__qualname__, waiting=queue.queued)
         stream = item.stream
         assert stream is not None
         entry = queue.add(item, key)

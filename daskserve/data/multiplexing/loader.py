@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.formatting import shown
@@ -33,11 +33,17 @@ from daskserve.loops.event_loop import running_loop
 from daskserve.loops.tasks import is_cancelling
 from daskserve.payload.packed_errors import raisable
 from daskserve.telemetry.models import ModelMetrics
+from daskserve.telemetry.tracing.batches import recorded_span
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 logger = logging.getLogger("daskserve.replica")
 
 #: How long a request waits for room while other requests use all models that could make it.
 ROOM_TIMEOUT_S = 60.0
+#: How many models that load are named in a trace.
+MAX_NAMED = 8
 #: The weight of the newest load in the mean duration of loads.
 LOAD_WEIGHT = 0.2
 
@@ -148,6 +154,7 @@ class ModelLoader:
                 entry.waiting += 1
                 self._admit()
             timer = loop.call_later(ROOM_TIMEOUT_S, self._expire, load, ready)
+            span = self._span_of_wait(entry)
             try:
                 await ready
                 with self._lock:
@@ -157,10 +164,26 @@ class ModelLoader:
                 continue
             finally:
                 timer.cancel()
+                if span is not None:
+                    span.end()
                 with self._lock:
                     entry.waiting -= 1
                     if self._queue:
                         self._admit()
+
+    def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
+        """Begin the span of a wait for a model, for room or for its load; None outside of a sampled trace."""
+        above = recorded_span()
+        if above is None:
+            return None
+        facts = {
+            "daskserve.step": "model",
+            "daskserve.model": short_id(entry.id),
+            "daskserve.model.state": str(entry.state),
+            "daskserve.queue.waiting_before": entry.waiting - 1,
+            "daskserve.queue.loading": tuple(map(short_id, list(self._loads)[:MAX_NAMED])),
+        }
+        return above.child(f"model of {self.name}", facts)
 
     def _hold(self, entry: CachedModel, requests: Sequence[RequestContext]) -> None:
         for request in requests:

@@ -6,9 +6,9 @@ The span of a batch belongs to the trace of its first sampled call, and has link
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from daskserve.telemetry.tracing.current import loaded
 
@@ -16,17 +16,29 @@ if TYPE_CHECKING:
     from daskserve.telemetry.tracing.span import RecordedSpan
 
 
-def span_of_item(name: str, above: RecordedSpan | None = None) -> RecordedSpan | None:
-    """Begin the span of one call, under a span or the current one; None if that is not recorded."""
+def recorded_span() -> RecordedSpan | None:
+    """Return the span of the current code; None if that is not recorded."""
+    module = loaded("daskserve.telemetry.tracing.span", "RecordedSpan")
+    if module is None:
+        return None
+    current = sys.modules["opentelemetry.trace"].get_current_span()
+    return current if isinstance(current, module.RecordedSpan) else None
+
+
+def span_of_item(
+    name: str, above: RecordedSpan | None = None, waiting: Callable[[], int] | None = None
+) -> RecordedSpan | None:
+    """Begin the span of one call, under a span or the current one; None if that is not recorded.
+
+    ``waiting`` returns how many calls wait for their batch already.
+    """
+    above = above or recorded_span()
     if above is None:
-        module = loaded("daskserve.telemetry.tracing.span", "RecordedSpan")
-        if module is None:
-            return None
-        current = sys.modules["opentelemetry.trace"].get_current_span()
-        if not isinstance(current, module.RecordedSpan):
-            return None
-        above = current
-    return above.child(f"batched call {name}", {"daskserve.step": "batched_call"})
+        return None
+    attributes: dict[str, Any] = {"daskserve.step": "batched_call"}
+    if waiting is not None:
+        attributes["daskserve.queue.waiting_before"] = waiting()
+    return above.child(f"batched call {name}", attributes)
 
 
 class SpansOfBatch:

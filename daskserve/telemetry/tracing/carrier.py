@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, TypeAlias
 TRACE: Final = "daskserve.trace"
 #: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", when it began]``, in nanoseconds.
 Carrier: TypeAlias = Sequence[str]
-_LENGTH = 55
+#: The length of a ``traceparent``.
+LENGTH = 55
 #: Stands for a ``traceparent`` where a program without spans of its own calls: the replica begins the trace.
 NEW: Final = "new"
 
@@ -73,7 +74,7 @@ def parse_parent(text: str) -> Parent:
 def parent_in(carrier: Carrier) -> Parent:
     """Return the parent in a carrier; `NO_PARENT` if there is none."""
     text = carrier[0] if carrier else ""
-    if len(text) != _LENGTH:
+    if len(text) != LENGTH:
         return NO_PARENT
     # Written by `traceparent`, so it need not be checked again.
     return Parent(int(text[3:35], 16), int(text[36:52], 16), int(text[53:], 16))

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from opentelemetry import baggage, context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+    TraceState,
+)
 
 from daskserve.telemetry.tracing.carrier import NO_PARENT, SAMPLED, Carrier, Parent, parent_in, traceparent
 from daskserve.telemetry.tracing.span import RecordedSpan
+
+
+@cache
+def _span_key() -> str:
+    """Return the key of the current span in a context."""
+    (key,) = trace.set_span_in_context(INVALID_SPAN, Context())
+    return key
 
 
 def enter(carrier: Carrier, span: Span | None = None) -> None:
@@ -20,7 +36,8 @@ def enter(carrier: Carrier, span: Span | None = None) -> None:
     if len(carrier) > 2 and carrier[2]:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
     if span is not None:
-        found = trace.set_span_in_context(span, found)
+        # As `trace.set_span_in_context`, in a third of the time.
+        found = Context(found, **{_span_key(): span})
     elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import NEW, NO_PARENT, SAMPLED, Carrier, Parent, parent_in
+from daskserve.telemetry.tracing.carrier import LENGTH, NEW, NO_PARENT, SAMPLED, Carrier, Parent
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -118,10 +118,17 @@ class Tracing:
         self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
-        parent = parent_in(carrier)
-        if parent[2] & SAMPLED:
-            return self.span(name, parent, attributes, kind, carrier[1])
-        if carrier and carrier[0] == NEW:
+        text = carrier[0] if carrier else ""
+        if len(text) == LENGTH:
+            # As `parent_in` and `span`, in a third of the time.
+            if not int(text[53:], 16) & SAMPLED:
+                return None
+            ids = int(text[3:35], 16), int(text[36:52], 16)
+            found = self._span(self, name, *ids, attributes, kind or self._internal_kind)
+            if carrier[1]:
+                found.tracestate = carrier[1]
+            return found
+        if text == NEW:
             found = self.span(name, NO_PARENT, attributes, kind)
             found.start_ns = int(carrier[3])
             return found

@@ -36,6 +36,8 @@ from daskserve.telemetry.tracing.span import RecordedSpan, error_type
 MAX_NAMED = 8
 #: A shorter wait for a slot gets no span.
 SHORT_NS = 100_000
+#: A longer wait for a thread or an event loop gets an event.
+LONG_S = 0.002
 
 _ERRORS: Mapping[RequestEvent, str] = {LEFT: "cancelled", LATE: "timeout"}
 
@@ -52,6 +54,8 @@ class TracedRequest(LocalRequest):
     wait: dict[str, Any] | None = None
     #: The value of ``error.type`` of its user code.
     error_type = ""
+    #: When its user code could begin.
+    ready_at = 0.0
     #: The span of its user code, while that has further steps.
     unfinished_code: RecordedSpan | None = None
 
@@ -69,6 +73,7 @@ class TracedRequest(LocalRequest):
             super().start_code(is_async, function, *args)
         else:
             run: Any = _run if is_async else _run_in_thread
+            self.ready_at = stopwatch()
             super().start_code(is_async, run, self, function, *args)
 
     def accept(self, value: Any) -> None:
@@ -121,7 +126,7 @@ def _end_wait(request: TracedRequest, span: RecordedSpan) -> None:
 
 
 async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
-    span = _begin_code(request)
+    span = _begin_code(request, "an event loop that other code blocks")
     try:
         value = await function(*args)
     except BaseException as error:
@@ -132,7 +137,7 @@ async def _run(request: TracedRequest, function: Callable[..., Any], *args: Any)
 
 
 def _run_in_thread(request: TracedRequest, function: Callable[..., Any], *args: Any) -> Any:
-    span = _begin_code(request)
+    span = _begin_code(request, "a thread")
     try:
         value = function(*args)
     except BaseException as error:
@@ -142,14 +147,18 @@ def _run_in_thread(request: TracedRequest, function: Callable[..., Any], *args: 
     return value
 
 
-def _begin_code(request: TracedRequest) -> RecordedSpan:
-    """Begin the span of user code, or go on with it in the next step."""
+def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
+    """Begin the span of user code, or go on with it in the next step; ``awaited`` is what it waited for."""
     assert request.span is not None
     code = request.unfinished_code
     if code is not None:
         enter(request.carrier, code)
         return code
     code = request.span.child(f"user code {request._method.name}", {"daskserve.step": "user_code"})
+    waited_s = stopwatch() - request.ready_at
+    if waited_s > LONG_S:
+        facts = {"daskserve.wait.for": awaited, "daskserve.wait.seconds": round(waited_s, 6)}
+        code.add_event("waited", {**facts, "daskserve.replica.ongoing": request.slots.ongoing})
     enter(request.carrier, code)
     scope = getattr(request, "_scope", None)
     if scope is not None:
