@@ -92,7 +92,6 @@ class RequestRouting:
             self._new_router, self_node_id=self_node_id, count_ongoing=lambda: pool.in_flight
         )
         kind = BUILT_IN.get(setup.router)
-        self._is_by_session = kind is ConsistentHashRouter
         if kind is not None:
             try:
                 self._ready(self._made(kind))
@@ -157,7 +156,8 @@ class RequestRouting:
 
     def bound_by(self, envelope: Envelope) -> str:
         """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
-        return self.request_of(envelope).metadata.session_id if self._is_by_session else ""
+        is_by_session = BUILT_IN.get(self.setup.router) is ConsistentHashRouter
+        return self.request_of(envelope).metadata.session_id if is_by_session else ""
 
     async def read(self, envelope: Envelope, body: Body) -> None:
         """Read the beginning of a request's body if the router wants that."""

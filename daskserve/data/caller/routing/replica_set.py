@@ -197,7 +197,8 @@ class ReplicaSet:
         if envelope is not None and envelope.routed is not None:
             self._waiting.ended(envelope, outcome)
         if type(outcome) is Load:
-            self.pool.report(replica, outcome, self._clock.now())
+            is_answer = envelope is None or envelope.note_turn is None  # else it was a WebSocket
+            self.pool.report(replica, outcome, self._clock.now(), is_answer=is_answer)
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, was_queued=False)
         self.pool.release(replica)
@@ -259,8 +260,8 @@ class ReplicaSet:
         refused: ReplicaBusyError | ActorLostError | None,
         way: Way | None = None,
     ) -> None:
-        replay = trial = queued_since = None
-        pool, metrics, is_socket, is_rejected = self.pool, self.metrics, False, refused is not None
+        replay = trial = queued_since = load = None
+        metrics, is_socket, is_rejected = self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
@@ -269,7 +270,7 @@ class ReplicaSet:
                 if self._waiting.routing is not None:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=pool.turns.note)
+                envelope = replace(envelope, note_turn=self.pool.turns.note)
         metrics.begin(refused)
         while True:
             if trial is not None:
@@ -303,8 +304,6 @@ class ReplicaSet:
                     trial.failed(error)
                 raise
             else:
-                pool.report(replica, load, self._clock.now(), is_answer=not is_socket)
-                self._waiting.ended(envelope, load)
                 if trial is not None:
                     trial.passed()
                 return
@@ -312,7 +311,7 @@ class ReplicaSet:
                 replica.sockets -= is_socket
                 if trial is not None:
                     trial.leave()
-                self.release(replica, None, envelope)
+                self.release(replica, load, envelope)
 
     async def _send_queued(
         self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
