@@ -446,6 +446,7 @@ class ControllerCore:
                 SILENT_WORKERS: sorted(self.observed.unresponsive) or None,
                 LIVE_METRICS: self.observed.live.is_watched(self.clock.now()) or None,
                 **self.observed.multiplexed.take_changes(),
+                **self.observed.routing_stats.take_changes(),
             }
         )
 

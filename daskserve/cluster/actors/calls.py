@@ -110,6 +110,8 @@ class ProcessView:
         self._channels = channels
         self._registry = registry
         self._here: WorkerAddress | None = None if registry is None else registry.worker
+        #: Its address for others; empty if there is no worker in this process.
+        self.here = self._here or ""
         self._listener: LongPollClient | None = None
 
     @property

@@ -30,6 +30,7 @@ from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
 from daskserve.control.observed.rollout_counts import RolloutCounts
+from daskserve.control.observed.routing_stats import RoutingStats
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
@@ -226,7 +227,7 @@ class Observed:
     #: The rank, and the number of replicas, with which each replica runs, as far as is known.
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: The last result of the user's ``record_routing_stats``.
-    routing_stats: dict[ReplicaTag, Mapping[str, Any]] = field(default_factory=dict)
+    routing_stats: RoutingStats = field(default_factory=RoutingStats)
     #: The models that replicas have loaded, as they last reported them.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
     #: What their multiplexed functions have loaded.

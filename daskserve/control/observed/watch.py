@@ -209,7 +209,11 @@ class WorkerWatch:
         ):
             self._announce()
         if "routing_stats" in actor:
-            self._observed.routing_stats[replica.tag] = actor["routing_stats"]
+            backend = self._state.backends.get(replica.backend)
+            is_used = backend is not None and backend.config.request_router_config is not None
+            stats = actor["routing_stats"]
+            if self._observed.routing_stats.learn(replica.backend, replica.tag, stats, is_used=is_used):
+                self._announce()
 
     def _look_for(self, replica: ReplicaRecord, there: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
         """Record that a replica runs, or that it should run but has vanished."""

@@ -58,7 +58,7 @@ from daskserve.data.replica.user_code.construction import (
     destruct,
 )
 from daskserve.data.replica.user_code.definitions import is_async, takes_rank
-from daskserve.data.replica.user_code.recorded_stats import METADATA, ROUTING, StatsRecorder, as_plain
+from daskserve.data.replica.user_code.recorded_stats import METADATA, StatsRecorder, as_plain, routing_hook
 from daskserve.data.replica.user_code.servable import Servable, load_definition, run_hook, run_hook_in_thread
 from daskserve.errors import (
     ActorLostError,
@@ -118,7 +118,9 @@ class LocalCode:
         self.stage = LOADING
         #: How many threads the application's event loop has for this replica, beside its own.
         self._app_threads = 0
-        self._routing = StatsRecorder(start.replica_tag, self._parts, context.clock, ROUTING)
+        self._routing = StatsRecorder(
+            start.replica_tag, self._parts, context.clock, routing_hook(start.config.request_router_config)
+        )
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)

@@ -17,7 +17,14 @@ from daskserve.options.fields.secrets import masked
 #: The default, for which nothing is published.
 DEFAULT_ROUTER = "PowerOfTwo"
 #: The built-in routers; `daskserve.data.caller.request_routers.finding` has the classes of all but the first.
-BUILT_IN_ROUTERS = (DEFAULT_ROUTER, "RoundRobin", "ConsistentHash", "LeastLatency", "PrefixAffinity")
+BUILT_IN_ROUTERS = (
+    DEFAULT_ROUTER,
+    "RoundRobin",
+    "ConsistentHash",
+    "LeastLatency",
+    "PrefixAffinity",
+    "SameHost",
+)
 #: The names of classes, also of those of Ray Serve, that stand for built-in routers.
 _CLASSES: Mapping[str, str] = {
     **{name: name for name in BUILT_IN_ROUTERS},
@@ -45,7 +52,7 @@ class RequestRouterConfig(Options):
     request_router_class: Any = Field(
         DEFAULT_ROUTER,
         description="The router: ``PowerOfTwo``, ``RoundRobin``, ``ConsistentHash``, ``LeastLatency``, "
-        "``PrefixAffinity``, an import path, or a class, see [Routers](docs/routers.md).",
+        "``PrefixAffinity``, ``SameHost``, an import path, or a class, see [Routers](docs/routers.md).",
     )
     request_router_kwargs: Annotated[dict[str, Any], Masked(masked)] = Field(
         default_factory=dict,
@@ -60,7 +67,7 @@ class RequestRouterConfig(Options):
         10,
         gt=0,
         description="How often ``record_routing_stats`` of the user's class is called, in seconds; not more "
-        "often than the replica's health is asked for.",
+        "often than the replica's health is asked for. For replicas that start.",
     )
     request_routing_stats_timeout_s: float = Field(
         30, gt=0, description="Timeout of a call of ``record_routing_stats``, in seconds."

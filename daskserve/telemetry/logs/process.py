@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -61,6 +62,8 @@ class ProcessLogs:
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
         self._sources: dict[str, _Source] = {}
         self._pending: deque[Access] = deque()
+        #: Held while `_sources` is replaced, by the loop or by the thread that writes.
+        self._changing = threading.Lock()
         #: Actors that are gone, whose last records may still wait for the thread.
         self._leaving: deque[str] = deque()
         self._is_awake = False
@@ -73,7 +76,8 @@ class ProcessLogs:
         found = merged(*layers)
         with suppress(ValueError):
             self._leaving.remove(source)
-        self._sources = {**self._sources, source: _Source(tags, found)}
+        with self._changing:
+            self._sources = {**self._sources, source: _Source(tags, found)}
         self._set_levels()
         return found
 
@@ -87,7 +91,8 @@ class ProcessLogs:
         gone = {self._leaving.popleft() for _ in range(len(self._leaving))}
         if not gone:
             return
-        self._sources = {name: each for name, each in self._sources.items() if name not in gone}
+        with self._changing:
+            self._sources = {name: each for name, each in self._sources.items() if name not in gone}
         self._set_levels()
         used = {path for each in self._sources.values() if (path := _path(each.settings, each.tags))}
         for path in [path for path in self._files if path not in used]:

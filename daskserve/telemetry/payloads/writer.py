@@ -109,6 +109,10 @@ class PayloadWriter:
 
     def offer(self, sample: Sample) -> None:
         """Take a sample that is complete, or drop it."""
+        if self._is_closing.is_set():
+            # It began before the options changed: it must not be written without the new ``redact``.
+            self.dropped["stop"] += 1
+            return
         size = sample.nbytes
         waiting = self._waiting_bytes - self._taken_bytes
         if self._queue.qsize() >= MAX_WAITING or waiting + size > MAX_WAITING_BYTES:
@@ -123,9 +127,9 @@ class PayloadWriter:
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for some time at most, and end. This blocks."""
+        self._is_closing.set()
         if self._thread is None:
             return
-        self._is_closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -187,7 +191,7 @@ class PayloadWriter:
                 found = event if self._redact is None else self._redact(event)
                 if found is not None:
                     lines.append(line_of(dict(found)))
-        except Exception as error:
+        except BaseException as error:  # SystemExit of user code, too: it must not end the thread
             # Of the user's function, or of a value that cannot be unpickled or shown. Its text might quote
             # what must not be written.
             what = "events" if self._redact is None and self._is_redact_loaded else "redact"

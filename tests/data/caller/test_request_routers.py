@@ -45,6 +45,7 @@ class Stage:
             "a/d",
             self.pool,
             random.Random(1),
+            "10.0.0.1",
         )
         self.open: list[tuple[PooledReplica, Envelope]] = []
 
@@ -224,6 +225,12 @@ async def test_a_thousand_replicas_cost_no_more_per_request_than_ten() -> None:
     for n in range(100):
         looked_at[str(stage.ask(call(f"s{n}")))] += 1
     assert len(looked_at) > 80
+
+
+async def test_replicas_on_this_host_are_taken_first() -> None:
+    stage = Stage("SameHost", 4, concurrency=2)
+    assert [stage.take() for _ in range(2)] == ["r1", "r1"]
+    assert Counter(stage.take() for _ in range(6)) == {"r0": 2, "r2": 2, "r3": 2}
 
 
 # ---- routers of the user
@@ -416,7 +423,7 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     stage = await custom(f"{__name__}:Noting")
     stage.ask()
     stage.routing.note_stats({"r0": {"load": 5}, "r1": {"load": 5}, "r2": {"load": 1}, "r3": {"load": 5}})
-    assert {stage.ask(call("", "x")) for _ in range(5)} == {"r2"}
+    assert {stage.ask(call("", "x")) for _ in range(5)} == {"r1"}  # on this host
     assert stage.ask(call("", multiplexed_model_id="m")) is not None
     stage.routing.show_models(lambda tag: frozenset({"m"} if tag == "r3" else ()))
     assert {stage.ask(call("", multiplexed_model_id="m")) for _ in range(5)} == {"r3"}
@@ -424,7 +431,7 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
     async with asyncio.timeout(20):
         while len(router.told) < 14:  # noqa: ASYNC110  # its thread sets no event
             await asyncio.sleep(0.001)
-    assert router.told[2:4] == [("routed", "r2", "id", "x"), ("completed", "r2", "id")]
+    assert router.told[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
     assert stage.routing.fallbacks == {}
     stage.routing.close()

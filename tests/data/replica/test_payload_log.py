@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -252,7 +253,12 @@ def test_a_sink_that_hangs_costs_nothing_but_samples(sink: Sink) -> None:
 
 @each_case(
     ("redact", "dropped"),
-    [(lambda event: 1 / 0, {"redact": 1}), (lambda event: 5, {"redact": 1}), (lambda event: None, {})],
+    [
+        (lambda event: 1 / 0, {"redact": 1}),
+        (lambda event: sys.exit(), {"redact": 1}),
+        (lambda event: 5, {"redact": 1}),
+        (lambda event: None, {}),
+    ],
 )
 def test_nothing_is_written_that_the_function_has_not_returned(redact: Any, dropped: Any, sink: Sink) -> None:
     writer = writer_to(sink, redact)
@@ -260,6 +266,18 @@ def test_nothing_is_written_that_the_function_has_not_returned(redact: Any, drop
     writer.close(DEADLINE_S)
     assert not sink.files
     assert writer.dropped == dropped
+
+
+@each_case("began", [False, True])
+def test_a_request_that_ends_after_the_options_have_changed_is_not_written(began: bool, sink: Sink) -> None:
+    writer = writer_to(sink)
+    if began:
+        writer.offer(sample(b"", b"1"))
+    writer.close(DEADLINE_S)
+    before = dict(sink.files)
+    writer.offer(sample(b"", b"secret"))
+    writer.close(DEADLINE_S)
+    assert (sink.files, writer.dropped) == (before, {"stop": 1})
 
 
 def test_a_wrong_option_says_so() -> None:

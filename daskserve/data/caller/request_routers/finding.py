@@ -9,7 +9,7 @@ from typing import Any
 
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import RequestRouter
-from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter
+from daskserve.data.caller.request_routers.plain import LeastLatencyRouter, RoundRobinRouter, SameHostRouter
 from daskserve.data.caller.request_routers.prefixes import PrefixAffinityRouter
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.importing import import_definition
@@ -21,6 +21,7 @@ BUILT_IN: Mapping[str, type[RequestRouter]] = MappingProxyType(
         "RoundRobin": RoundRobinRouter,
         "ConsistentHash": ConsistentHashRouter,
         "LeastLatency": LeastLatencyRouter,
+        "SameHost": SameHostRouter,
         "PrefixAffinity": PrefixAffinityRouter,
     }
 )

@@ -68,6 +68,10 @@ class Ring:
         self._owners = [tag for _, tag in pairs]
         self._tags = set(tags)
 
+    def owner(self, key: int) -> str:
+        """Return the tag of the replica to which a key belongs; there must be one."""
+        return self._owners[bisect.bisect_right(self._hashes, key) % len(self._owners)]
+
     def walk(self, key: int) -> Iterator[str]:
         """Return the tags of all replicas, the owner of a key first, in the order of the ring."""
         first, count = bisect.bisect_right(self._hashes, key), len(self._hashes)
@@ -140,6 +144,9 @@ class ConsistentHashRouter(RequestRouter):
     def ranked(self, key: int) -> list[list[RunningReplica]]:
         """Return the first replica after a key that may take a request; else those that may, if any."""
         most = most_ongoing(self._replicas_list, self.total_ongoing, self._bound)
+        owner = self._by_tag[self._ring.owner(key)]
+        if owner.has_room and owner.ongoing_requests < most:
+            return [[owner]]  # as for most
         limit = MAX_STEPS if self._fallbacks is None else self._fallbacks + 1
         over: list[RunningReplica] = []
         for step, tag in enumerate(self._ring.walk(key)):

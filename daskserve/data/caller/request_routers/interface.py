@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from daskserve.common.clock import seeded_rng
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, ReplicaTag
+from daskserve.data.multiplexing.ids import short_id
 from daskserve.payload.pickling import load
 
 #: Arguments of calls larger than this are not unpickled for a router.
@@ -411,6 +412,7 @@ class MultiplexMixin(RequestRouter):
     def apply_multiplex_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
         """Return the ids of the replicas that have a request's model, or else the fewest models."""
         model_id = "" if pending_request is None else pending_request.metadata.multiplexed_model_id
+        model_id = short_id(model_id)
         if not model_id:
             return set(self._replica_id_set)
         having = {each.replica_id for each in self._replicas_list if model_id in each.multiplexed_model_ids}
@@ -423,10 +425,10 @@ class MultiplexMixin(RequestRouter):
         self, replicas: Iterable[RunningReplica], multiplexed_model_id: str
     ) -> list[list[RunningReplica]]:
         """Return the replicas that have a model, and the others with the fewest models first."""
-        having = []
+        having, model_id = [], short_id(multiplexed_model_id)
         others: dict[int, list[RunningReplica]] = {}
         for each in replicas:
-            if multiplexed_model_id in each.multiplexed_model_ids:
+            if model_id in each.multiplexed_model_ids:
                 having.append(each)
             else:
                 others.setdefault(len(each.multiplexed_model_ids), []).append(each)

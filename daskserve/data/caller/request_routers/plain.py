@@ -77,6 +77,24 @@ class LeastLatencyRouter(RequestRouter):
         return [candidate_replicas] if best is None else [[best], candidate_replicas]
 
 
+class SameHostRouter(RequestRouter):
+    """Sends requests to replicas on the host of this process while one has room, and then to others."""
+
+    _near: list[RunningReplica]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Find the replicas on this host."""
+        super().update_replicas(replicas)
+        self._near = [each for each in replicas if each.node_id == self._self_node_id]
+
+    def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return two replicas of this host, all of it, and then any."""
+        near = self._near
+        return [*(two_of(near, self.rng) if near else ()), *two_of(candidate_replicas, self.rng)]
+
+
 def two_of(replicas: list[RunningReplica], rng: random.Random) -> list[list[RunningReplica]]:
     """Return two random replicas, of which the less loaded one is chosen, then all."""
     count = len(replicas)

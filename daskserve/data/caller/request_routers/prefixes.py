@@ -91,7 +91,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
                 candidate_replicas[int(self.rng.random() * count)].queue_len,
             )
             if least.has_room and least.queue_len - other <= self._imbalance:
-                return [near, *self.ranked(hash_of(text[:BLOCK_CHARACTERS]))]
+                return [near, candidate_replicas]
         return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
 
     def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:

@@ -77,7 +77,6 @@ class RequestRouting:
         self._tag = tag
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._now = self._loop.time
         self._rng = rng
         self._deployment = DeploymentID.of(tag)
         self._seen: object = None
@@ -138,6 +137,9 @@ class RequestRouting:
     def note_stats(self, stats: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Apply what the replicas' ``record_routing_stats`` have returned."""
         self._stats = stats or {}
+        self._show_facts()
+
+    def _show_facts(self) -> None:
         for tag, each in self._known.items():
             each.routing_stats = self._stats.get(tag, {})
 
@@ -150,7 +152,7 @@ class RequestRouting:
         """Return a request as the router sees it, which the envelope keeps."""
         found = envelope.routed
         if type(found) is not PendingRequest:
-            found = PendingRequest(envelope, self._session_of(envelope), self._now(), body)
+            found = PendingRequest(envelope, self._session_of(envelope), self._loop.time(), body)
             envelope.routed = found
         return found
 
@@ -231,7 +233,7 @@ class RequestRouting:
 
         If all are full with requests of other processes, this one queues at one of them.
         """
-        now = self._now()
+        now = self._loop.time()
         waiting: PooledEntry | None = None
         is_empty = True
         for rank in ranks:
@@ -258,19 +260,17 @@ class RequestRouting:
         setup = self.setup
         pause_s = min(setup.initial_backoff_s * setup.backoff_multiplier**self._attempts, setup.max_backoff_s)
         self._attempts = min(self._attempts + 1, 100)
-        self.ask_again_at = self._now() + pause_s
+        self.ask_again_at = self._loop.time() + pause_s
 
     def _note_replicas(self, entries: Mapping[str, PooledEntry], router: RequestRouter) -> None:
         known = self._known
         self._known = {
             tag: each
             if (each := known.get(tag)) is not None and each._entry is entry
-            else RunningReplica(entry, self._deployment, self._now)
+            else RunningReplica(entry, self._deployment, self._loop.time)
             for tag, entry in entries.items()
         }
-        for tag, replica in self._known.items():
-            if tag not in known:
-                replica.routing_stats = self._stats.get(tag, {})
+        self._show_facts()
         self._replicas = list(self._known.values())
         self._seen = entries
         self._tell(router.update_replicas, self._replicas)

@@ -25,7 +25,7 @@ from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
-from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchModels
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
 from daskserve.data.caller.routing.queued_request import QueuedRequest
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
@@ -63,7 +63,7 @@ class ReplicaSet:
         waiting_calls: WaitingCalls | None = None,
         contact: ControllerContact,
         reports: LoadReports | None = None,
-        watch_models: WatchModels | None = None,
+        watch_facts: WatchFacts | None = None,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -85,7 +85,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_models)
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, getattr(cluster, "here", ""))
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.

@@ -38,7 +38,6 @@ from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
-from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.routing.shadow import (
     Answer,
@@ -344,7 +343,8 @@ class Routers:
         for backend in router.backends - used:
             if not self._sets[backend].waiting:
                 self._watches.pop(f"backend/{backend}")()
-                self._watches.pop(f"models/{backend}", bool)()
+                for each in ("models", "stats/router"):
+                    self._watch_facts(backend, each, None)
                 self._sets.pop(backend).close()
                 if (new := self._sets.pop(candidate_of(backend), None)) is not None:
                     new.close()
@@ -375,12 +375,20 @@ class Routers:
             waiting_calls=self._waiting_calls,
             contact=self._contact,
             reports=self._reports,
-            watch_models=partial(self._watch_models, tag),
+            watch_facts=partial(self._watch_facts, tag),
         )
         return found
 
-    def _watch_models(self, tag: BackendTag, models: ModelRouting) -> None:
-        self._watches[f"models/{tag}"] = self._listener.watch(f"models/{backend_of(tag)}", models.update)
+    def _watch_facts(self, tag: BackendTag, kind: str, note: Callable[[Any], None] | None) -> None:
+        """Pass on what is published of a backend's replicas, instead of to what was told before."""
+        kind, _, user = kind.partition("/")
+        self._stop_watching(f"{kind}/{tag}/{user}")
+        if note is not None:
+            watching = self._listener.watch(f"{kind}/{backend_of(tag)}", note)
+            self._watches[f"{kind}/{tag}/{user}"] = watching
+
+    def _stop_watching(self, key: str) -> None:
+        self._watches.pop(key, bool)()
 
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
         replicas.update(value)

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -24,6 +24,7 @@ from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.user_code.definitions import is_async
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ActorLostError
+from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.payload.error_text import name_of
 from daskserve.payload.packed_errors import packed_here
 
@@ -86,6 +87,18 @@ def as_plain(answer: Any) -> dict[str, Any]:
 
 
 ROUTING = Hook("record_routing_stats", period_s=10.0, limit_s=30.0, kept_s=math.inf, checked=checked_plain)
+
+
+def routing_hook(options: Any) -> Hook:
+    """Return when ``record_routing_stats`` is called, by the ``request_router_config``, a model or plain."""
+    if options is None:
+        return ROUTING
+    router = RequestRouterConfig(**options) if isinstance(options, Mapping) else options
+    return replace(
+        ROUTING,
+        period_s=router.request_routing_stats_period_s,
+        limit_s=router.request_routing_stats_timeout_s,
+    )
 
 
 async def _record(target: Any, hook: Hook) -> tuple[dict[str, Any], str]:

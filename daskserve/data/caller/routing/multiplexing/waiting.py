@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
-from daskserve.data.caller.request_routers.interface import Setup
+from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.request_routers.routing import Body, RequestRouting
 from daskserve.data.caller.routing.choice import choose
@@ -38,8 +38,8 @@ Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
 #: Takes back the replica of a request that has left meanwhile.
 Unused: TypeAlias = Callable[[PooledReplica, Envelope], None]
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
-#: Begins to pass on what is published of the models of the replicas.
-WatchModels: TypeAlias = Callable[[ModelRouting], object]
+#: Begins to pass on what is published of the replicas: of their models, or their statistics; None ends it.
+WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
 
 
 class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelope, float]]):
@@ -49,7 +49,13 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     """
 
     def __init__(
-        self, tag: BackendTag, pool: ReplicaPool, clock: Clock, rng: random.Random, watch: WatchModels | None
+        self,
+        tag: BackendTag,
+        pool: ReplicaPool,
+        clock: Clock,
+        rng: random.Random,
+        watch: WatchFacts | None,
+        here: str = "",
     ) -> None:
         super().__init__()
         self._tag = tag
@@ -57,6 +63,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._clock = clock
         self._rng = rng
         self._watch = watch
+        self._here = here
         #: Chooses by model; made by the first request that names one.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
@@ -80,7 +87,12 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             return
         if present is not None:
             present.close()
-        self.routing = None if setup is None else RequestRouting(setup, self._tag, self._pool, self._rng)
+        self.routing = None
+        if setup is not None:
+            self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
+        if self._watch is not None:
+            routing = self.routing
+            self._watch("stats/router", None if routing is None else routing.note_stats)
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
         """Hedge requests as the controller has published it; None for not."""
@@ -195,7 +207,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.models is None:
             self.models = ModelRouting()
             if self._watch is not None:
-                self._watch(self.models)
+                self._watch("models", self.models.update)
         return self.models
 
     def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:

@@ -1,0 +1,17 @@
+"""Routing statistics of replicas, as routers get to know them."""
+
+from __future__ import annotations
+
+from daskserve.control.observed.routing_stats import RoutingStats
+
+
+def test_only_changes_of_backends_with_a_router_are_published() -> None:
+    stats = RoutingStats()
+    assert stats.learn("b", "b#1", {"load": 1}, is_used=True)
+    assert not stats.learn("c", "c#1", {"load": 1}, is_used=False)
+    assert stats.take_changes() == {"stats/b": {"b#1": {"load": 1}}}
+    assert not stats.learn("b", "b#1", {"load": 1}, is_used=True)
+    assert stats.take_changes() == {}
+    stats.learn("b", "b#2", {"load": 2}, is_used=True)
+    assert stats.take_changes() == {"stats/b": {"b#1": {"load": 1}, "b#2": {"load": 2}}}
+    assert stats["c#1"] == {"load": 1}
