@@ -156,11 +156,6 @@ class RequestRouting:
             envelope.routed = found
         return found
 
-    def bound_by(self, envelope: Envelope) -> str:
-        """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
-        is_by_session = BUILT_IN.get(self.setup.router) is ConsistentHashRouter
-        return self.request_of(envelope).metadata.session_id if is_by_session else ""
-
     async def read(self, envelope: Envelope, body: Body) -> None:
         """Read the beginning of a request's body if the router wants that."""
         router = self._router
@@ -333,6 +328,12 @@ class RequestRouting:
         if envelope.kind is not EnvelopeKind.HTTP:
             return str(envelope.head.get("facts", {}).get("session_id", ""))
         return session_in(envelope.head.get("headers", ()), self.setup.session)
+
+
+def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
+    """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
+    is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
+    return routing.request_of(envelope).metadata.session_id if is_by_session else ""
 
 
 def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:

@@ -20,7 +20,7 @@ from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
-from daskserve.data.caller.request_routers.routing import Body, RequestRouting
+from daskserve.data.caller.request_routers.routing import Body, RequestRouting, bound_by
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
@@ -295,7 +295,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             if not left or not has_room(self._pool):
                 break
             envelope, since = self[waiter]
-            session = routing.bound_by(envelope)
+            session = bound_by(routing, envelope)
             if waiter in self._asked or session in passed:
                 has_skipped |= not session
                 continue
