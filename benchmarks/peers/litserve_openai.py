@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -40,7 +42,14 @@ def announce() -> None:
     print("http://127.0.0.1:8125", flush=True)
 
 
+def end(*_: Any) -> None:
+    """End the processes that LitServe has started, too."""
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, end)
     threading.Thread(target=announce, daemon=True).start()
     api = Paced(spec=litserve.OpenAISpec(), enable_async=True)
     litserve.LitServer(api, accelerator="cpu").run(port=8125, generate_client_file=False, log_level="error")

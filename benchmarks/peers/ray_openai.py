@@ -1,7 +1,5 @@
 """Ray Serve with chat completions in OpenAI's form: an ingress that reads the stream of a model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -18,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from ray import serve
 
+# No postponed annotations here: FastAPI could not resolve them in the replica.
 app = FastAPI()
 
 

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -147,15 +148,15 @@ def test_the_second_copy_is_left_to_others_once_it_is_not_needed() -> None:
 
 async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
     backend = Backend()
-    watched: list[ModelRouting] = []
-    waiting = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, watched.append)
+    watched: dict[str, Any] = {}
+    waiting = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, watched.__setitem__)
     waiting.choose_by({"router": "RoundRobin"})
     replica = waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a"))
     assert replica is not None
-    (models,) = watched
-    now = LoopClock().now()
+    models, now = waiting.models, LoopClock().now()
+    assert models is not None
     assert [tag for tag in backend.tags if models.models_of(tag, now)] == [replica.tag]
-    models.update({replica.tag: {"loaded": ["b"], "coming": ["c"], "capacity": 3}})
+    watched["models"]({replica.tag: {"loaded": ["b"], "coming": ["c"], "capacity": 3}})
     assert waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a")) is not None
     assert waiting.routing is not None
     shown = {each.replica_id.unique_id: each.multiplexed_model_ids for each in waiting.routing._replicas}
