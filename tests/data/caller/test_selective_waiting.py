@@ -14,6 +14,7 @@ from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
 from daskserve.data.caller.request_routers import routing
 from daskserve.data.caller.routing.multiplexing.waiting import MAX_ASKED, ROUND_S
 from daskserve.data.caller.routing.replica_set import ReplicaSet
+from daskserve.errors import ActorLostError
 from daskserve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 pytestmark = pytest.mark.virtual_time
@@ -162,3 +163,89 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     assert leaving.cancelled()
     assert told.count("routed") == told.count("completed") == 5
     assert backend.in_flight == 0
+
+
+# ---- second tries
+
+
+HEDGED = {"quantile": 0.95, "budget": 0.5, "min_delay_s": 0.0}
+
+
+def idempotent(session: str = "", model_id: str = "") -> Envelope:
+    found = call(session, model_id)
+    found.head["facts"]["idempotent"] = True
+    return found
+
+
+def get(path: bytes) -> Envelope:
+    head = {"type": "http", "method": "GET", "raw_path": path, "headers": []}
+    return Envelope(EnvelopeKind.HTTP, head, has_body=False)
+
+
+async def hedging(took_s: Callable[[str, Envelope], float], **more: Any) -> tuple[Stage, ReplicaSet]:
+    """Return replicas that have learnt how long requests take."""
+    stage = Stage()
+    backend = backend_of(stage, took_s, 4, concurrency=10, hedging=HEDGED, **more)
+    for number in range(40):
+        await stage.send(backend, idempotent(f"s{number}"))
+    stage.replicas.asked.clear()
+    return stage, backend
+
+
+async def test_a_model_is_not_loaded_by_a_second_replica_because_the_first_takes_long() -> None:
+    stage, backend = await hedging(lambda _, envelope: 5 if envelope.model_id else 0.01)
+    await stage.send(backend, idempotent(model_id="cold"))
+    assert len(stage.replicas.asked) == 1
+    models = backend._waiting.models
+    assert models is not None
+    models.update({tag: {"loaded": ["cold"], "coming": [], "capacity": 3} for tag in ("r0", "r1")})
+    await stage.send(backend, idempotent(model_id="cold"))
+    assert len(set(stage.replicas.asked[1:])) == 2
+    assert set(stage.replicas.asked[1:]) <= {"r0", "r1"}
+    assert backend.in_flight == 0
+
+
+async def test_a_second_try_goes_only_where_the_router_would_send_it() -> None:
+    stage, backend = await hedging(lambda *_: 0.01, router=HASHED)
+    stage.replicas.handler = None
+    bound = stage.send(backend, idempotent("same"))
+    await asyncio.sleep(1)
+    assert len(stage.replicas.asked) == 1
+    free = stage.send(backend, idempotent())
+    await asyncio.sleep(1)
+    assert len(stage.replicas.asked) == 3
+    assert stage.replicas.asked[1] != stage.replicas.asked[2]
+    for each in (bound, free):
+        each.cancel()
+    await quiet()
+    assert backend.in_flight == 0
+
+
+async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try() -> None:
+    stage, backend = await hedging(lambda *_: 0.01)
+    lost = ActorLostError("gone", begun=True)
+    # Its second try is lost: from then on, it is a suspect, which has no second tries.
+    first = stage.send(backend, get(b"/kills"))
+    stage.replicas.handler = None
+    await asyncio.sleep(1)
+    assert len(stage.replicas.asked) == 2
+    stage.replicas.finish(stage.replicas.asked[1], lost)
+    await quiet()
+    assert backend._apart.suspects.known
+    first.cancel()
+    await quiet()
+    stage.replicas.asked.clear()
+    again = stage.send(backend, get(b"/kills"))
+    await asyncio.sleep(0.5)
+    assert len(stage.replicas.asked) == 1
+    again.cancel()
+    # None without retries after crashes.
+    stage.publish("r0", "r1", "r2", concurrency=10, hedging=HEDGED, max_crash_retries=0)
+    await asyncio.sleep(2)
+    stage.replicas.asked.clear()
+    other = stage.send(backend, get(b"/other"))
+    await asyncio.sleep(0.5)
+    assert len(stage.replicas.asked) == 1
+    stage.replicas.finish(stage.replicas.asked[0], lost)
+    with pytest.raises(ActorLostError):
+        await other

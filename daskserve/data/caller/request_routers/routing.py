@@ -186,7 +186,7 @@ class RequestRouting:
             self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
 
-    def _pick(self, request: PendingRequest) -> PooledEntry | None:
+    def _pick(self, request: PendingRequest, but: str = "") -> PooledEntry | None:
         router = self._router
         assert router is not None
         entries = self._pool.entries()
@@ -195,12 +195,12 @@ class RequestRouting:
         if not self._replicas:
             return None
         if self._thread is not None:
-            return self._best_of(self._thread.ask(self._choose, router, request))
+            return self._best_of(self._thread.ask(self._choose, router, request), but)
         try:
             ranks = router.choose_replicas(self._replicas, request)
         except Exception as error:  # whatever a request may contain
             raise RouterError("error", f"raised {summary_of(error)}") from error
-        return self._best_of(ranks)
+        return self._best_of(ranks, but)
 
     def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
         """Return the answer of a user's router as lists; runs in its thread."""
@@ -223,10 +223,11 @@ class RequestRouting:
             text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
-    def _best_of(self, ranks: Any) -> PooledEntry | None:
+    def _best_of(self, ranks: Any, but: str = "") -> PooledEntry | None:
         """Return the least loaded replica with room of the first list that has one.
 
-        If all are full with requests of other processes, this one queues at one of them.
+        If all are full with requests of other processes, this one queues at one of them. A second try needs a
+        replica with room, ``but`` not the one that has the first.
         """
         now = self._loop.time()
         waiting: PooledEntry | None = None
@@ -238,7 +239,7 @@ class RequestRouting:
                     raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
                 entry = each._entry
                 is_empty = False
-                if entry.index < 0 or self._known.get(entry.tag) is not each:
+                if entry.index < 0 or self._known.get(entry.tag) is not each or entry.tag == but:
                     continue  # it is full, or has stopped meanwhile
                 if entry.is_full:
                     waiting = waiting or entry
@@ -246,6 +247,8 @@ class RequestRouting:
                     best, least = entry, entry.score(now)
             if best is not None:
                 return best
+        if but:
+            return None
         if is_empty:
             self._wait_to_ask()
         return waiting
@@ -334,6 +337,23 @@ def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
     """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
     is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
     return routing.request_of(envelope).metadata.session_id if is_by_session else ""
+
+
+def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
+    """Return a replica for a second try that the router would choose, too, counting one more in flight there.
+
+    Not the one with the tag, which has the first try; None if there is no other.
+    """
+    request = routing.request_of(envelope)
+    thread = routing._thread
+    if routing._router is None or (thread is not None and not thread.is_usable):
+        return None
+    try:
+        return routing._pool.take(now, routing._rng, lambda _: routing._pick(request, tag))
+    except RouterError as error:
+        routing._trouble(error)
+        routing._count(error.kind)
+        return None
 
 
 def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:

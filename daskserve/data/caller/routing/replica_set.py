@@ -247,7 +247,7 @@ class ReplicaSet:
             Retries of the same request have ended several processes.
         """
         if self._waiting.may_hedge(envelope) and refused is None:
-            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release)
+            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)

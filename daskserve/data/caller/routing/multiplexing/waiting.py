@@ -20,11 +20,12 @@ from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
-from daskserve.data.caller.request_routers.routing import Body, RequestRouting, bound_by
+from daskserve.data.caller.request_routers.routing import Body, RequestRouting, bound_by, take_other
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.shadow import SendTo
+from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
 #: How many of the requests that wait are considered when a slot becomes free, and for how many models.
@@ -105,9 +106,18 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return hedging is not None and envelope.routed is None and hedging.covers(envelope)
 
     async def send_hedged(
-        self, envelope: Envelope, receive: Receive, send: Send, send_to: SendTo, release: Release
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        send_to: SendTo,
+        release: Release,
+        apart: SuspectQueue,
     ) -> None:
-        """Send a request, and once more to another replica if that takes long."""
+        """Send a request, and once more to another replica if that takes long.
+
+        Not one that may be the reason why a process was lost: ``apart`` knows those.
+        """
         assert self.hedging is not None
         envelope.routed = Sent()
 
@@ -117,25 +127,33 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 outcome = await replica.handle(replace(envelope, call=None)).respond(no_body(), send)
             except (ReplicaBusyError, ActorLostError) as error:
                 outcome = error
+                apart.note_lost(envelope, replica, error)
                 raise
             finally:
                 release(replica, outcome)
 
         def second(send: Send) -> Coroutine[Any, Any, None] | None:
-            replica = self._take_other(envelope)
+            replica = self._take_other(envelope) if apart.may_repeat(envelope) else None
             return None if replica is None else try_again(replica, send)
 
         await self.hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room for a second try of a request that has a replica."""
-        tag = sent_to(envelope)
+        tag, now, model_id = sent_to(envelope), self._clock.now(), envelope.model_id
+        if not tag or (model_id and self.models is None):
+            return None
+        if self.routing is not None and not model_id:
+            other: PooledReplica | None = take_other(self.routing, envelope, tag, now)
+            return other
 
         def pick(entries: Sequence[PooledReplica]) -> PooledReplica | None:
             others = [each for each in entries if each.index >= 0 and not each.is_full and each.tag != tag]
-            return choose(others, self._clock.now(), self._rng) if others else None
+            if model_id and self.models is not None:  # a second replica must not load it, too
+                others = [each for each in others if self.models.has_loaded(each.tag, model_id)]
+            return choose(others, now, self._rng) if others else None
 
-        return self._pool.take(self._clock.now(), self._rng, pick) if tag else None
+        return self._pool.take(now, self._rng, pick)
 
     def order_by(self, published: Mapping[str, Any] | None) -> None:
         """Order the requests as the controller has published it; None for the order of arrival."""
