@@ -12,6 +12,7 @@ from test_router import Stage, quiet
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
 from daskserve.data.caller.request_routers import routing
+from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.routing.multiplexing.waiting import MAX_ASKED, ROUND_S
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.errors import ActorLostError
@@ -163,6 +164,48 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     assert leaving.cancelled()
     assert told.count("routed") == told.count("completed") == 5
     assert backend.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("router", "model_id"), [({"router": "LeastLatency"}, ""), (None, "m")], ids=["router", "model"]
+)
+async def test_priorities_have_their_shares_with_a_router_or_models(router: Any, model_id: str) -> None:
+    stage = Stage()
+    order = {"weights": {1: 4.0, 0: 1.0}}
+    seen: list[int] = []
+
+    def took_s(tag: str, envelope: Envelope) -> float:
+        seen.append(envelope.head["facts"]["priority"])
+        return 0.01
+
+    backend = backend_of(stage, took_s, 1, concurrency=1, order=order, router=router)
+    await asyncio.gather(
+        *(stage.send(backend, call(model_id=model_id, priority=number % 2)) for number in range(60))
+    )
+    assert [seen[1:21].count(each) for each in (1, 0)] == [16, 4]
+    assert backend._waiting._ranked is None
+
+
+def test_a_refused_request_looks_at_none_that_wait_unless_one_is_lower() -> None:
+    looked = []
+
+    def is_there(item: int) -> bool:
+        looked.append(item)
+        return item != 999
+
+    queue: RankedQueue[int] = RankedQueue(Order(), is_there)
+    for number in range(1000):
+        queue.put(number, -1 if number else -2, None)
+    assert queue.lowest_below(-2) is None
+    assert not looked
+    assert queue.lowest_below(-1) == 0
+    assert queue.lowest_below(0) == 0
+    assert len(looked) == 2
+    queue = RankedQueue(Order(), is_there)
+    for number in range(1000):
+        queue.put(number, -1, None)
+    assert queue.lowest_below(0) == 998  # the last one that is there
+    assert list(queue.first()) == [*range(999)]
 
 
 # ---- second tries

@@ -190,8 +190,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self._ranked is None:
             last = next(reversed(self)) if priority > 0 and self else None
             return last
-        found = self._ranked.last()
-        return found[1] if found is not None and found[0] < priority else None
+        return self._ranked.lowest_below(priority)
 
     @property
     def may_overtake(self) -> bool:
@@ -281,7 +280,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         finally:
             for waiter, replica in served:
                 envelope, _ = self.pop(waiter)
+                if self._ranked is not None:
+                    self._ranked.note_served(self._order.priority_of(envelope))
                 _give(waiter, replica, envelope, release)
+            if not self:
+                self._ranked = None  # until a request has a priority again
 
     def _in_order(self) -> Iterable[asyncio.Future[PooledReplica]]:
         return islice(self if self._ranked is None else self._ranked.first(), CONSIDERED)
