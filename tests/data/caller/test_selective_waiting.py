@@ -208,6 +208,26 @@ def test_a_refused_request_looks_at_none_that_wait_unless_one_is_lower() -> None
     assert list(queue.first()) == [*range(999)]
 
 
+@pytest.mark.parametrize("kind", ["call", "http"])
+async def test_a_replica_that_only_fails_is_not_the_one_that_answers_first(kind: str) -> None:
+    stage = Stage()
+    backend = backend_of(stage, lambda *_: 0.02, 4, concurrency=100, router={"router": "LeastLatency"})
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        if tag == "r0" and kind == "call":
+            raise ValueError("broken")
+        await asyncio.sleep(0.001 if tag == "r0" else 0.02)
+        await send({"type": "http.response.start", "status": 500 if tag == "r0" else 200})
+        return Load()
+
+    stage.replicas.handler = answer
+    for _ in range(40):
+        requests = [call() if kind == "call" else get(b"/") for _ in range(10)]
+        sent = [stage.send(backend, each) for each in requests]
+        await asyncio.gather(*sent, return_exceptions=True)
+    assert 10 < stage.replicas.asked.count("r0") < 200  # of 400; its requests are soon over
+
+
 # ---- second tries
 
 

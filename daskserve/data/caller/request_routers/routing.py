@@ -11,15 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from itertools import islice
+from types import NoneType
 from typing import Any, Protocol
 
 from daskserve.common.clock import seeded_rng
-from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, Load, described
+from daskserve.common.types import (
+    ON_DEMAND,
+    BackendTag,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Send,
+    described,
+)
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
@@ -34,6 +44,7 @@ from daskserve.data.caller.request_routers.interface import (
 )
 from daskserve.data.caller.request_routers.plain import is_told_of
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
+from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.error_text import summary_of
 from daskserve.telemetry.table import MetricSample
@@ -284,9 +295,14 @@ class RequestRouting:
         replica, request.replica = request.replica, None
         if replica is None:
             return
-        if outcome is not None:
-            took_s = now - request.sent_at
-            replica.latency_s += (LATENCY_WEIGHT if replica.latency_s else 1.0) * (took_s - replica.latency_s)
+        latency_s, took_s = replica.latency_s, now - request.sent_at
+        is_good = type(outcome) is Load and not request.has_failed
+        if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
+            # Errors come quickly, but a replica that has nothing else is not the one that answers first.
+            took_s = max(took_s, sum(each.latency_s for each in self._replicas) / len(self._replicas))
+        changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
+        replica.latency_s = changed if is_good else max(latency_s, changed)
+        request.has_failed = False
         if self._is_told and self._router is not None:
             self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
 
@@ -337,6 +353,18 @@ def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
     """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
     is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
     return routing.request_of(envelope).metadata.session_id if is_by_session else ""
+
+
+def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> Send:
+    """Return what passes on the messages of an HTTP response, and notes whether it is a failure."""
+    request = routing.request_of(envelope)
+
+    def noting(message: Message) -> Awaitable[None]:
+        if message.get("status", 0) >= 500:
+            request.has_failed = True
+        return send(message)
+
+    return noting
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:

@@ -263,6 +263,7 @@ class ReplicaSet:
         replay = trial = queued_since = load = None
         metrics, is_socket, is_rejected = self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
+            send = self._waiting.noting_failure(envelope, send)
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
             if envelope.has_body:

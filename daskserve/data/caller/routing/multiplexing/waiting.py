@@ -20,7 +20,13 @@ from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
-from daskserve.data.caller.request_routers.routing import Body, RequestRouting, bound_by, take_other
+from daskserve.data.caller.request_routers.routing import (
+    Body,
+    RequestRouting,
+    bound_by,
+    noting_failure,
+    take_other,
+)
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
@@ -201,6 +207,10 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         """Show the router the beginning of a request's body."""
         if self.routing is not None:
             await self.routing.read(envelope, body)
+
+    def noting_failure(self, envelope: Envelope, send: Send) -> Send:
+        """Return ``send`` for an HTTP response, from which the router learns whether a replica failed."""
+        return send if self.routing is None else noting_failure(self.routing, envelope, send)
 
     def take(self, envelope: Envelope, since: float | None = None) -> PooledReplica | None:
         """Return the replica for a request, counting one more in flight; None if it has to wait.
