@@ -356,7 +356,9 @@ def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
 
 
 def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> Send:
-    """Return what passes on the messages of an HTTP response, and notes whether it is a failure."""
+    """Return what passes on the messages of a response, and notes whether it is the failure of a server."""
+    if envelope.kind is not EnvelopeKind.HTTP:
+        return send
     request = routing.request_of(envelope)
 
     def noting(message: Message) -> Awaitable[None]:

@@ -21,6 +21,7 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.request_routers.routing import noting_failure
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
@@ -248,6 +249,8 @@ class ReplicaSet:
         """
         if self._waiting.may_hedge(envelope) and refused is None:
             return self._waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
+        if self._waiting.routing is not None:
+            send = noting_failure(self._waiting.routing, envelope, send)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)
@@ -263,7 +266,6 @@ class ReplicaSet:
         replay = trial = queued_since = load = None
         metrics, is_socket, is_rejected = self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
-            send = self._waiting.noting_failure(envelope, send)
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
             if envelope.has_body:

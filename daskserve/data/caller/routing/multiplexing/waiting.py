@@ -208,10 +208,6 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.routing is not None:
             await self.routing.read(envelope, body)
 
-    def noting_failure(self, envelope: Envelope, send: Send) -> Send:
-        """Return ``send`` for an HTTP response, from which the router learns whether a replica failed."""
-        return send if self.routing is None else noting_failure(self.routing, envelope, send)
-
     def take(self, envelope: Envelope, since: float | None = None) -> PooledReplica | None:
         """Return the replica for a request, counting one more in flight; None if it has to wait.
 
