@@ -24,7 +24,6 @@ from daskserve.data.caller.request_routers.routing import (
     Body,
     RequestRouting,
     bound_by,
-    noting_failure,
     take_other,
 )
 from daskserve.data.caller.routing.choice import choose
