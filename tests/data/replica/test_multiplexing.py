@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from quick_instance import poll_for
 
 import daskserve as serve
 from daskserve.testing import local_instance
@@ -120,6 +121,11 @@ def test_calls_and_requests_of_a_model_go_to_the_same_replica(
 ) -> None:
     named = handle.options(multiplexed_model_id="same")
     place = named.remote().result(DEADLINE_S)["replica"]
+    # Routers of other processes learn within a second where it is.
+    poll_for(
+        lambda: any("same" in each.multiplexed.get("models", ()) for each in client.status().actors),
+        what=lambda: "the model is not published",
+    )
     for _ in range(5):
         assert named.remote().result(DEADLINE_S)["replica"] == place
         assert get(client, headers={HEADER: "same"}).json()["replica"] == place
