@@ -137,6 +137,32 @@ async def test_the_second_try_goes_to_another_replica_and_a_failed_one_leaves_th
     assert answers.got == asked[:1]
 
 
+async def test_a_second_try_receives_an_empty_body_and_no_disconnect_while_the_client_stays() -> None:
+    answers = Answers(lambda _: 0.01, hedging=HEDGED)
+    await warm(answers)
+    received: list[Message] = []
+
+    async def stream(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        """Send five parts unless a message comes meanwhile, as Starlette does."""
+        if len(answers.stage.replicas.asked) == 1:
+            return await answers.answer(tag, envelope, receive, send)
+        received.append(await receive())
+        left = asyncio.ensure_future(receive())
+        for number in range(5):
+            await asyncio.sleep(0.1)
+            if left.done():
+                break
+            await send({"type": "answer", "payload": number})
+        left.cancel()
+        return Load()
+
+    answers.stage.replicas.handler = stream
+    answers.took_s = lambda _: 30.0
+    await answers.send(NO_BODY)
+    assert received == [{"type": "http.request", "body": b"", "more_body": False}]
+    assert answers.got == [0, 1, 2, 3, 4]
+
+
 async def test_an_error_is_raised_at_once_without_a_second_try() -> None:
     answers = Answers(lambda _: 0.01, hedging=HEDGED)
     await warm(answers)

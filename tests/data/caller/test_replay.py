@@ -77,3 +77,12 @@ async def test_a_whole_body_of_any_size_is_kept_for_a_replica_that_has_not_begun
     parts, _ = replay_over([body(b"x" * 10 * KEPT_BYTES, True), body(b"")])
     await parts.receive()
     assert not parts.rewind(begun=False)
+
+
+async def test_what_only_a_router_has_looked_at_is_no_part_that_a_replica_has_seen() -> None:
+    replay, _ = replay_over([body(b"x" * 2 * KEPT_BYTES, True), body(b"y")])
+    for _ in range(2):
+        assert await replay.peek() == b"x" * 2 * KEPT_BYTES
+        assert replay.rewind(begun=False)
+    assert [(await replay.receive())["body"][:1] for _ in range(2)] == [b"x", b"y"]
+    assert not replay.rewind(begun=True)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -63,9 +64,9 @@ class Stage:
         self.open.append((found, envelope))
         return str(found.tag)
 
-    def end(self, number: int = 0) -> None:
+    def end(self, number: int = 0, outcome: Load | Exception | None = Load()) -> None:  # noqa: B008  # it is frozen
         replica, envelope = self.open.pop(number)
-        self.routing.ended(envelope, asyncio.get_running_loop().time())
+        self.routing.ended(envelope, asyncio.get_running_loop().time(), outcome)
         self.pool.release(replica)
 
     def ask(self, envelope: Envelope | None = None, body: bytes = b"") -> str | None:
@@ -351,6 +352,29 @@ async def test_a_router_that_hangs_is_left_alone_and_asked_again(
         while stage.ask() != "r1" or stage.ask() != "r1":  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.005)
     stage.routing.close()
+
+
+async def test_a_router_that_was_late_long_ago_is_left_alone_no_longer_than_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(thread, "stopwatch", lambda: now)
+    monkeypatch.setattr(thread, "ANSWER_S", 0.001)
+    runner, go = thread.RouterThread("test"), threading.Event()
+
+    def left_alone_s() -> float:
+        go.clear()
+        with pytest.raises(thread.RouterError):
+            runner.ask(go.wait)
+        go.set()
+        while not runner._late.is_done:  # type: ignore[union-attr]
+            time.sleep(0.001)
+        return runner._not_before - now
+
+    assert [left_alone_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    now += 60 + thread.MAX_PENALTY_S
+    assert [left_alone_s() for _ in range(2)] == [1, 2]
+    runner.close()
 
 
 class BadStart(RequestRouter):

@@ -158,10 +158,10 @@ class Call:
             pass  # the task that sends it next finds another replica
         except BaseException:
             if self._replica is not None:  # else `_on_answer` has released it
-                replicas.put_back(replica)
+                replicas.put_back(replica, self._envelope)
             raise
         if self._cancel_request is None:
-            replicas.put_back(replica)
+            replicas.put_back(replica, self._envelope)
             return False
         self._calls.begun += 1
         self._future.on_cancel(self._cancel_from_anywhere)

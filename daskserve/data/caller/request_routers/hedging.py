@@ -46,6 +46,21 @@ def sent_to(envelope: Envelope) -> str:
     return routed.tag if type(routed) is Sent else ""
 
 
+def no_body() -> Receive:
+    """Return what a second try receives: an empty body, and then nothing as long as the client stays.
+
+    A disconnect would end a streamed response. When the client leaves, the try is cancelled.
+    """
+    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.get_running_loop().create_future()
+        return messages.pop()
+
+    return receive
+
+
 class Hedging:
     """The second tries of one deployment's requests in one process.
 

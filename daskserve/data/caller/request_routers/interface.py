@@ -252,6 +252,7 @@ class PendingRequest:
         "_envelope",
         "body",
         "created_at",
+        "has_failed",
         "metadata",
         "replica",
         "sent_at",
@@ -267,6 +268,8 @@ class PendingRequest:
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
         self.sent_at = now
+        #: Whether the response of the replica says that it failed.
+        self.has_failed = False
 
     @property
     def routing_context(self) -> RequestRoutingContext:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -89,41 +89,56 @@ class RankedQueue(Generic[T]):
     def pop(self) -> T | None:
         """Return the next item, and remove it; None if there is none."""
         while self._classes:
-            priority = self._next_priority()
+            priority = self._next_of(self._classes, self._passed)
             heap = self._classes[priority]
             item = heapq.heappop(heap)[2]
             if not heap:
                 del self._classes[priority]
             if self._is_there(item):
-                self._now = self._passed[priority]
-                self._passed[priority] += 1 / self._order.weights.get(priority, 1.0)
+                self.note_served(priority)
                 return item
         return None
 
-    def _next_priority(self) -> int:
-        if not self._order.weights:
-            return max(self._classes)
-        return min(self._classes, key=lambda each: (self._passed[each], -each))
+    def note_served(self, priority: int) -> None:
+        """Count an item for the share of its priority."""
+        if priority in self._passed:
+            self._now = self._passed[priority]
+            self._passed[priority] += self._cost(priority)
 
-    def last(self) -> tuple[int, T] | None:
-        """Return the lowest priority, and its item that would be served last; None if there is none."""
-        for priority in sorted(self._classes):
-            there = [entry for entry in self._classes[priority] if self._is_there(entry[2])]
-            if there:
-                self._classes[priority] = sorted(there)
-                return priority, self._classes[priority][-1][2]
-            del self._classes[priority]
+    def _cost(self, priority: int) -> float:
+        return 1 / self._order.weights.get(priority, 1.0)
+
+    def _next_of(self, priorities: Collection[int], passed: Mapping[int, float]) -> int:
+        if not self._order.weights:
+            return max(priorities)
+        return min(priorities, key=lambda each: (passed[each], -each))
+
+    def lowest_below(self, priority: int) -> T | None:
+        """Return the item that would be served last if its priority is lower than one; else None."""
+        while self._classes and (lowest := min(self._classes)) < priority:
+            heap = self._classes[lowest]
+            heap.sort()  # is still a heap, and costs little if it was sorted before
+            while heap and not self._is_there(heap[-1][2]):
+                del heap[-1]
+            if heap:
+                return heap[-1][2]
+            del self._classes[lowest]
         return None
 
-    def first(self, count: int) -> list[T]:
-        """Return the next items without removing them, by strict priority."""
-        found: list[T] = []
-        for priority in sorted(self._classes, reverse=True):
-            there: Iterable[Any] = (each for each in self._classes[priority] if self._is_there(each[2]))
-            found += (item for _, _, item in heapq.nsmallest(count - len(found), there))
-            if len(found) == count:
-                break
-        return found
+    def first(self) -> Iterator[T]:
+        """Yield the items in the order of `pop` without removing them; none may be added meanwhile."""
+        passed, left = dict(self._passed), {}
+        for priority, heap in self._classes.items():
+            heap.sort()
+            left[priority] = (item for _, _, item in heap if self._is_there(item))
+        while left:
+            priority = self._next_of(left, passed)
+            item = next(left[priority], None)
+            if item is None:
+                del left[priority]
+            else:
+                passed[priority] += self._cost(priority)
+                yield item
 
     def forget_gone(self, left: int) -> None:
         """Drop the items that have left if they are more than those that are ``left``."""

@@ -11,16 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from itertools import islice
+from types import NoneType
 from typing import Any, Protocol
 
 from daskserve.common.clock import seeded_rng
-from daskserve.common.types import ON_DEMAND, BackendTag, Envelope, EnvelopeKind, described
+from daskserve.common.types import (
+    ON_DEMAND,
+    BackendTag,
+    Envelope,
+    EnvelopeKind,
+    Load,
+    Message,
+    Send,
+    described,
+)
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
     PendingRequest,
@@ -33,6 +44,7 @@ from daskserve.data.caller.request_routers.interface import (
 )
 from daskserve.data.caller.request_routers.plain import is_told_of
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
+from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.error_text import summary_of
 from daskserve.telemetry.table import MetricSample
@@ -185,7 +197,7 @@ class RequestRouting:
             self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
 
-    def _pick(self, request: PendingRequest) -> PooledEntry | None:
+    def _pick(self, request: PendingRequest, but: str = "") -> PooledEntry | None:
         router = self._router
         assert router is not None
         entries = self._pool.entries()
@@ -194,12 +206,12 @@ class RequestRouting:
         if not self._replicas:
             return None
         if self._thread is not None:
-            return self._best_of(self._thread.ask(self._choose, router, request))
+            return self._best_of(self._thread.ask(self._choose, router, request), but)
         try:
             ranks = router.choose_replicas(self._replicas, request)
         except Exception as error:  # whatever a request may contain
             raise RouterError("error", f"raised {summary_of(error)}") from error
-        return self._best_of(ranks)
+        return self._best_of(ranks, but)
 
     def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
         """Return the answer of a user's router as lists; runs in its thread."""
@@ -222,10 +234,11 @@ class RequestRouting:
             text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
-    def _best_of(self, ranks: Any) -> PooledEntry | None:
+    def _best_of(self, ranks: Any, but: str = "") -> PooledEntry | None:
         """Return the least loaded replica with room of the first list that has one.
 
-        If all are full with requests of other processes, this one queues at one of them.
+        If all are full with requests of other processes, this one queues at one of them. A second try needs a
+        replica with room, ``but`` not the one that has the first.
         """
         now = self._loop.time()
         waiting: PooledEntry | None = None
@@ -237,7 +250,7 @@ class RequestRouting:
                     raise RouterError("answer", f"chose {each!r:.120}, which is no replica")
                 entry = each._entry
                 is_empty = False
-                if entry.index < 0 or self._known.get(entry.tag) is not each:
+                if entry.index < 0 or self._known.get(entry.tag) is not each or entry.tag == but:
                     continue  # it is full, or has stopped meanwhile
                 if entry.is_full:
                     waiting = waiting or entry
@@ -245,6 +258,8 @@ class RequestRouting:
                     best, least = entry, entry.score(now)
             if best is not None:
                 return best
+        if but:
+            return None
         if is_empty:
             self._wait_to_ask()
         return waiting
@@ -269,16 +284,25 @@ class RequestRouting:
         self._seen = entries
         self._tell(router.update_replicas, self._replicas)
 
-    def ended(self, envelope: Envelope, now: float) -> None:
-        """Take note of the end of a request at a replica; another one may follow."""
+    def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
+        """Take note of how a request has ended at a replica, or None if that says nothing of the replica.
+
+        Another request may follow. Idempotent.
+        """
         request = envelope.routed
         if type(request) is not PendingRequest:
             return  # it began before there was a router
         replica, request.replica = request.replica, None
         if replica is None:
             return
-        took_s = now - request.sent_at
-        replica.latency_s += (LATENCY_WEIGHT if replica.latency_s else 1.0) * (took_s - replica.latency_s)
+        latency_s, took_s = replica.latency_s, now - request.sent_at
+        is_good = type(outcome) is Load and not request.has_failed
+        if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
+            # Errors come quickly, but a replica that has nothing else is not the one that answers first.
+            took_s = max(took_s, sum(each.latency_s for each in self._replicas) / len(self._replicas))
+        changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
+        replica.latency_s = changed if is_good else max(latency_s, changed)
+        request.has_failed = False
         if self._is_told and self._router is not None:
             self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
 
@@ -323,6 +347,43 @@ class RequestRouting:
         if envelope.kind is not EnvelopeKind.HTTP:
             return str(envelope.head.get("facts", {}).get("session_id", ""))
         return session_in(envelope.head.get("headers", ()), self.setup.session)
+
+
+def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
+    """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
+    is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
+    return routing.request_of(envelope).metadata.session_id if is_by_session else ""
+
+
+def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> Send:
+    """Return what passes on the messages of a response, and notes whether it is the failure of a server."""
+    if envelope.kind is not EnvelopeKind.HTTP:
+        return send
+    request = routing.request_of(envelope)
+
+    def noting(message: Message) -> Awaitable[None]:
+        if message.get("status", 0) >= 500:
+            request.has_failed = True
+        return send(message)
+
+    return noting
+
+
+def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
+    """Return a replica for a second try that the router would choose, too, counting one more in flight there.
+
+    Not the one with the tag, which has the first try; None if there is no other.
+    """
+    request = routing.request_of(envelope)
+    thread = routing._thread
+    if routing._router is None or (thread is not None and not thread.is_usable):
+        return None
+    try:
+        return routing._pool.take(now, routing._rng, lambda _: routing._pick(request, tag))
+    except RouterError as error:
+        routing._trouble(error)
+        routing._count(error.kind)
+        return None
 
 
 def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:

@@ -87,6 +87,8 @@ class RouterThread:
         self._jobs.put(job)
         if not job.answered.acquire(True, ANSWER_S):
             self._late = job
+            if stopwatch() - self._not_before >= MAX_PENALTY_S:
+                self._penalty_s = PENALTY_S  # it has long been in time
             self._not_before = stopwatch() + self._penalty_s
             self._penalty_s = min(2 * self._penalty_s, MAX_PENALTY_S)
             raise RouterError("late", f"has not answered within {shown(ANSWER_S)} s")

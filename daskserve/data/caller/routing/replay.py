@@ -34,12 +34,14 @@ class Replay:
         self._is_whole = False
         self._ahead: deque[Message] = deque()
         self._repeats = 0
+        #: The first message if it has been looked at, but not received: no replica has seen it.
+        self._peeked: Message | None = None
 
     async def receive(self) -> Message:
         """Return the next message to replay, or the caller's next message if none is left to replay."""
         if self._ahead:
             return self._ahead.popleft()
-        message = await self._receive()
+        message, self._peeked = self._peeked or await self._receive(), None
         if self._envelope.has_started():
             self._kept.clear()  # a retry is no longer possible, and a WebSocket may last for days
         elif self._kept_bytes <= KEPT_BYTES:
@@ -52,9 +54,9 @@ class Replay:
 
     async def peek(self) -> bytes:
         """Return the first part of the body, which stays to be read."""
-        message = await self.receive()
-        self._ahead.appendleft(message)
-        body: bytes = message.get("body", b"")
+        if self._peeked is None:
+            self._peeked = await self._receive()
+        body: bytes = self._peeked.get("body", b"")
         return body
 
     def rewind(self, *, begun: bool) -> bool:

@@ -21,6 +21,7 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.request_routers.routing import noting_failure
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
@@ -33,11 +34,7 @@ from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
-from daskserve.errors import (
-    ActorLostError,
-    BackPressureError,
-    ReplicaBusyError,
-)
+from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
@@ -183,25 +180,26 @@ class ReplicaSet:
         replica: PooledReplica | None = self._waiting.take(envelope)
         if replica is None or replica.has_queued_request:
             if replica is not None:
-                self._release_unused(replica)
+                self._release_unused(replica, envelope)
             return None
         self.metrics.sent += 1
         return replica
 
-    def put_back(self, replica: PooledReplica) -> None:
+    def put_back(self, replica: PooledReplica, envelope: Envelope) -> None:
         """Undo `take_now`; the replica gets the next request."""
         self.metrics.sent -= 1
         self.pool.put_first(replica)
-        self.release(replica, None)
+        self.release(replica, None, envelope)
 
     def release(
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
     ) -> None:
         """Record the end of a request to a replica, and the load or the failure of the replica."""
         if envelope is not None and envelope.routed is not None:
-            self._waiting.ended(envelope)
+            self._waiting.ended(envelope, outcome)
         if type(outcome) is Load:
-            self.pool.report(replica, outcome, self._clock.now())
+            is_answer = envelope is None or envelope.note_turn is None  # else it was a WebSocket
+            self.pool.report(replica, outcome, self._clock.now(), is_answer=is_answer)
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, was_queued=False)
         self.pool.release(replica)
@@ -250,7 +248,9 @@ class ReplicaSet:
             Retries of the same request have ended several processes.
         """
         if self._waiting.may_hedge(envelope) and refused is None:
-            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release)
+            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
+        if self._waiting.routing is not None:
+            send = noting_failure(self._waiting.routing, envelope, send)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
         return self._send(envelope, receive, send, refused)
@@ -263,8 +263,8 @@ class ReplicaSet:
         refused: ReplicaBusyError | ActorLostError | None,
         way: Way | None = None,
     ) -> None:
-        replay = trial = queued_since = None
-        pool, metrics, is_socket, is_rejected = self.pool, self.metrics, False, refused is not None
+        replay = trial = queued_since = load = None
+        metrics, is_socket, is_rejected = self.metrics, False, refused is not None
         if envelope.kind is EnvelopeKind.HTTP:  # calls have no messages to repeat
             if self._apart.suspects.known:
                 trial = self._apart.trial_of(envelope)
@@ -273,7 +273,7 @@ class ReplicaSet:
                 if self._waiting.routing is not None:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=pool.turns.note)
+                envelope = replace(envelope, note_turn=self.pool.turns.note)
         metrics.begin(refused)
         while True:
             if trial is not None:
@@ -302,11 +302,11 @@ class ReplicaSet:
                 metrics.note_retry(error)
                 is_rejected = True
             except Exception as error:
+                self._waiting.ended(envelope, error)
                 if trial is not None:
                     trial.failed(error)
                 raise
             else:
-                pool.report(replica, load, self._clock.now(), is_answer=not is_socket)
                 if trial is not None:
                     trial.passed()
                 return
@@ -314,7 +314,7 @@ class ReplicaSet:
                 replica.sockets -= is_socket
                 if trial is not None:
                     trial.leave()
-                self.release(replica, None, envelope)
+                self.release(replica, load, envelope)
 
     async def _send_queued(
         self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
@@ -358,7 +358,7 @@ class ReplicaSet:
             elif waiter in self._apart.waiters:
                 self._apart.remove(waiter)
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release_unused(waiter.result())
+                self._release_unused(waiter.result(), envelope)
                 if trial is not None:
                     trial.leave()
                 self._serve_waiting()  # the next request gets this turn
@@ -380,8 +380,9 @@ class ReplicaSet:
         while limit is not None and 0 <= limit < self.waiting and self._waiting:
             _refuse(self, self._waiting.popitem()[0], limit)
 
-    def _release_unused(self, replica: PooledReplica) -> None:
-        """Release a replica that was taken but got no request."""
+    def _release_unused(self, replica: PooledReplica, envelope: Envelope) -> None:
+        """Release a replica that was taken for a request but did not get it."""
+        self._waiting.ended(envelope, None)
         self.pool.leave_queue(replica)
         self.pool.release(replica)
 

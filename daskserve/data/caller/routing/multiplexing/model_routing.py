@@ -84,6 +84,10 @@ class ModelRouting:
         assumed = [key for key, until in known.assumed.items() if until > now]
         return known.loaded | known.coming | frozenset(assumed)
 
+    def has_loaded(self, tag: ReplicaTag, model_id: str) -> bool:
+        """Return whether a replica has published that it has a model."""
+        return short_id(model_id) in self._of(tag).loaded
+
     def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
         """Note that a request for a model goes to a replica, which has it from now on."""
         key = short_id(model_id)

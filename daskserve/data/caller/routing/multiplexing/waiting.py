@@ -9,29 +9,40 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send, nothing_to_receive
-from daskserve.data.caller.request_routers.hedging import Hedging, Sent, sent_to
+from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
+from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
-from daskserve.data.caller.request_routers.routing import Body, RequestRouting
+from daskserve.data.caller.request_routers.routing import (
+    Body,
+    RequestRouting,
+    bound_by,
+    take_other,
+)
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.shadow import SendTo
+from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: How many of the requests that wait are considered when a slot becomes free, and for how many of them a
-#: router may be asked in vain.
-CONSIDERED = 256
+#: How many of the requests that wait are considered when a slot becomes free, and for how many models.
+CONSIDERED = 4096
+MAX_MODELS = 256
+#: For how many of them a router may be asked in vain, and after how long it is asked for the next ones.
 MAX_ASKED = 32
+ROUND_S = 0.02
 
+Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
+#: Takes back the replica of a request that has left meanwhile.
+Unused: TypeAlias = Callable[[PooledReplica, Envelope], None]
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
 #: Begins to pass on what is published of the replicas: of their models, or their statistics; None ends it.
 WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
@@ -68,6 +79,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._order = Order()
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
+        #: Those for which the router was asked in vain, since it was last asked for all.
+        self._asked: set[asyncio.Future[PooledReplica]] = set()
         #: When the first request gives up to wait for a replica with its model, or a router is asked again;
         #: None if none waits for that.
         self.next_at: float | None = None
@@ -98,37 +111,54 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return hedging is not None and envelope.routed is None and hedging.covers(envelope)
 
     async def send_hedged(
-        self, envelope: Envelope, receive: Receive, send: Send, send_to: SendTo, release: Release
+        self,
+        envelope: Envelope,
+        receive: Receive,
+        send: Send,
+        send_to: SendTo,
+        release: Release,
+        apart: SuspectQueue,
     ) -> None:
-        """Send a request, and once more to another replica if that takes long."""
+        """Send a request, and once more to another replica if that takes long.
+
+        Not one that may be the reason why a process was lost: ``apart`` knows those.
+        """
         assert self.hedging is not None
         envelope.routed = Sent()
 
         async def try_again(replica: PooledReplica, send: Send) -> None:
             outcome: Load | Exception | None = None
             try:
-                outcome = await replica.handle(replace(envelope, call=None)).respond(nothing_to_receive, send)
+                outcome = await replica.handle(replace(envelope, call=None)).respond(no_body(), send)
             except (ReplicaBusyError, ActorLostError) as error:
                 outcome = error
+                apart.note_lost(envelope, replica, error)
                 raise
             finally:
                 release(replica, outcome)
 
         def second(send: Send) -> Coroutine[Any, Any, None] | None:
-            replica = self._take_other(envelope)
+            replica = self._take_other(envelope) if apart.may_repeat(envelope) else None
             return None if replica is None else try_again(replica, send)
 
         await self.hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room for a second try of a request that has a replica."""
-        tag = sent_to(envelope)
+        tag, now, model_id = sent_to(envelope), self._clock.now(), envelope.model_id
+        if not tag or (model_id and self.models is None):
+            return None
+        if self.routing is not None and not model_id:
+            other: PooledReplica | None = take_other(self.routing, envelope, tag, now)
+            return other
 
         def pick(entries: Sequence[PooledReplica]) -> PooledReplica | None:
             others = [each for each in entries if each.index >= 0 and not each.is_full and each.tag != tag]
-            return choose(others, self._clock.now(), self._rng) if others else None
+            if model_id and self.models is not None:  # a second replica must not load it, too
+                others = [each for each in others if self.models.has_loaded(each.tag, model_id)]
+            return choose(others, now, self._rng) if others else None
 
-        return self._pool.take(self._clock.now(), self._rng, pick) if tag else None
+        return self._pool.take(now, self._rng, pick)
 
     def order_by(self, published: Mapping[str, Any] | None) -> None:
         """Order the requests as the controller has published it; None for the order of arrival."""
@@ -165,8 +195,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self._ranked is None:
             last = next(reversed(self)) if priority > 0 and self else None
             return last
-        found = self._ranked.last()
-        return found[1] if found is not None and found[0] < priority else None
+        return self._ranked.lowest_below(priority)
 
     @property
     def may_overtake(self) -> bool:
@@ -215,17 +244,17 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             models.assume(found.tag, envelope.model_id, now)
         return found
 
-    def ended(self, envelope: Envelope) -> None:
-        """Note that a request has ended at a replica; another one may follow."""
+    def ended(self, envelope: Envelope, outcome: Load | Exception | None) -> None:
+        """Note how a request has ended at a replica, or None if that says nothing; idempotent."""
         if self.routing is not None:
-            self.routing.ended(envelope, self._clock.now())
+            self.routing.ended(envelope, self._clock.now(), outcome)
 
     @property
     def is_selective(self) -> bool:
         """Whether a request may wait although some replica has room."""
         return self.routing is not None or self.models is not None
 
-    def serve(self, release: Callable[[PooledReplica], None]) -> bool:
+    def serve(self, release: Unused) -> bool:
         """Give free replicas to the requests, in order; return whether some still wait."""
         if self.is_selective:
             self._serve_selectively(release)
@@ -241,34 +270,76 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             envelope, _ = self.pop(waiter)
             if type(envelope.routed) is Sent:
                 envelope.routed.tag = replica.tag
-            _give(waiter, replica, release)
+            _give(waiter, replica, envelope, release)
         self._ranked = None  # until a request has a priority again
         return False
 
-    def _serve_selectively(self, release: Callable[[PooledReplica], None]) -> None:
-        now, self.next_at = self._clock.now(), None
+    def _serve_selectively(self, release: Unused) -> None:
+        self.next_at = None
+        served: Served = []
+        try:
+            if self.routing is None:
+                self._choose_by_model(served)
+            else:
+                self._ask(self.routing, served)
+        finally:
+            for waiter, replica in served:
+                envelope, _ = self.pop(waiter)
+                if self._ranked is not None:
+                    self._ranked.note_served(self._order.priority_of(envelope))
+                _give(waiter, replica, envelope, release)
+            if not self:
+                self._ranked = None  # until a request has a priority again
+
+    def _in_order(self) -> Iterable[asyncio.Future[PooledReplica]]:
+        return islice(self if self._ranked is None else self._ranked.first(), CONSIDERED)
+
+    def _choose_by_model(self, served: Served) -> None:
+        now = self._clock.now()
         passed: set[str] = set()
-        left = MAX_ASKED
-        considered = islice(self, CONSIDERED) if self._ranked is None else self._ranked.first(CONSIDERED)
-        for waiter in list(considered):
-            envelope, since = self[waiter]
-            if not left or not has_room(self._pool):
+        for waiter in self._in_order():
+            if len(passed) == MAX_MODELS or not has_room(self._pool):
                 break  # until a request ends
+            envelope, since = self[waiter]
             model_id = envelope.model_id
-            if self.routing is None and model_id in passed:
+            if model_id in passed:
                 continue
             replica = self.take(envelope, since)
             if replica is not None:
-                del self[waiter]
-                _give(waiter, replica, release)
-            elif self.routing is not None:
-                left -= 1
+                served.append((waiter, replica))
+                continue
+            passed.add(model_id)
+            if model_id and now - since < MATCHING_TIMEOUT_S:
+                self._wake_at(since + MATCHING_TIMEOUT_S)
+
+    def _ask(self, routing: RequestRouting, served: Served) -> None:
+        """Ask the router for replicas, each time for other requests until all that wait had their turn."""
+        passed: set[str] = set()
+        left, has_skipped = MAX_ASKED, False
+        routing.ask_again_at = None
+        for waiter in self._in_order():
+            if not left or not has_room(self._pool):
+                break
+            envelope, since = self[waiter]
+            session = bound_by(routing, envelope)
+            if waiter in self._asked or session in passed:
+                has_skipped |= not session
+                continue
+            replica = self.take(envelope, since)
+            if replica is not None:
+                served.append((waiter, replica))
+                continue
+            left -= 1
+            if session:
+                passed.add(session)
             else:
-                passed.add(model_id)
-                if model_id and now - since < MATCHING_TIMEOUT_S:
-                    self._wake_at(since + MATCHING_TIMEOUT_S)
-        if self.routing is not None and self:
-            self._wake_at(self.routing.ask_again_at)
+                self._asked.add(waiter)
+        else:
+            left = not has_skipped
+            self._asked.clear()
+        if not left:
+            self._wake_at(self._clock.now() + ROUND_S)
+        self._wake_at(routing.ask_again_at)
 
     def _wake_at(self, at: float | None) -> None:
         if at is not None:
@@ -276,9 +347,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
 
 def _give(
-    waiter: asyncio.Future[PooledReplica], replica: PooledReplica, release: Callable[[PooledReplica], None]
+    waiter: asyncio.Future[PooledReplica], replica: PooledReplica, envelope: Envelope, release: Unused
 ) -> None:
     if waiter.done():
-        release(replica)
+        release(replica, envelope)
     else:
         waiter.set_result(replica)

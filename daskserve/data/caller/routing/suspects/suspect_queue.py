@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import Envelope
+from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
@@ -107,6 +107,22 @@ class SuspectQueue:
     def _listen_no_longer(self) -> None:
         if not self.waiters:
             self.suspects.on_free.discard(self._on_free)
+
+    def may_repeat(self, envelope: Envelope) -> bool:
+        """Return whether a request may have a second try beside the first; calls say that themselves."""
+        if envelope.kind is not EnvelopeKind.HTTP:
+            return True
+        target = target_of(self._availability.name, envelope.head)
+        return self.max_crash_retries > 0 and target not in self.suspects.known
+
+    def note_lost(
+        self, envelope: Envelope, replica: PooledReplica, error: ReplicaBusyError | ActorLostError
+    ) -> None:
+        """Note that a process was lost under the second try of a request."""
+        is_loss = isinstance(error, ActorLostError) and error.begun and not error.is_planned
+        if is_loss and envelope.kind is EnvelopeKind.HTTP:
+            target = target_of(self._availability.name, envelope.head)
+            self.suspects.lost(target, None, replica.address.worker, self._clock.now())
 
     def rewind(
         self,
