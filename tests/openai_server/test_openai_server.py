@@ -226,6 +226,7 @@ def test_a_client_that_leaves_frees_the_engine(url: str, instance: serve.Client)
     poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
     body = {"model": "echo", "messages": says("slow " * 40), "n": 3}
     with httpx.stream("POST", f"{url}/chat/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
         next(answer.iter_lines())
         poll_for(lambda: count() == 3, what=lambda: f"open: {count()}")
     poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")

@@ -57,7 +57,7 @@ class Echo:
         if word == "busy":
             raise BackPressureError("too many", retry_after_s=7)
         if word == "slow":
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         if word == "hang":
             await asyncio.sleep(3600)
 
