@@ -24,7 +24,7 @@ from daskserve.openai.requests import ChatBody, CompletionBody
 
 #: The pieces of several answers, each with the number of its answer.
 Numbered = AsyncIterator[tuple[int, Piece | str]]
-#: How the text of one zero character is written in JSON; nothing else is.
+#: How the text of one zero character is written in JSON.
 FILLER = '"\\u0000"'
 #: The end of a stream.
 DONE = "data: [DONE]\n\n"
@@ -134,7 +134,8 @@ class ChatFormat(_Choices):
     def chunks(self, index: int, piece: Piece) -> Iterator[str]:
         if index not in self._last:
             yield self._chunk(index, ChatMessage(role="assistant", content=""), None, ())
-            before, after = self._chunk(index, ChatMessage(content="\0"), None, ()).split(FILLER)
+            # The last one: the name of the model, which the client chooses, is before it.
+            before, after = self._chunk(index, ChatMessage(content="\0"), None, ()).rsplit(FILLER, 1)
             self._frames[index] = (before, after)
         self._last[index] = piece
         if piece.text and not piece.logprobs:

@@ -185,6 +185,10 @@ def _token(value: Any) -> Token:
         raise TypeError(f"An engine yields str or Token, got {type(value).__name__}: {value!r:.200}")
     if not isinstance(value.text, str) or not isinstance(value.finish_reason, str | None):
         raise TypeError(f"The text and the finish_reason of a Token must be texts, got {value!r:.200}")
+    for each in value.tool_calls:
+        texts = (each.id, each.name, each.arguments) if isinstance(each, ToolCall) else (None,)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(each.index, int):
+            raise TypeError(f"A ToolCall has an index and texts, also as arguments, got {each!r:.200}")
     return value
 
 

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
+
+from daskserve.common.clock import LoopClock
+
+
+async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[Any]:
+    """Call for each request, and return the streams; if a call fails, those before it are closed."""
+    streams: list[Any] = []
+    try:
+        for each in requests:
+            streams.append(remote(each))
+            await LoopClock().sleep(0)  # each call copies its request, and other requests wait as long
+    except BaseException:
+        for stream in streams:
+            await stream.aclose()
+        raise
+    return streams
 
 
 async def merged(streams: Sequence[Any]) -> AsyncIterator[tuple[int, Any]]:

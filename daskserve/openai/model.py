@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from daskserve.errors import ServeError
+from daskserve.errors import RequestTimeoutError, ServeError
 from daskserve.openai.engine import EmbeddingRequest, Embeddings, Engine, GenerationRequest, text_of
 from daskserve.openai.errors import ContextLengthError, InvalidRequestError
 from daskserve.openai.generation import Piece, pieces
@@ -59,13 +60,22 @@ class ModelServer:
         embed = getattr(self._engine, "embed", None)
         if embed is None:
             raise InvalidRequestError(f"The model {request.model!r} makes no embeddings.", param="model")
-        async with asyncio.timeout(self._token_timeout_s):
-            found = await _call(embed, request)
+        try:
+            async with asyncio.timeout(self._token_timeout_s) as limit:
+                found = await _call(embed, request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RequestTimeoutError(
+                f"The model has made no vectors for {self._token_timeout_s} s."
+            ) from None
         made = found if isinstance(found, Embeddings) else Embeddings(found)
         # Here, so that a fault is in the log of the model.
         vectors = [[float(number) for number in vector] for vector in made.vectors]
         if len(vectors) != len(request.inputs):
             raise TypeError(f"embed returned {len(vectors)} vectors for {len(request.inputs)} texts")
+        if not all(all(map(math.isfinite, vector)) for vector in vectors):
+            raise ValueError("embed returned a vector with a number that is not finite")
         return Embeddings(vectors, int(made.prompt_tokens))
 
     async def _check_length(self, request: GenerationRequest) -> int:

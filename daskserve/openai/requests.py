@@ -5,25 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from daskserve.openai.engine import EmbeddingRequest, GenerationRequest
 from daskserve.openai.errors import InvalidRequestError, invalid_request
 
 BodyT = TypeVar("BodyT", bound="Body")
+SamplingT = TypeVar("SamplingT", bound="Sampling")
+ItemT = TypeVar("ItemT")
 
 #: Maximum number of answers to one request; the limit of OpenAI.
 MAX_CHOICES = 128
 #: Maximum number of texts of one request for embeddings; the limit of OpenAI.
 MAX_INPUTS = 2048
+#: How many bytes a request for several answers may send to the models, which each get all of it.
+MAX_SENT_SIZE = 16 * 2**20
+#: Maximum length of the vectors that a client may ask for; those of known models are shorter.
+MAX_DIMENSIONS = 65_536
+#: Maximum number of messages of a conversation, or of items of the input of a response.
+MAX_MESSAGES = 10_000
+#: Maximum number of fields of objects whose values have a type; OpenAI has fewer.
+MAX_FIELDS = 2048
+#: Maximum number of tools; OpenAI has 128.
+MAX_TOOLS = 1024
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1000
 
+
+def few_fields(found: Any) -> Any:
+    """Refuse large objects before each of their values makes an error."""
+    if isinstance(found, dict) and len(found) > MAX_FIELDS:
+        raise PydanticCustomError(
+            "too_long", "Object should have at most {limit} fields", {"limit": MAX_FIELDS}
+        )
+    return found
+
+
+# Without fail_fast, a body of many wrong items makes an error for each, which takes seconds and gigabytes.
+Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
+Fields: TypeAlias = Annotated[dict[str, ItemT], BeforeValidator(few_fields)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopTexts: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+StopTexts: TypeAlias = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
-Tokens: TypeAlias = list[int]
+Tools: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Tokens: TypeAlias = Items[int]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
+TokenLists: TypeAlias = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
 class Body(BaseModel):
@@ -60,7 +89,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
 
 
 class Sampling(Body):
@@ -72,11 +101,29 @@ class Sampling(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
+    # As OpenAI: the generators of models take no others.
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | StopTexts | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Fields[float] | None = None
+
+    @classmethod
+    def parse(cls: type[SamplingT], body: bytes) -> SamplingT:
+        parsed = super().parse(body)
+        size = parsed.sent_size(len(body))
+        if size > MAX_SENT_SIZE:
+            text = (
+                f"The copies of the request for all answers have {size} bytes; the limit is {MAX_SENT_SIZE}."
+            )
+            param = "n" if (parsed.n or 1) > 1 else "prompt"
+            raise InvalidRequestError(text, param=param, code="invalid_value")
+        return parsed
+
+    def sent_size(self, size: int) -> int:
+        """Return how many bytes go to the models, about, for a body of a size; 0 if it is sent once."""
+        count = self.n or 1
+        return size * count if count > 1 else 0
 
     @property
     def has_usage(self) -> bool:
@@ -93,18 +140,18 @@ class Sampling(Body):
         """Yield the requests for several answers to one prompt, each with a seed of its own."""
         fields = {each: getattr(base, each) for each in base.__slots__}
         for choice in range(count):
-            seed = None if self.seed is None else self.seed + choice
+            seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
             yield GenerationRequest(**{**fields, "choice": choice, "seed": seed})
 
 
 class ChatBody(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -127,13 +174,19 @@ class ChatBody(Sampling):
 class CompletionBody(Sampling):
     """``POST /v1/completions``."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
+    prompt: str | Tokens | Texts | TokenLists
     # Plain completions may ask for no token at all, to have the prompt echoed.
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    def sent_size(self, size: int) -> int:
+        count = len(self.prompts())
+        # Each prompt takes all other fields with it.
+        others = len(self.model_dump_json(exclude={"prompt"})) * count * (self.n or 1) if count > 1 else 0
+        return super().sent_size(size) + others
 
     def prompts(self) -> list[str | Tokens]:
         """Return the prompts: a list of numbers is one prompt, a list of anything else has several."""
@@ -166,9 +219,9 @@ class CompletionBody(Sampling):
 class EmbeddingBody(Body):
     """``POST /v1/embeddings``."""
 
-    input: str | Tokens | list[str] | list[Tokens]
+    input: str | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
     def request(self) -> EmbeddingRequest:
         """Return what the engine is asked for."""

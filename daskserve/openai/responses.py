@@ -12,7 +12,7 @@ from daskserve.openai.completions import Whole, event, json_text
 from daskserve.openai.engine import GenerationRequest, ToolCall
 from daskserve.openai.errors import InvalidRequestError
 from daskserve.openai.generation import Piece
-from daskserve.openai.requests import Body, Count
+from daskserve.openai.requests import MAX_MESSAGES, Body, Count, Fields, Items, Tools
 
 
 class TextOptions(BaseModel):
@@ -26,18 +26,18 @@ class TextOptions(BaseModel):
 class ResponseBody(Body):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    include: Items[str] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Fields[str] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -80,11 +80,19 @@ class ResponseBody(Body):
         for index, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "message":
-                messages.append(_message(index, item))
+                said, last = _message(index, item), messages[-1] if messages else {}
+                if said["role"] == last.get("role") == "assistant" and last["content"] is None:
+                    last["content"] = said["content"]  # after its calls
+                else:
+                    messages.append(said)
             elif kind == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
-                messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+                # All calls that the model made at once, and what it said with them, are one message.
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(
+                    {"id": item.get("call_id"), "type": "function", "function": call}
+                )
             elif kind == "function_call_output":
                 content, call_id = item.get("output"), item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})

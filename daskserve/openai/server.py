@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,11 @@ from daskserve.openai.errors import (
     error_answer,
     error_body,
 )
-from daskserve.openai.merging import merged
+from daskserve.openai.merging import called, merged
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody, ResponseFormat
+
+logger = logging.getLogger("daskserve.openai")
 
 #: The paths that complete something: the body, the format of the answer, and how its id begins.
 KINDS: Mapping[str, tuple[Any, Any, str]] = {
@@ -128,15 +131,17 @@ class OpenAIServer:
         made = format_type(body, head)
         for each in generations:
             each.model, each.adapter, each.request_id = body.model, adapter, request_id
-        numbered = merged([handle.remote(each) for each in generations])
+        try:
+            numbered = merged(await called(handle.remote, generations))
+        except Exception as error:
+            return _failure(error)
         if body.stream:
             return await self._stream(numbered, made)
         async with aclosing(numbered):  # type: ignore[type-var]
             try:
-                wholes = await gathered(numbered, len(generations))
+                return _json(_written(made.whole, await gathered(numbered, len(generations))))
             except Exception as error:
                 return _failure(error)
-        return _json(made.whole(wholes))
 
     def _handle(self, model: str, adapter: str) -> Any:
         # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`.
@@ -158,9 +163,11 @@ class OpenAIServer:
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
             found = await self._handle(model, adapter).embed.remote(asked)
+            return _json(
+                _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
+            )
         except Exception as error:
             return _failure(error)
-        return _json(EmbeddingList.of(found, body.model, body.encoding_format).as_text())
 
     async def _no_path(self, request: Request) -> Response:
         text = f"Unknown request URL: {request.method} {request.url.path}."
@@ -184,14 +191,23 @@ async def _events(
     first: tuple[int, Any], numbered: AsyncIterator[tuple[int, Any]], made: Format
 ) -> AsyncIterator[str]:
     item: tuple[int, Any] | None = first
-    while item is not None:
-        yield "".join(made.chunks(item[0], as_piece(item[1])))
-        try:
+    try:
+        while item is not None:
+            yield _written(made.chunks, item[0], as_piece(item[1]))
             item = await anext(numbered, None)
-        except Exception as error:
-            yield "".join(made.failure(error_answer(error, _request_id())[1]))
-            return
-    yield "".join(made.end())
+        yield _written(made.end)
+    except Exception as error:
+        # Also of an output that cannot be written: whoever reads must not take the rest for the end.
+        yield "".join(made.failure(error_answer(error, _request_id())[1]))
+
+
+def _written(write: Callable[..., Iterable[str]], *args: Any) -> str:
+    """Return the text of an answer; errors are logged, as no model has logged them."""
+    try:
+        return "".join(write(*args))
+    except Exception:
+        logger.exception("An answer cannot be written.")
+        raise
 
 
 async def _read(request: Request) -> bytes:

@@ -11,8 +11,17 @@ import numpy as np
 from ngram import END, Model, Numbers, Writing
 
 import daskserve as serve
-from daskserve.openai import EmbeddingRequest, Embeddings, GenerationRequest, Token, text_of
+from daskserve.openai import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    InvalidRequestError,
+    Token,
+    text_of,
+)
 
+#: Vectors have at most so many numbers: each takes a random direction for each word that was read.
+MAX_DIMENSIONS = 256
 #: Answers have at most so many tokens if the client does not say.
 DEFAULT_MAX_TOKENS = 120
 
@@ -50,8 +59,12 @@ class ChatEngine:
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return the vectors of texts."""
+        dimensions = request.dimensions or 64
+        if dimensions > MAX_DIMENSIONS:
+            text = f"'dimensions' must be at most {MAX_DIMENSIONS}, not {dimensions}."
+            raise InvalidRequestError(text, param="dimensions", code="invalid_value")
         texts = [each if isinstance(each, str) else "" for each in request.inputs]
-        vectors = [self._model.embed(each, request.dimensions or 64).tolist() for each in texts]
+        vectors = self._model.embed(texts, dimensions).tolist()
         return Embeddings(vectors, sum(len(self._model.tokens(each)) for each in texts))
 
     @serve.continuous_batch(
@@ -82,7 +95,9 @@ class ChatEngine:
             writing = self._model.begin(question=" ".join(asked[-2:]))
         for each in outputs:  # it was preempted, and goes on
             self._model.go_on(writing, self._model.id_of(each.text))
-        return Answer(writing, np.random.default_rng(request.seed))
+        # Clients may send any number; an error here would be one of all requests that are prefilled together.
+        seed = None if request.seed is None else request.seed % 2**64
+        return Answer(writing, np.random.default_rng(seed))
 
     def _token(self, active: serve.ActiveRequest, row: Numbers) -> Token:
         request: GenerationRequest = active.args[0]
@@ -110,7 +125,7 @@ def tempered(row: Numbers, request: GenerationRequest) -> Numbers:
     temperature = 0.5 if request.temperature is None else request.temperature
     if temperature < 0.01:
         return np.asarray(np.arange(len(row)) == row.argmax(), dtype=np.float64)
-    powered = row ** (1 / temperature)
+    powered = (row / row.max()) ** (1 / temperature)  # a flat row alone would become all zeros
     if request.top_p is not None and request.top_p < 1:
         order = np.argsort(powered)[::-1]
         before = np.cumsum(powered[order]) - powered[order]

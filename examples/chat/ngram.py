@@ -86,12 +86,13 @@ class Model:
         """Return the number of a token; that of the end if it is unknown."""
         return self._ids.get(token, END)
 
-    def embed(self, text: str, dimensions: int) -> Numbers:
-        """Return a vector of length one; texts that have rare words in common have similar ones."""
+    def embed(self, texts: Sequence[str], dimensions: int) -> Numbers:
+        """Return a vector of length one for each text; texts with rare words in common have similar ones."""
         seeded = np.random.default_rng(7)
         directions = seeded.standard_normal((len(self._words), dimensions))
-        vector: Numbers = self._bag(text) @ directions
-        return vector / max(float(np.linalg.norm(vector)), 1e-9)
+        vectors: Numbers = np.stack([self._bag(each) for each in texts]) @ directions
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        return vectors
 
     def _bag(self, text: str) -> Numbers:
         bag = np.zeros(len(self._words))

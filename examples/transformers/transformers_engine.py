@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import daskserve as serve
-from daskserve.openai import GenerationRequest, Token, text_of
+from daskserve.openai import GenerationRequest, InvalidRequestError, Token, text_of
 
 
 @dataclass
@@ -53,6 +53,11 @@ class TransformersEngine:
         """Return the length of the prompt, and keep its tokens."""
         if request.tokens is None:
             request.tokens = self._encoded(request)
+            # Here, as an error in a step is one of all requests of the batch.
+            size = int(self._model.config.vocab_size)
+            if not request.tokens or not all(0 <= each < size for each in request.tokens):
+                text = f"The prompt must have tokens, with numbers from 0 to {size - 1}."
+                raise InvalidRequestError(text, param="prompt" if request.messages is None else "messages")
         return len(request.tokens)
 
     def _encoded(self, request: GenerationRequest) -> list[int]:

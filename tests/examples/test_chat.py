@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from daskserve.openai import GenerationRequest, build_app
 from daskserve.testing import local_instance
@@ -18,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "chat"
 sys.path.insert(0, str(EXAMPLE))
 
-import chat_engine  # noqa: E402 - the example's folder must be in the path first
+import chat_demo  # noqa: E402 - the example's folder must be in the path first
+import chat_engine  # noqa: E402
 import ngram  # noqa: E402
 
 PARAGRAPHS = [
@@ -54,6 +60,19 @@ def test_low_temperatures_and_small_top_p_choose_the_likeliest() -> None:
     for options in ({"temperature": 0}, {"top_p": 0.1, "temperature": 2}):
         assert chat_engine.tempered(row, GenerationRequest(**options)).tolist() == [0, 1, 0]  # type: ignore[arg-type]
     assert np.allclose(chat_engine.tempered(row, GenerationRequest(temperature=1)), row)
+    flat = np.full(5000, 1 / 5000)  # of which the hundredth power is too small for a float
+    assert np.allclose(chat_engine.tempered(flat, GenerationRequest(temperature=0.01)), flat)
+
+
+def test_the_page_runs_its_own_script_only_and_talks_to_its_own_server_only() -> None:
+    html = (EXAMPLE / "page.html").read_text(encoding="utf-8")
+    answer = asyncio.run(chat_demo.Page(html)(Request({"type": "http"})))
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'; connect-src 'self'; " in policy
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "location" not in script  # the address of the page chooses nothing
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +90,9 @@ def ask(url: str, **options: Any) -> Any:
 def test_the_engine_answers_alike_with_the_same_seed(url: str) -> None:
     first, second = (ask(url, seed=3, temperature=1.0, n=2)["choices"] for _ in range(2))
     assert first == second
+    negative, huge = (ask(url, seed=seed)["choices"] for seed in (-1, 2**63 - 1))
+    assert negative[0]["message"]["content"]
+    assert huge[0]["message"]["content"]
     (cold,) = ask(url, temperature=0, logprobs=True, top_logprobs=2)["choices"]
     assert cold["message"]["content"] == PARAGRAPHS[1]
     assert cold["finish_reason"] == "stop"
@@ -84,3 +106,5 @@ def test_similar_texts_have_similar_vectors(url: str) -> None:
     answer = httpx.post(f"{url}/embeddings", json={"model": "small", "input": texts}).json()
     cat, also_cat, owl = (np.array(each["embedding"]) for each in answer["data"])
     assert cat @ also_cat > 0.9 > cat @ owl
+    wrong = httpx.post(f"{url}/embeddings", json={"model": "small", "input": "x", "dimensions": 60_000})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "dimensions")

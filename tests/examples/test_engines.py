@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from daskserve.openai import EmbeddingRequest, GenerationRequest, ModelNotFoundError, Token
+from daskserve.openai import (
+    EmbeddingRequest,
+    GenerationRequest,
+    InvalidRequestError,
+    ModelNotFoundError,
+    Token,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 USER = [{"role": "user", "content": "one two"}]
@@ -184,6 +190,26 @@ def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- transformers
+
+
+def test_transformers_refuses_prompts_that_would_fail_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(max_position_embeddings=8, vocab_size=10)
+    model = SimpleNamespace(config=config)
+    model.to = lambda _: model
+    model.eval = lambda: model
+    tokenizer = SimpleNamespace(encode=lambda text: [len(each) for each in text.split()])
+    torch = {"inference_mode": lambda: lambda step: step}
+    transformers = {
+        "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda _: model),
+        "AutoTokenizer": SimpleNamespace(from_pretrained=lambda _: tokenizer),
+    }
+    module = load(monkeypatch, "transformers", "transformers_engine", torch=torch, transformers=transformers)
+    engine = module.TransformersEngine("m")
+    assert engine.count_tokens(GenerationRequest(prompt=[0, 9])) == 2
+    assert engine.count_tokens(GenerationRequest(prompt="one two")) == 2
+    for wrong in ("", [], [10], [-1]):
+        with pytest.raises(InvalidRequestError, match="from 0 to 9"):
+            engine.count_tokens(GenerationRequest(prompt=wrong))
 
 
 @pytest.mark.nightly

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tables import each_case
 
 from daskserve.errors import BadRequestError, RequestTimeoutError
 from daskserve.openai import GenerationRequest, Token, ToolCall, build_app
 from daskserve.openai.completions import as_piece
-from daskserve.openai.errors import InvalidRequestError
+from daskserve.openai.errors import InvalidRequestError, invalid_request
 from daskserve.openai.generation import Piece, pieces
-from daskserve.openai.merging import merged
+from daskserve.openai.merging import called, merged
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody
 from daskserve.openai.stopping import StopScanner
@@ -100,8 +102,10 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
         answer("a", delay_s=11)
     with pytest.raises(TimeoutError, match="of the engine"):
         answer(TimeoutError("of the engine"))
-    for wrong in (3, Token(None), Token("a", finish_reason=3)):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"str or Token|must be texts"):
+    calls = [ToolCall(0, "c", "f", {"a": 1}), {"index": 0}]  # type: ignore[arg-type]
+    wrong_calls = [Token(tool_calls=[each]) for each in calls]  # type: ignore[list-item]
+    for wrong in (3, Token(None), Token("a", finish_reason=3), *wrong_calls):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"str or Token|texts"):
             answer(wrong)
 
 
@@ -129,6 +133,26 @@ def test_merged_streams_end_together() -> None:
     assert sorted(closed) == ["0", "1", "2"]
 
 
+def test_calls_let_others_run_and_the_last_ones_fault_closes_the_first() -> None:
+    seen: list[str] = []
+
+    class Stream:
+        async def aclose(self) -> None:
+            seen.append("closed")
+
+    def call(number: int) -> Stream:
+        seen.append("called")
+        asyncio.get_running_loop().call_soon(seen.append, "other")
+        if number == 2:
+            raise ValueError("no more")
+        return Stream()
+
+    with pytest.raises(ValueError, match="no more"):
+        run_virtual(called, call, range(3))
+    assert seen[:7] == ["called", "other", "called", "other", "called", "closed", "closed"]
+
+
+LONG = "x" * 200_000
 CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
 
 
@@ -146,14 +170,18 @@ CHAT = '"model": "m", "messages": [{"role": "user", "content": "x"}]'
         (ChatBody, f'{{{CHAT}, "max_tokens": 1.5}}', "max_tokens"),
         (ChatBody, f'{{{CHAT}, "stream": "yes"}}', "stream"),
         (ChatBody, f'{{{CHAT}, "n": 10000}}', "n"),
+        (ChatBody, f'{{{CHAT}, "seed": {2**63}}}', "seed"),
         (ChatBody, f'{{{CHAT}, "stop": {["a"] * 1000}}}'.replace("'", '"'), "stop"),
         (ChatBody, f'{{{CHAT}, "stop": ""}}', "stop"),
         (ChatBody, f'{{{CHAT}, "top_logprobs": 2}}', "top_logprobs"),
+        (ChatBody, f'{{{CHAT}, "n": 128, "user": "{LONG}"}}', "n"),
+        (CompletionBody, f'{{"model": "m", "prompt": [[1]{", [1]" * 127}], "user": "{LONG}"}}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": {}}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": []}', "prompt"),
         (CompletionBody, '{"model": "m", "prompt": ["a", "b"], "n": 100}', "n"),
         (CompletionBody, '{"model": "m", "prompt": "a", "best_of": 2}', "best_of"),
         (EmbeddingBody, '{"model": "m", "input": []}', "input"),
+        (EmbeddingBody, '{"model": "m", "input": "a", "dimensions": 1000000000}', "dimensions"),
         (EmbeddingBody, '{"model": "m", "input": ["a", ""]}', "input"),
         (ResponseBody, '{"model": "m", "input": "x", "previous_response_id": "y"}', "previous_response_id"),
         (ResponseBody, '{"model": "m", "input": [{"type": "computer_call"}]}', "input[0].type"),
@@ -171,10 +199,54 @@ def test_a_wrong_body_names_its_field(kind: Any, body: str, param: str | None) -
     assert caught.value.param == param
 
 
+@each_case(
+    ("kind", "fields", "item"),
+    [
+        (CompletionBody, '"prompt": MANY', "{}"),
+        (CompletionBody, '"prompt": MANY', "[{}]"),
+        (CompletionBody, '"prompt": [MANY]', "{}"),
+        (EmbeddingBody, '"input": MANY', "{}"),
+        (EmbeddingBody, '"input": MANY', '""'),
+        (ChatBody, '"messages": MANY', "0"),
+        (ChatBody, '"messages": MANY', '{"role": "user"}'),
+        (ChatBody, '"messages": [{"role": "user", "content": MANY}]', "0"),
+        (ChatBody, '"messages": [], "tools": MANY', "0"),
+        (ChatBody, '"messages": [], "stop": MANY', "0"),
+        (ChatBody, '"messages": [], "logit_bias": NAMED', "[]"),
+        (ResponseBody, '"input": MANY', "0"),
+        (ResponseBody, '"input": MANY', "{}"),
+        (ResponseBody, '"input": "x", "include": MANY', "0"),
+        (ResponseBody, '"input": "x", "tools": MANY', "{}"),
+        (ResponseBody, '"input": "x", "metadata": NAMED', "[]"),
+    ],
+)
+def test_a_body_of_many_faults_has_few_errors(
+    kind: Any, fields: str, item: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def note(error: ValidationError) -> InvalidRequestError:
+        counts.append(error.error_count())
+        return invalid_request(error)
+
+    monkeypatch.setattr("daskserve.openai.requests.invalid_request", note)
+    many = f"[{','.join([item] * 10_001)}]"
+    named = ",".join(f'"{each}": {item}' for each in range(10_001))
+    text = fields.replace("MANY", many).replace("NAMED", f"{{{named}}}")
+    with pytest.raises(InvalidRequestError):
+        kind.parse(f'{{"model": "m", {text}}}'.encode())
+    assert counts[0] < 10
+
+
 def test_null_and_unknown_fields_are_fine() -> None:
     body = ChatBody.parse(f'{{{CHAT}, "n": null, "stop": null, "seed": 5, "shape": [1]}}'.encode())
     (request,) = body.generations()
     assert (request.seed, request.extra, request.stop) == (5, {"shape": [1]}, ())
+
+
+def test_each_answer_has_a_seed_that_generators_take() -> None:
+    body = ChatBody.parse(f'{{{CHAT}, "n": 3, "seed": {2**63 - 2}}}'.encode())
+    assert [each.seed for each in body.generations()] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
 def test_a_response_becomes_a_conversation() -> None:
@@ -197,6 +269,23 @@ def test_a_response_becomes_a_conversation() -> None:
     assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert request.tool_choice == {"type": "function", "function": {"name": "f"}}
     assert request.response_format == {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}
+
+
+def test_calls_made_at_once_become_one_message() -> None:
+    calls = [{"type": "function_call", "call_id": each, "name": "f", "arguments": "{}"} for each in "abc"]
+    outputs = [{"type": "function_call_output", "call_id": each, "output": each} for each in "abc"]
+    said = {"role": "assistant", "content": "wait"}
+    items = [said, {"type": "reasoning"}, *calls[:2], *outputs[:2], calls[2], said, outputs[2]]
+    (request,) = ResponseBody.parse(json.dumps({"model": "m", "input": items}).encode()).generations()
+    assert request.messages is not None
+    shape = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in request.messages]
+    assert shape == [
+        ("assistant", "wait", ["a", "b"]),
+        ("tool", "a", []),
+        ("tool", "b", []),
+        ("assistant", "wait", ["c"]),
+        ("tool", "c", []),
+    ]
 
 
 def test_each_model_has_a_deployment_with_its_name() -> None:

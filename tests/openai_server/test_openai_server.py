@@ -227,7 +227,7 @@ def test_a_client_that_leaves_frees_the_engine(url: str, instance: serve.Client)
     body = {"model": "echo", "messages": says("slow " * 40), "n": 3}
     with httpx.stream("POST", f"{url}/chat/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
-        assert count() == 3
+        poll_for(lambda: count() == 3, what=lambda: f"open: {count()}")
     poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/chat/completions", json=body, timeout=0.1)

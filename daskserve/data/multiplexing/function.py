@@ -58,7 +58,11 @@ class MultiplexedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         if kwargs or len(args) != self._count:
             args = self._signature.bind(*args, **kwargs).args  # raises what Python does
-        return self._loader(args[0] if self._count > 1 else None).get(args[-1])
+        return self._get(self._loader(args[0] if self._count > 1 else None), args)
+
+    async def _get(self, loader: ModelLoader, args: tuple[Any, ...]) -> Any:
+        """Return a model. The call keeps the function and its object alive, which the loader does not."""
+        return await loader.get(args[-1])
 
     def _loader(self, instance: Any) -> ModelLoader:
         replica = current_replica.get()

@@ -16,16 +16,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import stopwatch
 from daskserve.common.formatting import shown
-from daskserve.context import RequestContext, current_members, current_request, requests_here
+from daskserve.context import RequestContext, requests_here
 from daskserve.data.multiplexing.cache import LOADED, LOADING, QUEUED, CachedModel, ModelCache
 from daskserve.data.multiplexing.ids import check_model_id, short_id
+from daskserve.data.multiplexing.loads import Again, Load, start_load
 from daskserve.data.multiplexing.sizes import size_of_model
 from daskserve.data.multiplexing.unloading import unload
 from daskserve.errors import ClosedError, ModelCapacityError, RequestTimeoutError
@@ -44,6 +44,8 @@ logger = logging.getLogger("daskserve.replica")
 ROOM_TIMEOUT_S = 60.0
 #: How many models that load are named in a trace.
 MAX_NAMED = 8
+#: How long the models of an object that is gone may be idle.
+RETIRED_IDLE_S = 1.0
 #: The weight of the newest load in the mean duration of loads.
 LOAD_WEIGHT = 0.2
 
@@ -60,32 +62,6 @@ class ModelLimits:
     preload: tuple[str, ...] = ()
     idle_timeout_s: float | None = None
     load_timeout_s: float | None = None
-
-
-class _Again(Exception):
-    """The load ended with the event loop of another caller; try again."""
-
-
-class _Load:
-    """A model on its way: who waits for it, and its task."""
-
-    __slots__ = ("entry", "is_cancelled", "loop", "requesters", "task", "waiters")
-
-    def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
-        self.entry = entry
-        self.loop = loop
-        self.task: asyncio.Task[None] | None = None
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        #: The numbers of the requests that wait.
-        self.requesters: set[int] = set()
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        """Cancel the task, begun or not; any thread may call this."""
-        self.is_cancelled = True
-        if self.task is not None:
-            with suppress(RuntimeError):  # the loop is closed, and its tasks have ended
-                self.loop.call_soon_threadsafe(self.task.cancel)
 
 
 class ModelLoader:
@@ -112,15 +88,17 @@ class ModelLoader:
         self.name = name
         self.cache = ModelCache(limits.max_models, limits.max_bytes, limits.pinned)
         self._lock = threading.RLock()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, Load] = {}
         #: Those of them that wait for room, in order.
-        self._queue: dict[str, _Load] = {}
+        self._queue: dict[str, Load] = {}
         #: The numbers of the requests that hold models, each with how many.
         self._holding: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         #: The loads that wait until a model has left.
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._idle_timer: asyncio.TimerHandle | None = None
+        #: The loop of the latest load.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         #: Counts the changes of what is loaded, or on its way.
         self.version = 0
@@ -145,7 +123,8 @@ class ModelLoader:
                     return entry.model
                 if entry is None:
                     entry = self.cache.expect(model_id, loop.time())
-                    self._loads[model_id] = self._queue[model_id] = _Load(entry, loop)
+                    self._loads[model_id] = self._queue[model_id] = Load(entry, loop)
+                    self._loop = loop
                     self.version += 1
                 load = self._loads[model_id]
                 ready: asyncio.Future[None] = loop.create_future()
@@ -160,7 +139,7 @@ class ModelLoader:
                 with self._lock:
                     self._hold(entry, requests)
                 return entry.model
-            except _Again:
+            except Again:
                 continue
             finally:
                 timer.cancel()
@@ -186,24 +165,26 @@ class ModelLoader:
         return above.child(f"model of {self.name}", facts)
 
     def _hold(self, entry: CachedModel, requests: Sequence[RequestContext]) -> None:
+        clock = asyncio.get_running_loop().time
         for request in requests:
             if request.held is not None and (key := (id(self), entry.id, id(entry))) not in request.held:
                 number = id(request)
-                request.held[key] = partial(self._let_go, entry, number)
+                request.held[key] = partial(self._let_go, entry, number, clock)
                 entry.holders.add(number)
                 self._holding[number] += 1
 
-    def _let_go(self, entry: CachedModel, number: int) -> None:
+    def _let_go(self, entry: CachedModel, number: int, clock: Callable[[], float]) -> None:
         """Record that a request has ended that has used a model; any thread may call this."""
         with self._lock:
             entry.holders.discard(number)
+            entry.used_at = max(entry.used_at, clock())
             self._holding[number] -= 1
             if not self._holding[number]:
                 del self._holding[number]
             if self._queue and not entry.holders:
                 self._admit()
 
-    def _expire(self, load: _Load, ready: asyncio.Future[None]) -> None:
+    def _expire(self, load: Load, ready: asyncio.Future[None]) -> None:
         if load.entry.state == QUEUED and not ready.done():
             ready.set_exception(
                 ModelCapacityError(
@@ -234,9 +215,9 @@ class ModelLoader:
                 self._drop(victim)
             del self._queue[load.entry.id]
             self.cache.admit(load.entry)
-            if not _start(load.loop, load.entry.id, self._load, load, victims):
+            if not start_load(load.loop, load.entry.id, self._load, load, victims):
                 self._forget(load)
-                self._settle(load, _Again())
+                self._settle(load, Again())
 
     def _drop(self, entry: CachedModel) -> None:
         self.cache.drop(entry)
@@ -244,7 +225,7 @@ class ModelLoader:
         if (load := self._loads.pop(entry.id, None)) is not None:
             load.cancel()  # nobody waits for it
 
-    def _forget(self, load: _Load) -> None:
+    def _forget(self, load: Load) -> None:
         if self._loads.get(load.entry.id) is load:
             del self._loads[load.entry.id]
             self._queue.pop(load.entry.id, None)
@@ -253,7 +234,7 @@ class ModelLoader:
 
     # ---- loads
 
-    async def _load(self, load: _Load, victims: Sequence[CachedModel]) -> None:
+    async def _load(self, load: Load, victims: Sequence[CachedModel]) -> None:
         """Load a model, once its victims are unloaded."""
         load.task = asyncio.current_task()
         error: BaseException | None = None
@@ -267,7 +248,7 @@ class ModelLoader:
             model, size_bytes = await self._loaded_model(load.entry.id)
         except asyncio.CancelledError as raised:
             # One that user code has raised itself is an error like others.
-            error = _Again() if load.is_cancelled or is_cancelling() else raised
+            error = Again() if load.is_cancelled or is_cancelling() else raised
         except BaseException as raised:  # SystemExit of user code, too, goes to the callers
             error = raised
         with self._lock:
@@ -287,7 +268,7 @@ class ModelLoader:
             self._settle(load, error)
             self._admit()
         self._wake()
-        if isinstance(error, Exception) and not isinstance(error, _Again):
+        if isinstance(error, Exception) and not isinstance(error, Again):
             self.metrics.failures += 1
             logger.error("Model %r of %s was not loaded: %r", short_id(load.entry.id), self.name, error)
         if error is None and not is_kept:
@@ -335,7 +316,7 @@ class ModelLoader:
         if not loading.cancelled() and loading.exception() is None:
             self._spawn(self._call_unload(model_id, loading.result()))
 
-    def _settle(self, load: _Load, error: BaseException | None) -> None:
+    def _settle(self, load: Load, error: BaseException | None) -> None:
         """Tell those who wait for a load how it ended."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for loop, ready in load.waiters:
@@ -423,6 +404,23 @@ class ModelLoader:
         for each in idle:
             self._spawn(self._unload(each))
 
+    def retire(self) -> None:
+        """Unload the models once no request uses them: nobody can ask for them again.
+
+        Any thread may call this, even while it holds the lock.
+        """
+        self.limits = replace(self.limits, idle_timeout_s=RETIRED_IDLE_S)
+        self.cache.pinned = frozenset()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._watch_idle)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are no models, nor any on their way, or their loop is closed."""
+        is_empty = not self.cache.models and not self.cache.leaving
+        return is_empty or (self._loop is not None and self._loop.is_closed())
+
     async def close(self) -> None:
         """Cancel the loads, and unload all models."""
         self._is_closed = True
@@ -433,7 +431,7 @@ class ModelLoader:
                 load.cancel()
                 if load.entry.state == QUEUED:
                     self._forget(load)
-                    self._settle(load, _Again())
+                    self._settle(load, Again())
             loaded = [each for each in self.cache.models.values() if each.state == LOADED]
             for each in loaded:
                 self._drop(each)
@@ -445,38 +443,6 @@ class ModelLoader:
         """Return the short ids and the states of all models, the most recently used first."""
         with self._lock:
             return [(short_id(each.id), each.state) for each in reversed(self.cache.models.values())]
-
-
-def _start(
-    loop: asyncio.AbstractEventLoop,
-    model_id: str,
-    function: Callable[[_Load, Sequence[CachedModel]], Coroutine[Any, Any, None]],
-    load: _Load,
-    victims: Sequence[CachedModel],
-) -> bool:
-    """Run a load in a task on a loop, in a context of its own; return False if the loop is closed."""
-    context = copy_context()
-    context.run(_enter, model_id)
-
-    def start() -> None:
-        load.task = loop.create_task(function(load, victims), name="daskserve-load-model", context=context)
-
-    if running_loop() is loop:
-        start()
-        return True
-    try:
-        loop.call_soon_threadsafe(start)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _enter(model_id: str) -> None:
-    """Leave the request that began a load; the code that loads sees the model's id."""
-    context = RequestContext()
-    context.add_facts({"multiplexed_model_id": model_id})
-    current_request.set(context)
-    current_members.set(())
 
 
 def _end_all(futures: Sequence[asyncio.Future[None]], error: BaseException | None) -> None:

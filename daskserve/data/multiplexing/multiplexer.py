@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from daskserve.data.multiplexing.cache import LOADED
@@ -22,21 +24,49 @@ class Multiplexer:
 
     def __init__(self) -> None:
         self.metrics = ModelMetrics()
-        #: By function, and by the number of the object whose method it is.
-        self._loaders: dict[tuple[str, int], ModelLoader] = {}
+        #: By the numbers of the function and of the object whose method it is, as long as that is alive, with
+        #: a reference to it. Names would not do: all functions that a factory makes have the same one.
+        self._loaders: dict[tuple[int, int], tuple[Callable[[], Any], ModelLoader]] = {}
+        #: Those whose object is gone, while they have models.
+        self._retired: dict[int, ModelLoader] = {}
         #: Whether the replica has multiplexed functions, so that its requests hold the models that they use.
         self.is_used = False
 
     def loader(self, function: Any, instance: Any, limits: ModelLimits) -> ModelLoader:
         """Return the loader of a function, or of a method of an object; the first call creates it."""
-        key = (f"{function.__module__}.{function.__qualname__}", id(instance))
+        key = (id(function), id(instance))
         found = self._loaders.get(key)
         if found is None:
             self.is_used = True
-            load = function if instance is None else function.__get__(instance)
+            owner = function if instance is None else instance
+            ref: Callable[[], Any]
+            try:
+                ref = weakref.ref(owner, partial(self._retire, key))
+            except TypeError:  # it has __slots__ without __weakref__, so it is kept
+                ref = partial(_same, owner)
+            load = partial(_load_by, ref) if instance is None else partial(_load_by, ref, function)
             made = ModelLoader(load, limits, self.metrics, function.__qualname__)
-            found = self._loaders.setdefault(key, made)  # another thread may have been first
-        return found
+            found = self._loaders.setdefault(key, (ref, made))  # another thread may have been first
+        return found[1]
+
+    def _retire(self, key: tuple[int, int], ref: weakref.ref[Any]) -> None:
+        """Forget the loader of an object that is gone; any thread may call this, at any time."""
+        found = self._loaders.get(key)
+        if found is not None and found[0] is ref:
+            del self._loaders[key]
+            found[1].retire()
+            self._retired[id(found[1])] = found[1]
+            self._all()
+
+    def _present(self) -> list[ModelLoader]:
+        return [loader for _, loader in list(self._loaders.values())]
+
+    def _all(self) -> list[ModelLoader]:
+        """Return all loaders that may have models."""
+        for number, each in list(self._retired.items()):
+            if each.is_over:
+                self._retired.pop(number, None)
+        return [*self._present(), *list(self._retired.values())]
 
     def find(self, target: Any) -> bool:
         """Look for multiplexed functions in what a replica serves; return whether to preload models."""
@@ -48,20 +78,20 @@ class Multiplexer:
 
     async def preload(self) -> None:
         """Load the models that the replica starts with; raise if one fails."""
-        wanted = [(loader, each) for loader in self._loaders.values() for each in loader.limits.preload]
+        wanted = [(loader, each) for loader in self._present() for each in loader.limits.preload]
         for loader, model_id in wanted:
             await loader.get(model_id)
 
     async def close(self) -> None:
         """Unload all models; to be called on the event loop of user code."""
-        await asyncio.gather(*(each.close() for each in self._loaders.values()))
+        await asyncio.gather(*(each.close() for each in self._all()))
 
     def facts(self) -> Mapping[str, Any]:
         """Return what routers and the status say of the models; empty without any."""
         if not self._loaders:
             return {}
         found: dict[str, str] = {}
-        loaders = list(self._loaders.values())
+        loaders = self._present()
         for each in loaders:
             found.update(each.ids()[:MAX_PUBLISHED])
         limits = [each.limits.max_models for each in loaders]
@@ -74,12 +104,24 @@ class Multiplexer:
 
     def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
         """Return the metrics of the models."""
-        if not self._loaders:
+        loaders = self._all()
+        if not loaders:
             return []
-        loaded = [
-            name for each in list(self._loaders.values()) for name, state in each.ids() if state == LOADED
-        ]
+        loaded = [name for each in loaders for name, state in each.ids() if state == LOADED]
         return self.metrics.samples(labels, loaded)
+
+
+def _same(owner: Any) -> Any:
+    return owner
+
+
+def _load_by(ref: Callable[[], Any], *args: Any) -> Any:
+    """Call a function that is referred to, or a function with the object that is; then the id of a model."""
+    owner = ref()
+    if owner is None:
+        raise ReferenceError("what loads the model is gone")
+    *functions, model_id = args
+    return functions[0](owner, model_id) if functions else owner(model_id)
 
 
 def _functions_of(target: Any) -> Iterator[tuple[MultiplexedFunction, Any]]:

@@ -9,7 +9,7 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -18,7 +18,10 @@ from tables import case, each_case
 
 from daskserve.common.clock import seeded_rng
 from daskserve.data.batching.continuous.decorator import continuous_batch
+from daskserve.data.batching.continuous.engine import Engine, stream
 from daskserve.data.batching.continuous.request import ActiveRequest
+from daskserve.data.batching.continuous.rounds import Rounds
+from daskserve.data.batching.continuous.slots import SlotLimits, Slots
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import (
     BackPressureError,
@@ -29,6 +32,7 @@ from daskserve.errors import (
     UnavailableError,
     UserCodeError,
 )
+from daskserve.telemetry.replica import StepMetrics
 from daskserve.testing import run_virtual
 
 STEP_S = 0.1
@@ -547,6 +551,73 @@ def test_a_caller_that_does_not_read_is_left_out_until_it_does() -> None:
         assert len(await collect(stream)) == 3 * MAX_BUFFERED_RESULTS - 1
 
     run(scenario)
+
+
+class Driven(Engine):
+    """An engine whose steps the test makes, as if it were the thread."""
+
+    def _wake(self) -> None: ...
+
+    def step(self) -> list[ActiveRequest]:
+        """Make the next step, with an output for each request that takes part; return these."""
+        call = self.rounds.next_call()
+        if call is None:
+            return []
+        self.rounds.note(call, ([1] * len(call[1]), None), 0.0)
+        for each in self.rounds.take_woken():
+            assert each.waiter is not None
+            each.waiter.set_result(None)
+            each.waiter = None
+        return call[1]
+
+
+def driven() -> Driven:
+    rounds = Rounds("f", Slots(SlotLimits(max_slots=2)), StepMetrics(), max_outputs=10**6, has_prefill=False)
+    return Driven(rounds, {"step": lambda active: None}, None)
+
+
+def test_a_request_that_goes_on_while_a_thread_looks_for_what_to_step_is_not_forgotten() -> None:
+    class Slow(list[ActiveRequest]):
+        """A list during whose reading the loop lets a request go on."""
+
+        def __iter__(self) -> Iterator[ActiveRequest]:
+            yield from super().__iter__()
+            if not loop_thread.is_alive() and slow.is_paused:
+                loop_thread.start()
+                loop_thread.join(0.01)
+
+    async def main() -> None:
+        nonlocal loop_thread
+        engine = driven()
+        for each in (slow, other):
+            engine.add(each)
+        assert engine.step() == [slow, other]
+        engine.rounds.go_on(slow)  # looks again for what takes part
+        slow.is_paused = True
+        loop_thread = threading.Thread(target=engine.rounds.go_on, args=(slow,))
+        engine.rounds.slots.active = Slow(engine.rounds.slots.active)
+        engine.step()
+        loop_thread.join()
+        assert engine.step() == [slow, other]
+
+    slow, other = ActiveRequest(), ActiveRequest()
+    loop_thread = threading.Thread()
+    run_virtual(main)
+
+
+def test_a_request_that_is_paused_after_its_caller_has_read_all_goes_on() -> None:
+    async def main() -> None:
+        engine, request = driven(), ActiveRequest()
+        outputs = stream(lambda: (engine, request))
+        for _ in range(2):
+            reading = asyncio.ensure_future(anext(outputs))
+            await asyncio.sleep(0)
+            assert engine.step() == [request]
+            assert await reading == 1
+            engine.rounds.go_on(request)  # looks again for what takes part
+            request.is_paused = True
+
+    run_virtual(main)
 
 
 def test_a_call_can_go_on_where_another_one_has_ended() -> None:

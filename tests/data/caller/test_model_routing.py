@@ -83,6 +83,15 @@ def test_what_is_published_replaces_what_was_assumed() -> None:
     backend.routing.update(None)
 
 
+def test_assumed_models_take_room_only_until_the_assumption_ends() -> None:
+    backend = Backend(replicas=2, models=3)
+    backend.publish({"d#0": ["a", "b", "c"], "d#1": ["x"]})
+    assert {backend.sent(model_id) for model_id in "abc"} == {"d#0"}
+    backend.publish({"d#1": ["x"]})
+    backend.now += ASSUMED_S + 1
+    assert backend.sent("new") == "d#0"
+
+
 def test_a_replica_that_has_a_model_is_preferred_to_one_that_loads_it() -> None:
     for having, loading in (("d#0", "d#1"), ("d#1", "d#0")):
         backend = Backend()

@@ -26,6 +26,7 @@ from daskserve.data.multiplexing import unloading
 from daskserve.data.multiplexing.multiplexer import Multiplexer
 from daskserve.errors import ModelCapacityError, NotInReplicaError, RequestTimeoutError, WrongTypeError
 from daskserve.loops.tasks import pause
+from daskserve.testing import run_virtual
 
 pytestmark = pytest.mark.smoke
 
@@ -353,6 +354,23 @@ def test_a_load_that_raises_cancelled_error_is_a_failure() -> None:
     models.run(main())
 
 
+def test_functions_of_one_factory_have_models_of_their_own() -> None:
+    models = Models()
+
+    def made(kind: str) -> Any:
+        @serve.multiplexed
+        async def load(model_id: str) -> str:
+            return f"{kind} {model_id}"
+
+        return load
+
+    async def main() -> None:
+        encoder, decoder = made("encoder"), made("decoder")
+        assert [await encoder("a"), await decoder("a")] == ["encoder a", "decoder a"]
+
+    models.run(main())
+
+
 # ---- models in use
 
 
@@ -488,6 +506,44 @@ def test_an_idle_model_is_unloaded() -> None:
         assert models.ids() == ["pinned"]
 
     models.run(main())
+
+
+def test_a_model_is_idle_from_when_the_last_request_that_used_it_has_ended() -> None:
+    async def main() -> None:
+        current_replica.set(ReplicaContext("i", "default/d", "default/d#r", multiplexer=models.multiplexer))
+        with Request():
+            await models.get("a")
+            await asyncio.sleep(100)
+        await asyncio.sleep(9)
+        assert models.unloaded == []
+        await asyncio.sleep(3)
+        assert models.unloaded == ["a"]
+
+    models = Models(idle_timeout_s=10)
+    run_virtual(main)
+
+
+def test_the_models_of_an_object_that_is_gone_are_unloaded_after_their_requests() -> None:
+    class Helper:
+        @serve.multiplexed(pinned=["a"])
+        async def get(self, model_id: str) -> Model:
+            return Model(model_id, models.unloaded)
+
+    async def main() -> None:
+        multiplexer = models.multiplexer
+        current_replica.set(ReplicaContext("i", "default/d", "default/d#r", multiplexer=multiplexer))
+        with Request():
+            for _ in range(20):
+                await Helper().get("a")
+            await asyncio.sleep(100)
+            assert models.unloaded == []
+            assert multiplexer.samples(("i", "d", "r"))
+        await asyncio.sleep(3)
+        assert models.unloaded == ["a"] * 20
+        assert not multiplexer.samples(("i", "d", "r"))
+
+    models = Models()
+    run_virtual(main)
 
 
 # ---- unloading

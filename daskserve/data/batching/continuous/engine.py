@@ -62,6 +62,9 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                 request.waiter = waiter = loop.create_future()
                 # Checked after the future is known: a thread that adds an output from now on sees it.
                 if request.read == len(outputs) and not (request.has_ended or request.has_left):
+                    # A thread may have paused it for outputs that have been read meanwhile.
+                    if engine.rounds.is_paused(request):
+                        engine.go_on(request)
                     await waiter
     finally:
         request.waiter = None

@@ -81,6 +81,11 @@ class Rounds:
             request.is_paused = False
             self._steppable = None
 
+    def is_paused(self, request: ActiveRequest) -> bool:
+        """Return whether a request is left out of steps, after what the last one has answered is noted."""
+        with self._lock:
+            return request.is_paused
+
     def give_up(self, text: str) -> list[ActiveRequest]:
         """Fail all requests, and return them; active ones end after the call, as if callers had left."""
         with self._lock:
@@ -117,11 +122,11 @@ class Rounds:
                 released, self._to_release = self._to_release, []
                 return "release", released
             self._admit()
-        if self._to_prefill:
-            new, self._to_prefill = self._to_prefill, []
-            return "prefill", new
-        active = self._steppable or self._find_steppable()
-        return ("step", active) if active else None
+            if self._to_prefill:
+                new, self._to_prefill = self._to_prefill, []
+                return "prefill", new
+            active = self._steppable or self._find_steppable()
+            return ("step", active) if active else None
 
     def note(self, call: CallOfUser, outcome: Outcome, took_s: float) -> None:
         """Note what a call has answered, and how long it took."""

@@ -68,10 +68,10 @@ class KnownModels:
         """Return whether the replica has a model, or is about to."""
         return key in self.loaded or key in self.coming or self.assumed.get(key, 0.0) > now
 
-    def count(self) -> int:
-        """Return how many models it has."""
-        known = len(self.loaded) + len(self.coming)
-        return known + sum(key not in self.loaded and key not in self.coming for key in self.assumed)
+    def count(self, now: float) -> int:
+        """Return how many models it has, or is about to."""
+        known = self.loaded | self.coming
+        return len(known) + sum(until > now and key not in known for key, until in self.assumed.items())
 
 
 def hash_of(text: str) -> int:
@@ -131,7 +131,7 @@ def choose_place(
         if not with_model and is_patient and len(having) >= worth:
             return None
         others = calm or others
-    return _emptiest(ordered(key, others, known), known)
+    return _emptiest(ordered(key, others, known), known, now)
 
 
 def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> list[P]:
@@ -140,10 +140,10 @@ def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> 
     return sorted(places, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
 
 
-def _emptiest(places: Sequence[P], known: Mapping[str, KnownModels]) -> P | None:
+def _emptiest(places: Sequence[P], known: Mapping[str, KnownModels], now: float) -> P | None:
     """Return the replica with the fewest models if it has room for one more, else the first one."""
     if not places:
         return None
-    counts = [(known[each.tag].count(), known[each.tag].capacity) for each in places]
+    counts = [(known[each.tag].count(now), known[each.tag].capacity) for each in places]
     roomy = [place for place, (count, most) in enumerate(counts) if most is None or count < most]
     return places[min(roomy, key=lambda place: counts[place][0]) if roomy else 0]

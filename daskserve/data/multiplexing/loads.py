@@ -1,0 +1,71 @@
+"""A model on its way: who waits for it, and the task that loads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Any
+
+from daskserve.context import RequestContext, current_members, current_request
+from daskserve.data.multiplexing.cache import CachedModel
+from daskserve.loops.event_loop import running_loop
+
+
+class Again(Exception):
+    """The load ended with the event loop of another caller; try again."""
+
+
+class Load:
+    """A model on its way: who waits for it, and its task."""
+
+    __slots__ = ("entry", "is_cancelled", "loop", "requesters", "task", "waiters")
+
+    def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
+        self.entry = entry
+        self.loop = loop
+        self.task: asyncio.Task[None] | None = None
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        #: The numbers of the requests that wait.
+        self.requesters: set[int] = set()
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the task, begun or not; any thread may call this."""
+        self.is_cancelled = True
+        if self.task is not None:
+            with suppress(RuntimeError):  # the loop is closed, and its tasks have ended
+                self.loop.call_soon_threadsafe(self.task.cancel)
+
+
+def start_load(
+    loop: asyncio.AbstractEventLoop,
+    model_id: str,
+    function: Callable[[Load, Sequence[CachedModel]], Coroutine[Any, Any, None]],
+    load: Load,
+    victims: Sequence[CachedModel],
+) -> bool:
+    """Run a load in a task on a loop, in a context of its own; return False if the loop is closed."""
+    context = copy_context()
+    context.run(_enter, model_id)
+
+    def start() -> None:
+        load.task = loop.create_task(function(load, victims), name="daskserve-load-model", context=context)
+
+    if running_loop() is loop:
+        start()
+        return True
+    try:
+        loop.call_soon_threadsafe(start)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _enter(model_id: str) -> None:
+    """Leave the request that began a load; the code that loads sees the model's id."""
+    context = RequestContext()
+    context.add_facts({"multiplexed_model_id": model_id})
+    current_request.set(context)
+    current_members.set(())
