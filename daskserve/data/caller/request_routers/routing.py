@@ -53,6 +53,9 @@ logger = logging.getLogger("daskserve.router")
 
 #: The weight of the newest request in a replica's latency.
 LATENCY_WEIGHT = 0.2
+#: A failure counts as a latency of this many times the mean of all replicas at least, up to so many seconds.
+FAILED_FACTOR = 3.0
+MAX_FAILED_S = 60.0
 #: Session ids are cut to this length.
 MAX_SESSION = 1024
 #: How often each replica may be named in an answer, on average; more is not looked at.
@@ -299,7 +302,8 @@ class RequestRouting:
         is_good = type(outcome) is Load and not request.has_failed
         if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
             # Errors come quickly, but a replica that has nothing else is not the one that answers first.
-            took_s = max(took_s, sum(each.latency_s for each in self._replicas) / len(self._replicas))
+            mean_s = sum(each.latency_s for each in self._replicas) / len(self._replicas)
+            took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
         changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
         request.has_failed = False
