@@ -22,7 +22,7 @@ from daskserve.testing import local_instance
 openai: Any = pytest.importorskip("openai", reason="needs the extra test")
 
 #: The model by import path, as in configuration files.
-MODEL = {"engine": "echo_engine:Echo", "adapters": ["formal"], "token_timeout_s": 0.2}
+MODEL = {"engine": "echo_engine:Echo", "adapters": ["formal"], "token_timeout_s": 1.0}
 USER = [{"role": "user", "content": "one two three"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
