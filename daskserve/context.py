@@ -203,7 +203,7 @@ def count_drawn(drawn: Drawn, has_failed: bool, duration_s: float | None) -> Non
     drawn.clear()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReplicaContext:
     """The replica that the current code belongs to.
 

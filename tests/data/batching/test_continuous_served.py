@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -62,6 +63,10 @@ def client() -> Iterator[serve.Client]:
     with local_instance(http_options={"port": 0}) as client:
         client.run(serve.deployment(Plain, max_ongoing_requests=50).bind())
         yield client
+    # The thread of its steps ends with the replica's object.
+    Plain.models = []
+    gc.collect()
+    asyncio.run(wait_until(lambda: "daskserve-steps" not in [each.name for each in threading.enumerate()]))
 
 
 def test_clients_of_all_kinds_share_the_slots(client: serve.Client) -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
-from daskserve.context import current_request
+from daskserve.context import current_replica, current_request
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.rounds import Outcome, Rounds
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
@@ -103,9 +103,11 @@ class Engine:
         self._instance = instance
         self._is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
-        self._context = contextvars.copy_context()
-        # The batch belongs to no single request: the deadline and id of one would be wrong for the others.
-        self._context.run(self._leave_request)
+        replica = current_replica.get()
+        # Weak, as what refers to the replica's context refers to the instance: a batch must not keep it.
+        self._replica = None if replica is None else weakref.ref(replica)
+        #: The context of the thread's next run; None while there is nothing to do.
+        self._context: contextvars.Context | None = None
         self._task: asyncio.Task[None] | None = None
         #: Whether user code runs that may be cancelled once nobody waits for it.
         self._is_cancellable = False
@@ -160,8 +162,15 @@ class Engine:
 
     # ---- running user code
 
+    def _new_context(self) -> contextvars.Context:
+        context = contextvars.copy_context()
+        context.run(self._leave_request)
+        return context
+
     def _leave_request(self) -> None:
+        # The batch belongs to no single request: the deadline and id of one would be wrong for the others.
         current_request.set(None)
+        current_replica.set(None if self._replica is None else self._replica())
         SpansOfBatch("", ()).__enter__()
 
     def _wake(self) -> None:
@@ -171,10 +180,12 @@ class Engine:
         if not self._is_async:
             if self._wake_thread is None:
                 self._wake_thread = _start_thread(self)
+            if self._context is None:
+                self._context = self._new_context()
             self._wake_thread.set()
         elif self._task is None:
             loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._run(), context=self._context)
+            self._task = loop.create_task(self._run(), context=self._new_context())
 
     def _watch(self) -> None:
         """Give up what has run for too long, and look again later while there is something to do."""
@@ -254,7 +265,8 @@ class Engine:
 
     def run_in_thread(self) -> None:
         """Run steps until there is nothing to do; in the engine's thread."""
-        self._context.run(self._run_plain)
+        context, self._context = self._context, None
+        (context or contextvars.Context()).run(self._run_plain)
 
     def _run_plain(self) -> None:
         try:

@@ -24,7 +24,6 @@ from daskserve.data.replica.execution.runner import CodeRun
 from daskserve.data.replica.user_code.definitions import is_async
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ActorLostError
-from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.payload.error_text import name_of
 from daskserve.payload.packed_errors import packed_here
 
@@ -93,6 +92,10 @@ def routing_hook(options: Any) -> Hook:
     """Return when ``record_routing_stats`` is called, by the ``request_router_config``, a model or plain."""
     if options is None:
         return ROUTING
+    from daskserve.options.routing.request_router import (
+        RequestRouterConfig,
+    )  # few child processes need pydantic
+
     router = RequestRouterConfig(**options) if isinstance(options, Mapping) else options
     return replace(
         ROUTING,
