@@ -103,7 +103,10 @@ def test_a_record_is_one_json_object_whatever_it_holds() -> None:
 def test_a_client_cannot_write_lines_nor_control_a_terminal() -> None:
     found = access(target=b"/a\r\nINFO: me\x1b[2J\xff")
     assert access_text(found) == ('INFO:     1.2.3.4:5 - "GET /a\\r\\nINFO: me\\x1b[2J\\xff HTTP/1.1" 200 OK')
-    assert json.loads(access_json(found))["status"] == 200
+    whole = json.loads(access_json(found._replace(trace_id="t", request_id='"\n')))
+    assert whole.items() >= {**found.facts(), "message": found.message, "logger": "daskserve.access"}.items()
+    assert (whole["request_id"], whole["trace_id"]) == ('"\n', "t")
+    assert "\n" not in access_json(found)
     plain = {**found.plain(), "message": "a\x1b[2Jb\rc"}
     assert line_of(plain).endswith("a\\x1b[2Jb\\x0dc")
     call = access(method="CALL", target=b"go", client=None, backend="shop/Model", replica="shop/Model#abc")

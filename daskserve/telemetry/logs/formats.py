@@ -90,19 +90,31 @@ def access_text(access: Access) -> str:
 
 
 def access_json(access: Access) -> str:
-    """Return a line of the access log as a JSON object."""
-    # Each value is of a type of JSON.
-    return _encode(
-        {
-            "levelname": "INFO",
-            "asctime": clock(access.time),
-            "timestamp_ns": int(access.time * 1e9),
-            "message": access.message,
-            "logger": ACCESS,
-            **_of_tags(access.tags),
-            **access.facts(),
-        }
-    )
+    """Return a line of the access log as a JSON object.
+
+    It joins parts, some of which many lines share: encoding a dictionary takes four times as long.
+    """
+    parts = [
+        f'{{"levelname": "INFO", "asctime": "{clock(access.time)}"',
+        f'"timestamp_ns": {int(access.time * 1e9)}',
+        f'"message": {_encode(access.message)}',
+        _shared_json(access.backend, access.replica, access.route),
+        f'"method": {_encode(access.method)}, "path": {_encode(access.path)}, "status": {access.status}',
+        f'"duration_s": {access.seconds:.6f}',
+        f'"client": {"null" if access.client is None else _encode(access.client[0])}',
+    ]
+    if access.request_id:
+        parts.append(f'"request_id": {_encode(access.request_id)}')
+    if access.trace_id:
+        parts.append(f'"trace_id": {_encode(access.trace_id)}')
+    return f"{', '.join(parts)}}}"
+
+
+@lru_cache(1024)
+def _shared_json(backend: str, replica: str, route: str) -> str:
+    """Return the part that all requests of a route or a replica share."""
+    tags = Access(0.0, "", b"", b"", 0, 0.0, route=route, backend=backend, replica=replica).tags
+    return str(_encode({"logger": ACCESS, **_of_tags(tags)}))[1:-1]
 
 
 def traceback_of(record: logging.LogRecord) -> str:

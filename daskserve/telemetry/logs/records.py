@@ -156,6 +156,11 @@ class Access(NamedTuple):
         return f'{client} - "{self.method} {target}{version}" {status}'
 
     @property
+    def path(self) -> str:
+        """The target as text that can be printed."""
+        return _printable(self.target)
+
+    @property
     def size(self) -> int:
         """The length of its texts."""
         return len(self.target) + len(self.query)
@@ -186,7 +191,7 @@ class Access(NamedTuple):
         """Return what only a line of the access log has."""
         return {
             "method": self.method,
-            "path": _printable(self.target),
+            "path": self.path,
             "status": self.status,
             "duration_s": round(self.seconds, 6),
             "client": None if self.client is None else self.client[0],
