@@ -33,6 +33,7 @@ from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutc
 from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
+from daskserve.data.caller.calls.mapped import BatchCalls
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
@@ -74,7 +75,7 @@ async def routers_of(cluster: Process) -> Routers:
     return routers
 
 
-class Handle:
+class Handle(BatchCalls):
     """Calls an endpoint from Python. A handle is immutable; `options` returns a copy that shares the router.
 
     ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any, NoReturn
 
@@ -156,6 +156,23 @@ class Response:
         This is done on a best-effort basis, and a second call has no effect.
         """
         return self._future.cancel()
+
+    # ---- one of many calls
+
+    def follow(self, note: Callable[[Any], object]) -> None:
+        """Call ``note`` once the call, or the fetching of its result, has ended; on any thread."""
+        future = self._fetching or self._future
+        future.leaves_value = False
+        future.add_done_callback(note)
+
+    def fetch_rest(self) -> bool:
+        """Return whether a result that stayed with its replica is being fetched now."""
+        fetching = self._fetched()
+        return fetching is not None and not fetching.done()
+
+    def failure(self) -> BaseException | None:
+        """Return the error of a call that has ended, as it arrived; None if it has a result."""
+        return self._failure(self._fetching or self._future)
 
     # ---- as an argument of another call
 

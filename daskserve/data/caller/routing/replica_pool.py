@@ -193,6 +193,12 @@ class ReplicaPool:
         """The number of replicas, with or without room."""
         return len(self._entries)
 
+    @property
+    def room(self) -> int:
+        """How many requests the replicas take at a time, with one more on its way to each."""
+        entries = self._entries  # any thread may read this; all have the same concurrency
+        return next((len(entries) * (each.concurrency + 1) for each in entries.values()), 0)
+
     def update(
         self,
         published: Mapping[ReplicaTag, tuple[WorkerAddress, int]],
