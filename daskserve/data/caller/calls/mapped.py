@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterable, Callable, Iterable
+from typing import Any
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process
 from daskserve.common.types import EndpointTag
@@ -16,11 +16,6 @@ from daskserve.data.caller.routing.backlogs import batches_of
 from daskserve.data.caller.routing.router import Routers
 from daskserve.errors import StreamOptionError
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Iterable
-
-    from daskserve.data.caller.calls.handle import Handle
-
 
 class MapTarget:
     """A handle as the target of a map: it calls one item after the other.
@@ -31,7 +26,7 @@ class MapTarget:
         Begins the ids of the items.
     """
 
-    def __init__(self, handle: Handle, batch_id: str) -> None:
+    def __init__(self, handle: Any, batch_id: str) -> None:
         self._handle = handle
         self._facts = dict(handle._facts or {})
         self._batch_id = batch_id
@@ -57,7 +52,8 @@ class MapTarget:
         handle = object.__new__(type(self._handle))
         vars(handle).update(vars(self._handle))
         handle._facts = {**self._facts, "item_id": f"{self._batch_id}/{item.index}"}
-        return Response(*handle._start((item.value,), {}), self._process)
+        future, connection, request_id = handle._start((item.value,), {})
+        return Response(future, connection, request_id, self._process)
 
 
 class BatchCalls:
@@ -101,7 +97,7 @@ class BatchCalls:
         """
         rules = Rules(retries, errors)
         check_max_in_flight(max_in_flight)
-        handle = cast("Handle", self)
+        handle: Any = self
         target = MapTarget(batch_handle(handle), handle._process.connection.request_ids.next())
         endpoint: EndpointTag = handle._endpoint
         window = Window(endpoint, target.send, rules, ordered=ordered)
@@ -110,7 +106,7 @@ class BatchCalls:
         return results
 
 
-def batch_handle(handle: Handle) -> Handle:
+def batch_handle(handle: Any) -> Any:
     """Return a handle with the priority of batch requests, unless it has one of its own."""
     options: CallOptions = handle._options
     if options.stream:

@@ -193,12 +193,6 @@ class ReplicaPool:
         """The number of replicas, with or without room."""
         return len(self._entries)
 
-    @property
-    def room(self) -> int:
-        """How many requests the replicas take at a time, with one more on its way to each."""
-        entries = self._entries  # any thread may read this; all have the same concurrency
-        return next((len(entries) * (each.concurrency + 1) for each in entries.values()), 0)
-
     def update(
         self,
         published: Mapping[ReplicaTag, tuple[WorkerAddress, int]],
@@ -427,6 +421,12 @@ def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
     if entry.sockets and turns.is_light(now, HOP_S):
         return max(0.0, score - entry.sockets)
     return score
+
+
+def room_of(pool: ReplicaPool) -> int:
+    """Return how many requests the replicas take at a time, and one on its way to each; from any thread."""
+    entries = pool.entries()  # all have the same concurrency
+    return next((len(entries) * (each.concurrency + 1) for each in entries.values()), 0)
 
 
 def has_room(pool: ReplicaPool) -> bool:

@@ -39,6 +39,7 @@ from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
+from daskserve.data.caller.routing.replica_pool import room_of
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.routing.shadow import (
     Answer,
@@ -363,8 +364,7 @@ class Routers:
     def room(self, endpoint: EndpointTag) -> int:
         """Return how many requests the replicas of an endpoint take at a time, and one on its way to each."""
         router = self._routers.get(endpoint)
-        sets = [] if router is None else [self._sets.get(each) for each in router.backends]
-        return sum(each.pool.room for each in sets if each is not None)
+        return 0 if router is None else sum(room_of(self._sets[each].pool) for each in router.backends)
 
     def replica_set(self, backend: BackendTag) -> ReplicaSet:
         """Return the replica set of a backend; the first call creates it and watches the backend."""
