@@ -13,9 +13,9 @@ from quick_instance import poll_for
 from tables import each_case
 
 import daskserve as serve
+from daskserve.data.caller.mapping.backlogs import backlogs
 from daskserve.data.caller.mapping.rules import MAX_LOSSES, Again, Rules, Tries
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.routing.backlogs import backlogs
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,

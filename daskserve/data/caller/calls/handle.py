@@ -33,12 +33,12 @@ from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutc
 from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
-from daskserve.data.caller.calls.mapped import BatchCalls
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
+from daskserve.data.caller.mapping.methods import BatchCalls
 from daskserve.data.caller.routing.router import Router, Routers
 from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import (

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import CancelledError
 from typing import Any, NoReturn
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process
 from daskserve.common.formatting import shown
 from daskserve.common.types import KeptPayload, Payload
+from daskserve.data.caller.blocking import refuse_in_loop, wait_in_thread
 from daskserve.data.caller.calls.naming import as_read
 from daskserve.data.caller.calls.pending import start_call, waiter_for
-from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
-from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.shown_errors import shown_in_notebook
 
 
@@ -131,16 +129,10 @@ class Response:
             return
         refuse_in_loop(self._connection, "result()", "await the response")
         future.leaves_value = self._is_passed_on
-        try:
-            future.result(timeout_s)
-        except (CancelledError, PackedError, ServeError):
-            pass  # `_value` raises it
-        except TimeoutError:
-            if future.done() or timeout_s is None:
-                raise  # a TimeoutError of user code
+        if not wait_in_thread(self._connection, future.wait, timeout_s, future.cancel):
             raise RequestTimeoutError(
-                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
-            ) from None
+                f"No answer to request {self.request_id} within {shown(timeout_s or 0.0)} s."
+            )
 
     def done(self) -> bool:
         """Return whether the call has ended, with an answer or an error."""
@@ -211,17 +203,3 @@ def cancelled_error(request_id: str) -> RequestCancelledError:
     return RequestCancelledError(
         f"Request {request_id} was cancelled: by cancel(), or together with the request that made this call."
     )
-
-
-def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> None:
-    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
-
-    Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
-    """
-    if connection.runs_here():
-        raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
-    if running_loop() is not None and not in_cell():
-        raise RuntimeError(
-            f"{name} would block the running event loop; {remedy}, or call it in a thread "
-            "(asyncio.to_thread)."
-        )

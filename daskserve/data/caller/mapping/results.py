@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from operator import length_hint
 from typing import Any, NoReturn, Protocol, Self
 
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.clock import stopwatch
+from daskserve.data.caller.blocking import Wait
 from daskserve.data.caller.mapping.rules import Rules, ends_all, named
 from daskserve.data.caller.mapping.window import Item, Window
 from daskserve.errors import BadRequestError
@@ -35,8 +36,11 @@ class Target(Protocol):
     def room(self) -> int:
         """Return how many calls the replicas take at a time; 0 if they are not known."""
 
-    def block(self, connection: ClusterConnection, wait: Callable[[], bool]) -> bool:
-        """Return what ``wait``, which blocks this thread, returns; raise `RuntimeError` in an event loop."""
+    def wait(self, wait: Wait, timeout_s: float | None) -> None:
+        """Wait in the thread that reads the results; raise `RuntimeError` in an event loop."""
+
+    def end(self) -> None:
+        """Note that the last result was read."""
 
 
 class MapResults:
@@ -147,11 +151,14 @@ class MapResults:
         try:
             return item.response.result()
         except Exception as error:
-            named(error, item.index)
+            self._name(error, item)
             if failure is not None and self._rules.errors == "return" and not ends_all(failure):
                 return error
             self.close()
             raise
+
+    def _name(self, error: Exception, item: Item) -> None:
+        named(error, item.index)
 
     def _finish(self) -> None:
         """Raise the error with which the source has ended, if there is one."""
@@ -182,6 +189,7 @@ class MapResults:
 
     def __next__(self) -> Any:
         self._claim()
+        has_more = False
         try:
             while True:
                 item = self._next_ended()
@@ -191,17 +199,19 @@ class MapResults:
                         raise StopIteration
                     self._wait()
                 elif not self._is_skipped(item):
-                    return self._outcome(item)
+                    found, has_more = self._outcome(item), True
+                    return found
         finally:
             self._is_busy = False
+            if not has_more:
+                self._target.end()
 
     def _wait(self) -> None:
         changed = threading.Event()
         self._window.wake = changed.set
         try:
             if not self._window.has_news():
-                pause_s = self._pause_s()
-                self._target.block(self._target.connection, lambda: changed.wait(pause_s))
+                self._target.wait(changed.wait, self._pause_s())
         finally:
             self._window.wake = None
 
@@ -257,6 +267,13 @@ class MapResults:
         source = self._asynchronous_source
         if self._arriving is None and source is not None and self._window.may_add(self._limit()):
             self._arriving = asyncio.ensure_future(_next_of(source))
+
+
+class OneResult(MapResults):
+    """The result of a single item, whose number says nothing."""
+
+    def _name(self, error: Exception, item: Item) -> None:
+        pass
 
 
 async def _next_of(source: AsyncIterator[Any]) -> Any:

@@ -195,7 +195,11 @@ class Window:
         self._again.clear()
         self._suspects.clear()
         self._items.clear()
-        calls, self._calls = self._calls, {}
-        for item in calls.values():
+        self.cancel_calls()
+        self._calls = {}
+
+    def cancel_calls(self) -> None:
+        """Cancel the calls that are under way, so that their reader gets an error; from any thread."""
+        for item in list(self._calls.values()):
             if not isinstance(item.response, NotSent):
                 item.response.cancel()
