@@ -10,28 +10,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from daskserve.common.types import EndpointTag
 from daskserve.data.caller.mapping.rules import Rules, Tries
 
 #: How many results, as a multiple of the calls in flight, may wait in order for an earlier one.
 ORDERED_AHEAD = 2
-
-
-class MappedResponse(Protocol):
-    """The pending answer to one item; a `daskserve.data.caller.calls.response.Response`."""
-
-    def follow(self, note: Callable[[Any], object]) -> None:
-        """Call ``note`` once what is under way has ended, on any thread."""
-
-    def fetch_rest(self) -> bool:
-        """Return whether a part of an answer that has come stayed at its replica, and is now fetched."""
-
-    def failure(self) -> BaseException | None:
-        """Return the error of an ended call, as it arrived."""
-
-    def cancel(self) -> bool: ...
 
 
 class NotSent:
@@ -74,11 +59,11 @@ class Window:
     endpoint : str
         The endpoint that is called.
     send : callable
-        Starts the call of an item and returns its response.
+        Starts the call of an item and returns its `daskserve.data.caller.calls.response.Response`.
     """
 
     def __init__(
-        self, endpoint: EndpointTag, send: Callable[[Item], MappedResponse], rules: Rules, *, ordered: bool
+        self, endpoint: EndpointTag, send: Callable[[Item], Any], rules: Rules, *, ordered: bool
     ) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
