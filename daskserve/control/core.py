@@ -483,7 +483,9 @@ def _may_end_waiting(record: Record | None) -> bool:
 
 def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLogs) -> None:
     """Have the controller log as its instance does, until it stops."""
-    configure = partial(logs.configure, context.spec.name, Tags(component="controller"))
+    configure = partial(
+        logs.configure, context.spec.name, Tags(component="controller", instance=context.spec.instance)
+    )
     configure(core.start_message.logging)
 
     def learn(found: Any) -> None:

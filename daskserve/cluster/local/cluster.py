@@ -29,6 +29,7 @@ from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
@@ -73,13 +74,27 @@ class LocalHost:
         def make(spec: ActorSpec) -> Hosted:
             process = self.process
             return factories[spec.kind](
-                ActorContext(spec, process, process.clock, world.rng, info.address, process.connection.inbox)
+                ActorContext(
+                    spec,
+                    process,
+                    process.clock,
+                    world.rng,
+                    info.address,
+                    process.connection.inbox,
+                    logs=self.logs,
+                )
             )
 
         state = RunState(world.clock)
         self.info = info
+        self.logs = world.records.logs()
         self.registry = ActorRegistry(
-            info.address, info.pid, state.clock, make, broken_routes=lambda _: self.process.routes.broken()
+            info.address,
+            info.pid,
+            state.clock,
+            make,
+            broken_routes=lambda _: self.process.routes.broken(),
+            logs=self.logs,
         )
         self.process = LocalProcess(world, state, self.registry)
 
@@ -165,6 +180,7 @@ class LocalCluster:
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
         self._tasks = TaskSet(logger)
+        self.records = LocalRecords()
 
         def end_at(worker: WorkerAddress) -> tuple[ChannelPool, RunState] | None:
             host = self._hosts.get(worker)
@@ -212,6 +228,7 @@ class LocalCluster:
             raise AlreadyRunningError(f"Instance {self.instance!r} has been started before.")
         self._loop = asyncio.get_running_loop()
         self._payload = payload
+        self.records.open()
         await self.store.open()
         await self._start_controller()
         if self._controller is None:
@@ -239,6 +256,7 @@ class LocalCluster:
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
         await self._tasks.close()
+        self.records.close()
 
     # Workers
 
