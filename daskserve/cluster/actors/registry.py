@@ -289,22 +289,19 @@ class ActorRegistry:
 
     async def _stop(self, entry: Entry, grace_s: float) -> None:
         with _acting_for(entry.spec.instance, self._logs):
-            await self._stop_within(entry, grace_s)
-
-    async def _stop_within(self, entry: Entry, grace_s: float) -> None:
-        if entry.stops_since is None:
-            entry.stops_since = self._clock.now()
-        if not entry.starting.done():
-            entry.starting.cancel()
-        try:
-            await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
-        finally:
-            if self.entries.get(entry.spec.name) is entry:
-                del self.entries[entry.spec.name]
-                if self._recent_log is not None:
-                    self._recent_log.forget(entry.spec.name)
-            PROCESS.remove(entry.actor)
-            self._on_change()
+            if entry.stops_since is None:
+                entry.stops_since = self._clock.now()
+            if not entry.starting.done():
+                entry.starting.cancel()
+            try:
+                await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
+            finally:
+                if self.entries.get(entry.spec.name) is entry:
+                    del self.entries[entry.spec.name]
+                    if self._recent_log is not None:
+                        self._recent_log.forget(entry.spec.name)
+                PROCESS.remove(entry.actor)
+                self._on_change()
 
     @verb
     async def actors(self, instance: InstanceName, metrics_of: Collection[str] = ()) -> list[dict[str, Any]]:

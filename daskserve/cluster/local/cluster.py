@@ -29,7 +29,6 @@ from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.process import LocalProcess
-from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
@@ -87,7 +86,7 @@ class LocalHost:
 
         state = RunState(world.clock)
         self.info = info
-        self.logs = world.records.logs()
+        self.logs = world.network.records.logs()
         self.registry = ActorRegistry(
             info.address,
             info.pid,
@@ -180,7 +179,6 @@ class LocalCluster:
         self._replacing: asyncio.Task[None] | None = None
         self._is_ended = False
         self._tasks = TaskSet(logger)
-        self.records = LocalRecords()
 
         def end_at(worker: WorkerAddress) -> tuple[ChannelPool, RunState] | None:
             host = self._hosts.get(worker)
@@ -228,7 +226,7 @@ class LocalCluster:
             raise AlreadyRunningError(f"Instance {self.instance!r} has been started before.")
         self._loop = asyncio.get_running_loop()
         self._payload = payload
-        self.records.open()
+        self.network.records.open()
         await self.store.open()
         await self._start_controller()
         if self._controller is None:
@@ -256,7 +254,7 @@ class LocalCluster:
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
         await self._tasks.close()
-        self.records.close()
+        self.network.records.close()
 
     # Workers
 

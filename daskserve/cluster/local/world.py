@@ -8,7 +8,6 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daskserve.cluster.local.network import LocalNetwork
-from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.local.topic import LocalTopic
 from daskserve.cluster.protocols.base import Store
 from daskserve.common.clock import Clock
@@ -32,8 +31,6 @@ class LocalWorld(Protocol):
     def store(self) -> Store: ...
     @property
     def topic(self) -> LocalTopic: ...
-    @property
-    def records(self) -> LocalRecords: ...
     @property
     def network(self) -> LocalNetwork: ...
     @property
