@@ -96,33 +96,38 @@ class TaskProcessorAdapter(ABC):
     ) -> TaskResult:
         """Submit a task."""
         function = partial(self.enqueue_task_sync, task_name, args, kwargs, **options)
-        return await self._in_thread(AsyncCapability.ENQUEUE_TASK, function)
+        return await _in_thread(self, AsyncCapability.ENQUEUE_TASK, function)
 
     async def get_task_status_async(self, task_id: str) -> TaskResult:
         """Return what is known of a task."""
-        return await self._in_thread(AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
+        return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
 
     async def cancel_task_async(self, task_id: str) -> bool:
         """Cancel a task."""
-        return await self._in_thread(AsyncCapability.CANCEL_TASK, self.cancel_task_sync, task_id)
+        return await _in_thread(self, AsyncCapability.CANCEL_TASK, self.cancel_task_sync, task_id)
 
     async def get_metrics_async(self) -> dict[str, Any]:
         """Return numbers of the queue."""
-        return await self._in_thread(AsyncCapability.GET_METRICS, self.get_metrics_sync)
+        return await _in_thread(self, AsyncCapability.GET_METRICS, self.get_metrics_sync)
 
     async def health_check_async(self) -> list[dict[str, Any]]:
         """Return the health of the queue, or raise."""
-        return await self._in_thread(AsyncCapability.HEALTH_CHECK, self.health_check_sync)
+        return await _in_thread(self, AsyncCapability.HEALTH_CHECK, self.health_check_sync)
 
-    async def _in_thread(
-        self, capability: AsyncCapability, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        if capability not in self._async_capabilities:
-            raise NotImplementedError(
-                f"{type(self).__name__} cannot {capability.name.lower().replace('_', ' ')} without blocking: "
-                "it has no async capability for that. Call the _sync form in a thread."
-            )
-        return await asyncio.to_thread(function, *args, **kwargs)
+
+async def _in_thread(
+    adapter: TaskProcessorAdapter,
+    capability: AsyncCapability,
+    function: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    if capability not in adapter.async_capabilities:
+        raise NotImplementedError(
+            f"{type(adapter).__name__} cannot {capability.name.lower().replace('_', ' ')} without blocking: "
+            "it has no async capability for that. Call the _sync form in a thread."
+        )
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def made_adapter(config: TaskProcessorConfig) -> TaskProcessorAdapter:

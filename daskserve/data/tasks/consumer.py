@@ -28,7 +28,7 @@ from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter, digest_of
 from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
 from daskserve.data.tasks.schedules import due_task, next_time
-from daskserve.data.tasks.states import Task, TaskState
+from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.loops.tasks import TaskSet
 
 logger = logging.getLogger("daskserve.tasks")
@@ -93,9 +93,7 @@ class TaskConsumer:
         rng: random.Random,
         call: Callable[..., Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
-        options: DurableOptions = config.adapter_config
         self._queue, self._config, self._owner = queue, config, owner
-        self._options, self._rules, self._name = options, config.rules(), config.queue_name
         self._handlers, self._run, self._room = handlers, run, room
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written, and what runs them.
@@ -112,6 +110,19 @@ class TaskConsumer:
         self.stats = QueueStats({})
         #: How many tasks ended here, by state.
         self.totals: dict[str, int] = {}
+
+    @property
+    def _name(self) -> str:
+        return self._config.queue_name
+
+    @property
+    def _options(self) -> DurableOptions:
+        options: DurableOptions = self._config.adapter_config
+        return options
+
+    @property
+    def _rules(self) -> RetryRules:
+        return self._config.rules()
 
     # ---- lifecycle
 

@@ -13,7 +13,9 @@ from daskserve.data.tasks.adapter import made_adapter
 from daskserve.data.tasks.durable import DurableAdapter
 from daskserve.data.tasks.errors import TaskQueueError
 from daskserve.data.tasks.marks import CONSUMER
+from daskserve.data.tasks.payloads import joined
 from daskserve.errors import NotInReplicaError
+from daskserve.payload.pickling import dump
 
 logger = logging.getLogger("daskserve.tasks")
 
@@ -110,9 +112,10 @@ class ProgressWriter:
                 if not values:
                     self._is_writing = False
                     return
+            name, queue = self._adapter.config.queue_name, self._adapter.queue
             for (id, attempt), value in values.items():
                 try:
-                    self._adapter.note(id, attempt, value)
+                    queue.note(name, id, attempt, joined(dump(value)))
                 except TaskQueueError as error:
                     logger.warning("The progress of task %r is not kept: %s", id, error)
                 except Exception:  # a value that cannot be pickled may raise anything

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from daskserve.common.clock import LoopClock, RequestIds, system_rng, time_of_day
+from daskserve.common.clock import LoopClock, system_rng, time_of_day
 from daskserve.common.settings import process_variables
 from daskserve.data.tasks import states
 from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
@@ -47,6 +48,8 @@ class DurableAdapter(TaskProcessorAdapter):
     """The adapter of a queue of daskserve's own."""
 
     options_class: type[DurableOptions]
+    #: Returns the queue of these options.
+    queue_of: Callable[[Any], TaskQueue]
 
     def __init__(self, config: TaskProcessorConfig) -> None:
         super().__init__()
@@ -60,14 +63,10 @@ class DurableAdapter(TaskProcessorAdapter):
         self._options: DurableOptions = config.adapter_config
         self._rules = config.rules()
         self._name = config.queue_name
-        self.queue = self._make_queue()
-        self._ids = RequestIds(system_rng())
+        self.queue = type(self).queue_of(self._options)
         self._handlers: dict[str, Callable[..., Any]] = {}
         self._concurrency = 1
         self._thread: _ConsumerThread | None = None
-
-    def _make_queue(self) -> TaskQueue:
-        raise NotImplementedError
 
     def initialize(self, consumer_concurrency: int = 1) -> None:
         """Open the queue, and create it if need be."""
@@ -122,51 +121,16 @@ class DurableAdapter(TaskProcessorAdapter):
         if options:
             # Celery has many; those that would be ignored would be missed.
             raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
-        task = self._made(task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
-        return self.submit([task])[0]
+        made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
+        return self._submit([made])[0]
 
     def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
         """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
-        defaults = {"args": None, "kwargs": None, "id": None, "delay_s": 0.0, "at": None, "priority": 0}
-        defaults["result_ttl_s"] = None
-        return self.submit([self._made(**{**defaults, **each}) for each in tasks])
+        return self._submit([_made(self.config, **each) for each in tasks])
 
-    def submit(self, tasks: Sequence[Task]) -> list[TaskResult]:
-        """Add tasks to the queue."""
+    def _submit(self, tasks: Sequence[Task]) -> list[TaskResult]:
         added = self.queue.add(tasks, self._options.max_queue_length, time_of_day())
         return [result_of(task, is_new=is_new) for task, is_new in added]
-
-    def _made(
-        self,
-        task_name: str,
-        args: Any,
-        kwargs: Any,
-        id: str | None,
-        delay_s: float,
-        at: datetime | float | None,
-        priority: int,
-        result_ttl_s: float | None,
-    ) -> Task:
-        for what, text in (("task_name", task_name), ("id", id)):
-            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_NAME):
-                raise BadRequestError(f"{what} is {text!r:.100}; give a text of up to {MAX_NAME} characters")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise BadRequestError(
-                f"priority is {priority!r}; give a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
-            )
-        payload = packed_arguments(task_name, args or (), kwargs or {}, self._options.max_payload_bytes)
-        now = time_of_day()
-        return Task(
-            id or self._ids.next(),
-            self._name,
-            task_name,
-            payload,
-            created_at=now,
-            due_at=_due_at(now, delay_s, at),
-            priority=priority,
-            digest=digest_of(payload) if id else "",
-            result_ttl_s=result_ttl_s,
-        )
 
     # ---- asking
 
@@ -207,10 +171,6 @@ class DurableAdapter(TaskProcessorAdapter):
                 return result_of(after)
         raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
 
-    def note(self, task_id: str, attempts: int, value: Any) -> None:
-        """Keep the progress of a task that runs."""
-        self.queue.note(self._name, task_id, attempts, joined(dump(value)))
-
     def stats(self) -> QueueStats:
         """Return how many tasks there are."""
         return self.queue.stats(self._name, time_of_day())
@@ -235,7 +195,7 @@ class DurableAdapter(TaskProcessorAdapter):
     def start_consumer(self, **kwargs: Any) -> None:
         """Consume tasks in threads of this process."""
         if self._thread is None:
-            self._thread = _ConsumerThread(self._consumer)
+            self._thread = _ConsumerThread(self, self._handlers, self._concurrency)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
         """Take no more tasks, and wait for those that run; what runs then goes back to the queue."""
@@ -252,57 +212,42 @@ class DurableAdapter(TaskProcessorAdapter):
         **parts: Any,
     ) -> TaskConsumer:
         """Return a consumer; see there for the parameters."""
-        return TaskConsumer(
-            self.queue, self.config, f"{owner}:{self._ids.next()}", handlers, run, room, **parts
-        )
+        return TaskConsumer(self.queue, self.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
 
-    def _consumer(self) -> TaskConsumer:
-        async def run(task: Task) -> bytes:
-            function = self._handlers[task.name]
-            try:
-                args, kwargs = load(task.payload)
-                if inspect.iscoroutinefunction(function):
-                    value = await function(*args, **kwargs)
-                else:
-                    value = await asyncio.to_thread(function, *args, **kwargs)
-                result = joined(dump(value))
-            except Exception as error:
-                packed = packed_here(error)
-                raise Failure(error_text(packed.summary, packed.text)) from None
-            return checked_result(task, result, self._options)
 
-        concurrency, rng = self._concurrency, system_rng()
-        return self.consumer("program", self._handlers, run, lambda: concurrency, clock=LoopClock(), rng=rng)
+def _sqlite_queue(options: SQLiteAdapterConfig) -> TaskQueue:
+    return SqliteQueue(options.file, synchronous=options.synchronous)
+
+
+def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
+    from daskserve.data.tasks.redis_queue import RedisQueue  # an optional dependency
+
+    return RedisQueue(options.read_url(process_variables()), options.prefix)
 
 
 class SQLiteTaskProcessorAdapter(DurableAdapter):
     """The adapter of a queue in an SQLite file."""
 
     options_class = SQLiteAdapterConfig
-
-    def _make_queue(self) -> TaskQueue:
-        options: SQLiteAdapterConfig = self.config.adapter_config
-        return SqliteQueue(options.file, synchronous=options.synchronous)
+    queue_of = staticmethod(_sqlite_queue)
 
 
 class RedisTaskProcessorAdapter(DurableAdapter):
     """The adapter of a queue in Redis."""
 
     options_class = RedisAdapterConfig
-
-    def _make_queue(self) -> TaskQueue:
-        from daskserve.data.tasks.redis_queue import RedisQueue  # an optional dependency
-
-        options: RedisAdapterConfig = self.config.adapter_config
-        return RedisQueue(options.read_url(process_variables()), options.prefix)
+    queue_of = staticmethod(_redis_queue)
 
 
 class _ConsumerThread:
-    """A consumer with an event loop in a thread of its own."""
+    """A consumer of functions, with an event loop in a thread of its own."""
 
-    def __init__(self, make: Callable[[], TaskConsumer]) -> None:
+    def __init__(
+        self, adapter: DurableAdapter, handlers: Mapping[str, Callable[..., Any]], room: int
+    ) -> None:
+        self._adapter, self._handlers, self._room = adapter, handlers, room
         self._loop = asyncio.new_event_loop()
-        self._make, self._timeout = make, 10.0
+        self._timeout = 10.0
         self._is_over = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="daskserve-task-consumer", daemon=True)
         self._thread.start()
@@ -312,7 +257,10 @@ class _ConsumerThread:
             runner.run(self._consume())
 
     async def _consume(self) -> None:
-        consumer = self._make()
+        clock, rng = LoopClock(), system_rng()
+        consumer = self._adapter.consumer(
+            "program", self._handlers, self._run, lambda: self._room, clock=clock, rng=rng
+        )
         consumer.start()
         await self._is_over.wait()
         consumer.pause()
@@ -322,6 +270,20 @@ class _ConsumerThread:
         except TimeoutError:
             pass  # what still runs goes back to the queue
         await consumer.close()
+
+    async def _run(self, task: Task) -> bytes:
+        function = self._handlers[task.name]
+        try:
+            args, kwargs = load(task.payload)
+            if inspect.iscoroutinefunction(function):
+                value = await function(*args, **kwargs)
+            else:
+                value = await asyncio.to_thread(function, *args, **kwargs)
+            result = joined(dump(value))
+        except Exception as error:
+            packed = packed_here(error)
+            raise Failure(error_text(packed.summary, packed.text)) from None
+        return checked_result(task, result, self._adapter.config.adapter_config)
 
     def stop(self, timeout: float) -> None:
         self._timeout = timeout
@@ -354,6 +316,46 @@ def result_of(task: Task, *, is_new: bool = True) -> TaskResult:
         progress=progress,
         traceback=traceback,
         is_new=is_new,
+    )
+
+
+def new_id() -> str:
+    """Return an id that no other task or consumer has."""
+    return str(uuid.uuid4())
+
+
+def _made(
+    config: TaskProcessorConfig,
+    task_name: str,
+    args: Any = None,
+    kwargs: Any = None,
+    id: str | None = None,
+    delay_s: float = 0.0,
+    at: datetime | float | None = None,
+    priority: int = 0,
+    result_ttl_s: float | None = None,
+) -> Task:
+    """Return a new task; see `DurableAdapter.enqueue_task_sync`."""
+    for what, text in (("task_name", task_name), ("id", id)):
+        if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_NAME):
+            raise BadRequestError(f"{what} is {text!r:.100}; give a text of up to {MAX_NAME} characters")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise BadRequestError(
+            f"priority is {priority!r}; give a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    options: DurableOptions = config.adapter_config
+    payload = packed_arguments(task_name, args or (), kwargs or {}, options.max_payload_bytes)
+    now = time_of_day()
+    return Task(
+        id or new_id(),
+        config.queue_name,
+        task_name,
+        payload,
+        created_at=now,
+        due_at=_due_at(now, delay_s, at),
+        priority=priority,
+        digest=digest_of(payload) if id else "",
+        result_ttl_s=result_ttl_s,
     )
 
 

@@ -11,7 +11,7 @@ depends on its persistence: with ``appendonly yes`` and ``appendfsync everysec``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,28 @@ from daskserve.options.fields.secrets import masked
 TIMEOUT_S = 10.0
 
 #: The part of a task that a transition writes as one value.
-FIELDS = (
-    "id queue name created_at due_at priority digest result_ttl_s state revision attempts retries losses "
-    "owner is_cancelled result error ended_at expires_at"
-).split()
-_STATES = {str(each): each for each in TaskState}
-_ENDED = " or ".join(f'state == "{each}"' for each in sorted(ENDED))
-_WAITING = " or ".join(f'state == "{each}"' for each in sorted(WAITING))
+FIELDS: Sequence[str] = (
+    "id",
+    "queue",
+    "name",
+    "created_at",
+    "due_at",
+    "priority",
+    "digest",
+    "result_ttl_s",
+    "state",
+    "revision",
+    "attempts",
+    "retries",
+    "losses",
+    "owner",
+    "is_cancelled",
+    "result",
+    "error",
+    "ended_at",
+    "expires_at",
+)
+STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 #: The functions of all scripts. ``KEYS[1]`` is the prefix of all keys.
 PRELUDE = f"""
@@ -40,8 +55,12 @@ local prefix = KEYS[1]
 local function task_key(queue, id) return prefix .. ':task:' .. queue .. ':' .. id end
 local function set_key(queue, place) return prefix .. ':' .. place .. ':' .. queue end
 local function held_key(queue, owner) return prefix .. ':held:' .. queue .. ':' .. owner end
-local function is_waiting(state) return {_WAITING} end
-local function is_ended(state) return {_ENDED} end
+local function is_waiting(state)
+    return {" or ".join(f"state == '{each}'" for each in sorted(WAITING))}
+end
+local function is_ended(state)
+    return {" or ".join(f"state == '{each}'" for each in sorted(ENDED))}
+end
 
 local function leave(queue, id, key)
     local before = redis.call('HMGET', key, 'state', 'place', 'owner')
@@ -372,5 +391,5 @@ def _values(task: Task) -> tuple[Any, ...]:
 def _task(row: Sequence[Any]) -> Task:
     value, payload, lease, progress = row
     values = dict(zip(FIELDS, msgpack.unpackb(value), strict=True))
-    values["state"] = _STATES[values["state"]]
+    values["state"] = STATES[values["state"]]
     return Task(**values, payload=payload, lease_until=float(lease), progress=progress)

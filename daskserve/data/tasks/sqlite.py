@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,45 @@ FORMAT = 1
 #: Where a task is: it waits for its time, could run, runs, or has ended.
 DELAYED, READY, RUNNING, OVER = range(4)
 
-COLUMNS = (
-    "id queue name created_at due_at priority digest result_ttl_s state revision attempts retries losses "
-    "owner lease_until is_cancelled result error ended_at expires_at progress"
-).split()
+COLUMNS: Sequence[str] = (
+    "id",
+    "queue",
+    "name",
+    "created_at",
+    "due_at",
+    "priority",
+    "digest",
+    "result_ttl_s",
+    "state",
+    "revision",
+    "attempts",
+    "retries",
+    "losses",
+    "owner",
+    "lease_until",
+    "is_cancelled",
+    "result",
+    "error",
+    "ended_at",
+    "expires_at",
+    "progress",
+)
 #: What a transition may change.
-CHANGED = (
-    "due_at state revision attempts retries losses owner lease_until is_cancelled result error ended_at "
-    "expires_at"
-).split()
+CHANGED: Sequence[str] = (
+    "due_at",
+    "state",
+    "revision",
+    "attempts",
+    "retries",
+    "losses",
+    "owner",
+    "lease_until",
+    "is_cancelled",
+    "result",
+    "error",
+    "ended_at",
+    "expires_at",
+)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS daskserve_tasks (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, queue TEXT NOT NULL, name TEXT NOT NULL,
@@ -83,7 +113,7 @@ SELECT = (
     f"SELECT {', '.join(f't.{each}' for each in COLUMNS)}, coalesce(t.payload, p.payload) "
     "FROM daskserve_tasks t LEFT JOIN daskserve_task_payloads p USING (number) "
 )
-_STATES = {str(each): each for each in TaskState}
+STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 
 class SqliteQueue:
@@ -308,7 +338,7 @@ def _values(task: Task, names: Sequence[str]) -> list[Any]:
 
 def _task(row: Sequence[Any]) -> Task:
     values = dict(zip((*COLUMNS, "payload"), row, strict=True))
-    values["state"] = _STATES[values["state"]]
+    values["state"] = STATES[values["state"]]
     values["is_cancelled"] = bool(values["is_cancelled"])
     return Task(**values)
 
