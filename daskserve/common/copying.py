@@ -28,7 +28,8 @@ def replace(record: T, **changes: Any) -> T:
 
     The control plane makes dozens of them for each deployment. All fields must be arguments of ``__init__``.
     """
-    copied: T = _copy_of(type(record))(record, changes)
+    kind: Any = type(record)
+    copied: T = _copy_of(kind)(record, changes)
     return copied
 
 
