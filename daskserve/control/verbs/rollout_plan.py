@@ -85,7 +85,9 @@ def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
         for number, gate in enumerate(config.gates):
             count = sum(evidence.polls.get(number, (0, 0))[:2])
             if gate.metric == "prometheus" and count < least:
-                return f"{count} of {least} comparisons of {gate.query} are made"
+                why = evidence.troubles.get(number, "")
+                lately = f"; the last one failed: {why}" if why else ""
+                return f"{count} of {least} comparisons of {gate.query} are made{lately}"
     return ""
 
 

@@ -133,6 +133,6 @@ def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, 
     minutes, seconds = divmod(round(max(times) - min(times)), 60)
     span = f"{minutes} min" if minutes else f"{max(1, seconds)} s"
     count = f"{len(times)}{' times or more' if len(dead) == KEPT_DEAD else ' times'}"
-    who = "replicas have" if backend.num_replicas > 1 else "it has"
+    who = "replicas " if backend.num_replicas > 1 else ""
     why = "" if has_reason else f", last because {lately[-1].reason}"
-    return f"{who} restarted {count} in {span}{why}"
+    return f"restart loop: {who}restarted {count} in {span}{why}"
