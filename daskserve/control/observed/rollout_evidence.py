@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.options.rollout import DETECTS, Gate, percent_of
 from daskserve.telemetry.histogram import latency_buckets_s
 
@@ -178,7 +178,7 @@ def _within(for_s: float | None) -> str:
 
 def _of(count: int, requests: int, whose: str = "the new version") -> str:
     percent = f" ({shown(round(100 * count / requests, 3))} %)" if requests else ""
-    return f"{count} of {requests} requests{percent} of {whose}"
+    return f"{count} of {counted(requests, 'request')}{percent} of {whose}"
 
 
 def slow_bucket(gate: Gate, old: VersionCounts) -> int:
@@ -208,7 +208,8 @@ def _polled(gate: Gate, number: int, evidence: Evidence, p: float, carried: floa
         return Finding(False, f"{gate.query} has not been compared yet{lately}")
     worse, not_worse, new, old = polls
     text = (
-        f"{gate.query} was larger for the new version in {worse} of {worse + not_worse} comparisons, last "
+        f"{gate.query} was larger for the new version in {worse} of "
+        f"{counted(worse + not_worse, 'comparison')}, last "
         f"{shown(new)} beside {shown(old)}{lately}"
     )
     return Finding(is_worse(worse, not_worse, 0.5, 0.0, p, carried), text)
