@@ -16,7 +16,7 @@ from daskserve.client.functions.finding import connect, unanswered
 from daskserve.errors import ServeError, UnavailableError
 
 #: Time within which a controller answers a command that changes nothing.
-ANSWER_S = 4.0
+ANSWER_S = 3.0
 
 
 def checked_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
