@@ -494,8 +494,5 @@ def _refuse(replicas: ReplicaSet, waiter: asyncio.Future[PooledReplica], limit: 
 
 def _queue_overflow(name: str, waiting: int, limit: int) -> BackPressureError:
     others = counted(waiting, "request already waits", "requests already wait")
-    return BackPressureError(
-        f"{others} for {name}, as many as max_queued_requests allows; try again later.",
-        num_queued_requests=waiting,
-        max_queued_requests=limit,
-    )
+    text = f"{others} for {name}, as many as max_queued_requests allows; try again later."
+    return BackPressureError(text, num_queued_requests=waiting, max_queued_requests=limit)
