@@ -125,7 +125,10 @@ class ApiHandler(GuardedHandler):
             value = await self._api.access.call(instance, verb, message, may_take_s(verb, message))
             body = operation.answer(asked, value)
         except ServeError as error:
-            self.answer(http_status_of(error), {"message": str(error)})
+            text = str(error)
+            # External scalers of Ray Serve look for their error.
+            more = {"error": text} if operation.is_guarded else {}
+            self.answer(http_status_of(error), {"message": text, **more})
         else:
             if operation.is_conditional and isinstance(value, Mapping):
                 self._version = value.get("version")
