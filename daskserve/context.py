@@ -312,6 +312,8 @@ class RequestContext:
     session_id: ClassVar[str] = ""
     priority: ClassVar[int | str] = 0
     idempotent: ClassVar[bool] = False
+    #: The item of a map, the same for each of its tries, to mark what is done; empty for other calls.
+    item_id: ClassVar[str] = ""
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""
     #: Whether the caller, a notebook, shows an error to its user at once.

@@ -17,6 +17,7 @@ from daskserve.cluster.protocols.stores import InstanceStore as InstanceStore
 from daskserve.cluster.protocols.stores import Store as Store
 from daskserve.cluster.protocols.stores import StoreChange as StoreChange
 from daskserve.cluster.protocols.subscriptions import Listener as Listener
+from daskserve.cluster.protocols.tasks import PresentTask as PresentTask
 from daskserve.common.clock import Clock, RequestIds
 from daskserve.common.types import (
     ActorAddress,
@@ -398,6 +399,9 @@ class ClusterConnection(Protocol):
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""
+
+    def present_task(self) -> PresentTask | None:
+        """Return the Dask task that the caller's code belongs to; None elsewhere."""
 
     @property
     def values(self) -> ValueTransfer:
