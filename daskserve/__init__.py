@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     )
     from daskserve.data.tasks.current import TaskContext, get_task_context
     from daskserve.data.tasks.decorator import task_consumer, task_handler
+    from daskserve.data.tasks.http import task_api
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
@@ -134,6 +135,7 @@ _NAMES: Mapping[str, str] = {
     "data.tasks.adapter": "instantiate_adapter_from_config",
     "data.tasks.config": "RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig TaskResult TaskSchedule",
     "data.tasks.current": "TaskContext get_task_context",
+    "data.tasks.http": "task_api",
     "data.tasks.decorator": "task_handler",
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
     "ReplicaContext GangContext PlacementBundle PlacementGroup",
@@ -231,6 +233,7 @@ __all__ = [
     "start_async",
     "status",
     "status_async",
+    "task_api",
     "task_consumer",
     "task_handler",
 ]

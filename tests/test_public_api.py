@@ -95,6 +95,7 @@ PUBLIC = {
     "start_async",
     "status",
     "status_async",
+    "task_api",
     "task_consumer",
     "task_handler",
 }
