@@ -166,8 +166,8 @@ def task_api(consumer: type[Any] | TaskProcessorConfig) -> TaskAPI:
     """Return an ASGI application that offers a queue of tasks over HTTP.
 
     - ``POST /tasks/{handler}`` with a JSON object (or array) of arguments submits a task: 202, with its
-      ``id`` and a ``Location``. The header ``Idempotency-Key`` is the id, which makes it run once. The query may
-      have ``delay_s``, ``priority`` and ``wait_s``.
+      ``id`` and a ``Location``. The header ``Idempotency-Key`` is the id, which makes it run once. The
+      query may have ``delay_s``, ``priority`` and ``wait_s``.
     - ``GET /tasks/{id}`` returns its status and result; ``?wait_s=30`` waits for its end so long.
     - ``GET /tasks/{id}/events`` streams its status and progress as server-sent events.
     - ``DELETE /tasks/{id}`` cancels it.
@@ -183,8 +183,8 @@ def task_api(consumer: type[Any] | TaskProcessorConfig) -> TaskAPI:
     """
     if isinstance(consumer, TaskProcessorConfig):
         return TaskAPI(consumer, None)
-    # A deployment has its class as `func_or_class`.
-    spec = getattr(getattr(consumer, "func_or_class", consumer), CONSUMER, None)
+    is_class = isinstance(consumer, type)  # otherwise it is a deployment
+    spec = getattr(consumer if is_class else getattr(consumer, "definition", None), CONSUMER, None)
     if spec is None:
         raise TypeError(
             f"task_api takes a class with @serve.task_consumer, or its config; got {consumer!r:.100}"
