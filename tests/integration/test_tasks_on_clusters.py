@@ -96,7 +96,7 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
             kept = serve.RedisAdapterConfig(url=server.url, **quick)
         config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
         dask = stack.enter_context(nannied_cluster(3))
-        stack.enter_context(serve.start(dask_client=dask))
+        stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
         tasks = submitted(config)
         notes = run(config, tmp_path, num_replicas=3)
         for round in range(4):
@@ -137,7 +137,7 @@ def test_tasks_run_on_while_the_scheduler_is_dead(tmp_path: Path) -> None:
             stack.enter_context(dask_worker(address, tmp_path))
         dask = stack.enter_context(Client(address))
         dask.wait_for_workers(2, timeout=30)
-        stack.enter_context(serve.start(dask_client=dask))
+        stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
         tasks = submitted(config, 400)
         notes = run(config, tmp_path, num_replicas=2)
         scheduler.process.send_signal(signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_tasks_run_on_while_the_scheduler_is_dead(tmp_path: Path) -> None:
 def test_an_isolated_replica_whose_process_dies_loses_no_task(tmp_path: Path) -> None:
     kept = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
     config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
-    with nannied_cluster(2) as dask, serve.start(dask_client=dask) as client:
+    with nannied_cluster(2) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         tasks = submitted(config, 300)
         notes = run(config, tmp_path, num_replicas=1, isolation="process")
         poll_for(lambda: done(tasks) >= 50, every_s=0.05)
