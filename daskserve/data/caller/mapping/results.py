@@ -98,6 +98,10 @@ class MapResults:
             self._arriving = None
         self._window.cancel()
 
+    def cancel_calls(self) -> None:
+        """Cancel the calls that are under way, so that the reader gets an error; from any thread."""
+        self._window.cancel_calls()
+
     async def aclose(self) -> None:
         """Close the results like `close`; for `contextlib.aclosing`."""
         self.close()
