@@ -354,6 +354,8 @@ class RequestContext:
             call.cancel()
 
 
+#: The instance whose actor the current code belongs to; empty outside of actors.
+current_instance: ContextVar[InstanceName] = ContextVar("daskserve_instance", default="")
 current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_replica", default=None)
 current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_request", default=None)
 #: The versions of models that are drawn for the current batch, which belongs to no single request.

@@ -40,6 +40,7 @@ from daskserve.errors import ServeError
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.table import Source
 
@@ -177,8 +178,8 @@ class ReportsHealth(Protocol):
 class ReportsLogs(Protocol):
     """An actor whose code may log in another process, as a replica's does."""
 
-    def log_file(self) -> tuple[str, int] | None:
-        """Return a name, and the descriptor of the file to which its process logs; None without one."""
+    def log_file(self) -> ProcessFile | None:
+        """Return the file to which its process logs; None without one."""
 
 
 @runtime_checkable
