@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from daskserve.data.caller.mapping.backlogs import batches_of, room_of
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_max_in_flight
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.errors import RequestCancelledError, StreamOptionError
+from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
@@ -191,7 +192,12 @@ class BatchCalls:
         does, and on an event loop what can be awaited.
         """
         handle: Any = self._plain()
-        task: PresentTask | None = handle._process.connection.present_task()
+        try:
+            task: PresentTask | None = handle._process.connection.present_task()
+        except InstanceError:
+            if running_loop() is None:
+                raise
+            return _call_when_connected(handle, args, kwargs)
         if task is None:
             response = handle.remote(*args, **kwargs)
             return response if running_loop() is not None or handle._options.stream else response.result()
@@ -242,6 +248,12 @@ def call_in_task(
     if running_loop() is not None:
         return _await_in_task(results, task)
     return read_in_task(results, task, next)
+
+
+async def _call_when_connected(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call on the event loop of a worker that has just joined; its client is connected in a thread."""
+    await asyncio.to_thread(getattr, handle, "_process")
+    return await handle(*args, **kwargs)
 
 
 def read_in_task(results: MapResults, task: PresentTask, read: Callable[[MapResults], T]) -> T:
