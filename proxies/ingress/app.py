@@ -228,8 +228,8 @@ class IngressApp:
                     self._responses[response.status // 100 % 10] += 1
                 else:
                     self._unanswered += 1
-            if request.span is not None:
-                end_trace(request.span, request, scope)
+            if request.span is not None and self._tracing is not None:
+                end_trace(self._tracing, request.span, request, scope)
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.

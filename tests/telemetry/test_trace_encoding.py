@@ -51,7 +51,7 @@ def test_a_batch_is_what_opentelemetry_would_send() -> None:
     found = spans()
     encoder = SpanEncoder(readable, EXAMPLE)
     for _ in range(2):  # new, and kept
-        ours = ExportTraceServiceRequest.FromString(encoder.batch(found))
+        ours = ExportTraceServiceRequest.FromString(encoder.body([*map(encoder.span, found)]))
         assert ours == encode_spans([readable(each) for each in found])
 
 
@@ -60,7 +60,8 @@ def test_what_is_odd_spoils_no_batch() -> None:
     first = tracing.span("\ud800", NO_PARENT, {"n": 2**70, "text": "\ud800"})
     second = tracing.span("\ud800", NO_PARENT, {"n": object(), "m": 1})
     second.add_event("\ud800")
-    found = ExportTraceServiceRequest.FromString(SpanEncoder(readable, EXAMPLE).batch([first, second]))
+    encoder = SpanEncoder(readable, EXAMPLE)
+    found = ExportTraceServiceRequest.FromString(encoder.body([encoder.span(first), encoder.span(second)]))
     one, other = found.resource_spans[0].scope_spans[0].spans
     assert [each.value.int_value or each.value.string_value for each in one.attributes] == [2**63 - 1, "?"]
     assert [(each.key, each.value.int_value) for each in other.attributes] == [("m", 1)]

@@ -20,14 +20,16 @@ from daskserve.telemetry.tracing.carrier import LENGTH, NEW, NO_PARENT, SAMPLED,
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
-    from daskserve.telemetry.tracing.span import RecordedSpan
+    from daskserve.telemetry.tracing.span import RecordedSpan, SharedAttributes
 
 logger = logging.getLogger("daskserve.tracing")
 
 #: Ended spans that wait for the thread; as many as the SDK's own queue holds.
 MAX_PENDING = 2048
-#: How long the thread lets spans gather.
-GATHER_S = 0.2
+#: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
+GATHER_S = 0.1
+#: How many kinds of spans, by the attributes they share, are known at once.
+MAX_SHARED = 1024
 #: How long the last spans may take when the instance ends.
 FLUSH_S = 5.0
 #: The key of `Tracing` among what the parts of an instance share in a process.
@@ -57,9 +59,12 @@ class Tracing:
     ) -> None:
         from opentelemetry.trace import SpanKind  # takes long to import
 
-        from daskserve.telemetry.tracing.span import RecordedSpan
+        from daskserve.telemetry.tracing.span import NONE_SHARED, RecordedSpan, SharedAttributes, trace_head
 
-        self._span = RecordedSpan
+        self._span, self._head_of = RecordedSpan, trace_head
+        self._new_shared, self._none_shared = SharedAttributes, NONE_SHARED
+        #: What the spans of one kind have in common, by what tells the kinds apart.
+        self._shared: dict[tuple[Any, ...], SharedAttributes] = {}
         self._internal_kind, self.server_kind = SpanKind.INTERNAL, SpanKind.SERVER
         self.instance = instance
         self.config = config
@@ -104,18 +109,39 @@ class Tracing:
         """Return whether a request that belongs to no trace is sampled."""
         return self._rng.random() < self.ratio
 
+    def shared(self, key: tuple[Any, ...], make: Callable[..., Mapping[str, Any]]) -> SharedAttributes:
+        """Return attributes for all spans with a key, which ``make`` returns for the values of the key."""
+        found = self._shared.get(key)
+        if found is None:
+            if len(self._shared) >= MAX_SHARED:
+                self._shared.clear()  # spans that refer to them keep them
+            found = self._shared[key] = self._new_shared(make(*key))
+        return found
+
     def span(
-        self, name: str, parent: Parent, attributes: dict[str, Any], kind: Any = None, tracestate: str = ""
+        self,
+        name: str,
+        parent: Parent,
+        attributes: dict[str, Any] | None,
+        kind: Any = None,
+        tracestate: str = "",
     ) -> RecordedSpan:
-        """Begin a span; without a parent, it is the first one of a new trace."""
-        trace_id = parent[0] or self.bits(128) | 1
-        found = self._span(self, name, trace_id, parent[1], attributes, kind or self._internal_kind)
+        """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
+        trace = self._head_of(parent[0] or self.bits(128) | 1)
+        found = self._span(self, name, trace, parent[1], self._none_shared, kind or self._internal_kind)
+        if attributes is not None:
+            found.own = attributes
         if tracestate:
             found.tracestate = tracestate
         return found
 
     def under(
-        self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
+        self,
+        carrier: Carrier,
+        name: str,
+        shared: SharedAttributes | None = None,
+        own: dict[str, Any] | None = None,
+        kind: Any = None,
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         text = carrier[0] if carrier else ""
@@ -123,16 +149,22 @@ class Tracing:
             # As `parent_in` and `span`, in a third of the time.
             if not int(text[53:], 16) & SAMPLED:
                 return None
-            ids = int(text[3:35], 16), int(text[36:52], 16)
-            found = self._span(self, name, *ids, attributes, kind or self._internal_kind)
+            parent_id = int(text[36:52], 16)
+            found = self._span(
+                self, name, text[:36], parent_id, shared or self._none_shared, kind or self._internal_kind
+            )
             if carrier[1]:
                 found.tracestate = carrier[1]
-            return found
-        if text == NEW:
-            found = self.span(name, NO_PARENT, attributes, kind)
+        elif text == NEW:
+            found = self.span(name, NO_PARENT, None, kind)
             found.start_ns = int(carrier[3])
-            return found
-        return None
+            if shared is not None:
+                found.shared = shared
+        else:
+            return None
+        if own is not None:
+            found.own = own
+        return found
 
     def keep(self, span: RecordedSpan) -> None:
         """Have a span that has ended exported."""

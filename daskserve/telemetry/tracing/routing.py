@@ -22,9 +22,13 @@ class Way:
     its SDK.
     """
 
-    def __init__(self, shared: Mapping[str, Any], span: Span, carrier: Carrier) -> None:
+    def __init__(
+        self, shared: Mapping[str, Any], span: Span, carrier: Carrier, facts: tuple[str, Any]
+    ) -> None:
         self._shared = shared
         self._span = span
+        #: The deployment and the method.
+        self._facts = facts
         self._own = span if isinstance(span, RecordedSpan) else None
         #: The trace context with which the request goes on.
         self.carrier: Carrier = carrier_of(span, carrier[2] if len(carrier) > 2 else "")
@@ -60,11 +64,11 @@ class Way:
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
         """Note that the request is sent to a replica."""
         self._attempts += 1
-        where = {"daskserve.replica": replica, "daskserve.worker": worker}
-        if self._own is None:
-            self._span.set_attributes(where)
+        own, tracing = self._own, tracing_of(self._shared)
+        if own is None or tracing is None:
+            self._span.set_attributes(_place(replica, worker))
         else:
-            self._own.attributes.update(where)
+            own.shared = tracing.shared((*self._facts, replica, worker), _attributes)
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 
@@ -83,11 +87,26 @@ class Way:
 def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
     """Begin the way of a request whose head has a trace context; None if its trace is not sampled."""
     carrier: Carrier = head[TRACE]
-    attributes = {"daskserve.step": "route_to_replica", "daskserve.deployment": deployment}
-    if isinstance(method := head.get("method"), str) and "type" not in head:
-        attributes["rpc.method"] = method or "__call__"
-    span = _begin(shared, carrier, f"route_to_replica {deployment}", attributes, SpanKind.CLIENT)
-    return None if span is None else Way(shared, span, carrier)
+    method = None if "type" in head else head.get("method")
+    facts = deployment, (method or "__call__") if isinstance(method, str) else None
+    name = f"route_to_replica {deployment}"
+    span: Span | None
+    if (tracing := tracing_of(shared)) is not None:
+        span = tracing.under(carrier, name, tracing.shared(facts, _attributes), kind=SpanKind.CLIENT)
+    else:
+        span = _begin(shared, carrier, name, _attributes(*facts), SpanKind.CLIENT)
+    return None if span is None else Way(shared, span, carrier, facts)
+
+
+def _attributes(deployment: str, method: str | None, replica: str = "", worker: str = "") -> dict[str, Any]:
+    found = {"daskserve.step": "route_to_replica", "daskserve.deployment": deployment}
+    if method is not None:
+        found["rpc.method"] = method
+    return {**found, **_place(replica, worker)} if replica else found
+
+
+def _place(replica: str, worker: str) -> dict[str, Any]:
+    return {"daskserve.replica": replica, "daskserve.worker": worker}
 
 
 def _begin(
@@ -95,5 +114,5 @@ def _begin(
 ) -> Span | None:
     tracing = tracing_of(shared)
     if tracing is not None:
-        return tracing.under(carrier, name, attributes, kind)
+        return tracing.under(carrier, name, own=attributes, kind=kind)
     return program_span(carrier, name, attributes, kind) if parent_in(carrier).is_sampled else None

@@ -25,6 +25,24 @@ PLAIN = (str, bool, int, float)
 logger = logging.getLogger("daskserve.tracing")
 
 
+class SharedAttributes:
+    """Attributes that many spans have in common; nobody changes them.
+
+    A span that refers to them costs less time and memory than one with a dictionary of its own, and they are
+    encoded once.
+    """
+
+    __slots__ = ("encoded", "values")
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        #: As the encoder has them; empty until it has seen them.
+        self.encoded = b""
+
+
+NONE_SHARED = SharedAttributes({})
+
+
 class SpanMaker(Protocol):
     """Keeps the spans of an instance; see `daskserve.telemetry.tracing.process.Tracing`."""
 
@@ -50,37 +68,57 @@ class RecordedSpan(Span):
     #: ``(name, attributes, time)`` of each event.
     events: Sequence[tuple[str, Mapping[str, Any], int]] = ()
     links: Sequence[Link] = ()
+    #: Attributes of the span alone.
+    own: dict[str, Any] | None = None
     _context: SpanContext | None = None
 
     def __init__(
         self,
         tracing: SpanMaker,
         name: str,
-        trace_id: int,
+        trace: str,
         parent_id: int,
-        attributes: dict[str, Any],
+        shared: SharedAttributes,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> None:
         self.tracing = tracing
         self.name = name
-        self.trace_id = trace_id
+        #: The beginning of a ``traceparent``, with its trace: see `trace_head`.
+        self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
         self.span_id = tracing.bits(64) | 1
-        self.attributes = attributes
+        self.shared = shared
         self.kind = kind
         self.start_ns = wall_ns()
 
     @property
+    def trace_id(self) -> int:
+        """The number of its trace."""
+        return int(self.trace[3:35], 16)
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """All attributes."""
+        return {**self.shared.values, **(self.own or {})}
+
+    @property
     def traceparent(self) -> str:
         """The text that makes the span the parent of others."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
+        return f"{self.trace}{self.span_id:016x}-01"
 
     def child(
-        self, name: str, attributes: dict[str, Any], kind: SpanKind = SpanKind.INTERNAL
+        self,
+        name: str,
+        attributes: dict[str, Any] | SharedAttributes,
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> RecordedSpan:
-        """Begin a span under this one."""
-        found = RecordedSpan(self.tracing, name, self.trace_id, self.span_id, attributes, kind)
+        """Begin a span under this one, with attributes that it shares, or of its own."""
+        if isinstance(attributes, SharedAttributes):
+            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, attributes, kind)
+        else:
+            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, NONE_SHARED, kind)
+            found.own = attributes
         if self.tracestate:
             found.tracestate = self.tracestate
         return found
@@ -112,11 +150,18 @@ class RecordedSpan(Span):
         self.set_attributes({key: value})
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        known = self.attributes
-        if not self.end_ns:
-            for key, value in _cleaned(attributes).items():
-                if key in known or len(known) < MAX_ATTRIBUTES:
-                    known[key] = value
+        if self.end_ns:
+            return
+        cleaned, known = _cleaned(attributes), self.own
+        if not self.shared.values.keys().isdisjoint(cleaned):
+            known, self.shared = dict(self.attributes), NONE_SHARED
+        if known is None:
+            known = {}
+        most = MAX_ATTRIBUTES - len(self.shared.values)
+        for key, value in cleaned.items():
+            if key in known or len(known) < most:
+                known[key] = value
+        self.own = known
 
     def add_event(
         self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None
@@ -167,6 +212,11 @@ class RecordedSpan(Span):
             self.record_exception(exc_val)
             note_failure(self, error_type(exc_val))
         self.end()
+
+
+def trace_head(trace_id: int) -> str:
+    """Return the beginning of the ``traceparent`` of all spans of a trace."""
+    return f"00-{trace_id:032x}-"
 
 
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 
 class RequestState(Enum):
@@ -69,6 +72,7 @@ class ActiveRequest:
         "read",
         "request_id",
         "slot",
+        "span",
         "state",
         "user",
         "waiter",
@@ -110,6 +114,8 @@ class ActiveRequest:
         #: How many outputs its caller has read, and what the caller waits on for the next.
         self.read = len(self.outputs)
         self.waiter: asyncio.Future[None] | None = None
+        #: The span of its call, if that is sampled.
+        self.span: RecordedSpan | None = None
         #: Whether its caller is so far behind that it is left out of steps.
         self.is_paused = False
 
