@@ -156,7 +156,8 @@ class RolloutConfig(Options):
         100,
         ge=0,
         description="Minimum number of requests that the new version must have ended at a step before the "
-        "next one. More are needed if the gates need them, see ``detects``.",
+        "next one. More are needed if the gates need them, see ``detects``. At ``0%`` with ``shadow``: of "
+        "answers that were compared.",
     )
     gates: list[Gate] = Field(
         default_factory=lambda: [Gate()],

@@ -32,7 +32,7 @@ from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
 from daskserve.control.views.published import published_backend
-from daskserve.control.views.rollouts import rollout_status
+from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError
 from daskserve.options.rollout import Gate, RolloutConfig
 from daskserve.payload.packed_errors import load_error
@@ -137,6 +137,26 @@ def test_a_step_takes_its_time_and_its_requests(why: str, seconds: float, new: t
     bench.after(2)
     bench.after(1)
     assert bench.share() == 0.5
+
+
+@each_case("least, compared", [(100, 99), (0, 0)])
+def test_a_step_that_only_compares_waits_for_answers(least: int, compared: int) -> None:
+    bench = RolloutBench({**PLAN, "steps": ["0%", "100%"], "shadow": "10%", "min_requests": least})
+
+    def compare(count: int) -> None:
+        key = bench.published()["rollout"]["key"]
+        counted = {"key": key, "new": [0, 0, []], "old": [900, 0, [900]], "shadowed": [count, 0, []]}
+        bench.observed.rollouts.report("r", {"b": counted})
+
+    compare(compared)
+    bench.after(300)
+    assert (bench.share(), bench.phase) == (0.0, P.SERVING)
+    lacks = f"{compared} of {max(1, least)} answers have been compared"
+    assert lacks in rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
+    compare(max(1, least))
+    bench.after(2)
+    bench.after(1)
+    assert bench.share() == 1.0
 
 
 def test_a_worse_version_is_taken_back_with_figures() -> None:

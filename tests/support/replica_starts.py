@@ -14,6 +14,8 @@ def replica_start(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
+    backend_tag: str = "b",
+    replica_tag: str = "b#AAAAAA",
     concurrency: int,
     user_config: bytes | None = None,
     debug: bool = False,
@@ -21,11 +23,11 @@ def replica_start(
     environment: str | None = None,
     **options: Any,
 ) -> ReplicaStart:
-    """Return the start message of ``b#AAAAAA``; ``options`` are those of `BackendConfig`."""
+    """Return the start message of a replica; ``options`` are those of `BackendConfig`."""
     return ReplicaStart(
         tracing={},
-        backend_tag="b",
-        replica_tag="b#AAAAAA",
+        backend_tag=backend_tag,
+        replica_tag=replica_tag,
         code=pickling.dump_bytes((definition, args, kwargs or {})),
         config=BackendConfig(**options),
         concurrency=concurrency,

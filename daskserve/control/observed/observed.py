@@ -165,7 +165,7 @@ class Notes:
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
     def at_rest(self) -> Notes:
-        """Return what a backend keeps in mind after a change: the next one begins with the rest anew."""
+        """Return the notes that outlive a change that has ended: only those about dead replicas."""
         return Notes(dead=self.dead) if self.is_at_rest else self
 
     @property

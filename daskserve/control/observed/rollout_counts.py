@@ -67,7 +67,7 @@ class RolloutCounts:
             step = self._of(tag, str(counted["key"]))
             step.report(router, _counts(counted["new"]), _counts(counted["old"]))
             if shadowed := counted.get("shadowed"):
-                self._compared(router, tag, str(counted["key"]).partition("/")[0], shadowed)
+                self._compared(router, tag, _rollout_of(str(counted["key"])), shadowed)
 
     def _compared(self, router: str, tag: BackendTag, key: str, found: Sequence[Any]) -> None:
         answers = self._answers.get(tag)
@@ -94,8 +94,9 @@ class RolloutCounts:
 
     def evidence(self, tag: BackendTag, key: str) -> Evidence:
         """Return what is known of a step."""
-        step = self._steps.get(tag, {}).get(key)
-        return Evidence() if step is None else Evidence(step.new, step.old, dict(step.polls))
+        step = self._steps.get(tag, {}).get(key) or _Step()
+        compared = self.shadowed(tag, _rollout_of(key)).compared
+        return Evidence(step.new, step.old, dict(step.polls), compared)
 
     def shadowed(self, tag: BackendTag, rollout_id: str) -> Shadowed:
         """Return the compared answers of a rollout."""
@@ -112,6 +113,11 @@ class RolloutCounts:
         """Drop the counts of a backend whose rollout has ended."""
         self._steps.pop(tag, None)
         self._answers.pop(tag, None)
+
+
+def _rollout_of(key: str) -> str:
+    """Return the rollout to which the key of a step belongs."""
+    return key.partition("/")[0]
 
 
 def _counts(found: Sequence[Any]) -> VersionCounts:

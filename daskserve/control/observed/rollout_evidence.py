@@ -64,11 +64,14 @@ class Evidence:
     polls : dict
         By the number of a gate with a PromQL expression: how often the new version was worse, how often it
         was not, and the last two values.
+    compared : int
+        Answers of shadowed requests that were compared since the rollout began.
     """
 
     new: VersionCounts = VersionCounts()
     old: VersionCounts = VersionCounts()
     polls: Mapping[int, tuple[int, int, float, float]] = field(default_factory=dict)
+    compared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,19 @@ def _probability(config: RolloutConfig) -> float:
     return config.false_alarm / (max(1, len(config.gates)) * len(config.steps))
 
 
+def planned_share(rollout: RolloutState, config: RolloutConfig) -> float:
+    """Return the share of the step that is served; it may be another one while a version has no replica."""
+    return percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
+
+
 def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
-    """Return how many requests or comparisons a step lacks; empty if it has enough."""
+    """Return how many requests, answers or comparisons a step lacks; empty if it has enough."""
     requests, p = evidence.new.requests, _probability(config)
+    if share == 0 and percent_of(config.shadow):
+        # Nothing but the answers of copies is known of the new version.
+        least = max(1, config.min_requests)
+        if evidence.compared < least:
+            return f"{evidence.compared} of {least} answers have been compared"
     needed = max((least_requests(each, evidence, share, p) for each in config.gates), default=0)
     if share > 0 and requests < max(needed, config.min_requests):
         return f"{requests} of {max(needed, config.min_requests)} requests have ended"
@@ -141,9 +151,7 @@ def decide(
         return Decision(rollout, f"{text}; it waits to be promoted or aborted")
     if for_s < config.pause_s:
         return Decision(rollout, f"{text}, for at least {shown(config.pause_s)} s")
-    # The share may be another one while a version has no replica.
-    planned = percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
-    if lacks := missing(config, evidence, planned):
+    if lacks := missing(config, evidence, planned_share(rollout, config)):
         return Decision(rollout, f"{text}; {lacks}")
     return Decision(promoted(rollout, config, wall), text)
 

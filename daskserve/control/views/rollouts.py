@@ -16,7 +16,7 @@ from daskserve.control.records.rollout import RolloutPhase, RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.records.two_versions import running_of, split_of
 from daskserve.control.verbs.model_rollouts import evidence_of
-from daskserve.control.verbs.rollout_plan import findings, missing
+from daskserve.control.verbs.rollout_plan import findings, missing, planned_share
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig, percent_of
 
@@ -53,7 +53,7 @@ def _text(rollout: RolloutState, plan: RolloutConfig, share: float, evidence: Ev
         found.append(f"replicas for {plan.steps[rollout.step]} start")
     elif rollout.phase is RolloutPhase.PAUSED or plan.pause_s is None:
         found.append("paused until it is promoted or aborted")
-    elif lacks := missing(plan, evidence, share):
+    elif lacks := missing(plan, evidence, planned_share(rollout, plan)):
         found.append(lacks)
     if evidence.new.requests:
         found += [each.text for each in findings(plan, rollout, evidence, share)]

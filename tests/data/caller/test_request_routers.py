@@ -20,8 +20,9 @@ from daskserve.data.caller.request_routers import thread
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
 from daskserve.data.caller.request_routers.interface import Setup
 from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, prompt_in
-from daskserve.data.caller.request_routers.routing import RequestRouting, session_in
+from daskserve.data.caller.request_routers.routing import RequestRouting
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.data.caller.sessions import session_in
 from daskserve.payload.pickling import dump
 from daskserve.request_router import (
     FIFOMixin,
@@ -209,6 +210,7 @@ def test_the_prompt_of_an_argument(value: Any, text: str) -> None:
         ("header:X-Session-Id", [(b"x-session-id", b"a")], "a"),
         ("header:X-Session-Id", [(b"x-session-id", b"\xff" * 10_000)], "\xff" * 1024),
         ("cookie:sid", [(b"cookie", b"a=b; sid=c")], "c"),
+        ("cookie:sid", [(b"cookie", b'prefs={"a":1}; b[0]=d; sid="c"')], "c"),
         ("cookie:sid", [(b"cookie", b"\x00;;=;")], ""),
         ("cookie:sid", [], ""),
     ],

@@ -107,6 +107,7 @@ def test_what_passes_a_replica_is_in_the_sink(place: str, tmp_path: Path) -> Non
             await socket.write_message("hello")
             said = await socket.read_message()
             socket.close()
+            assert await socket.read_message() is None  # the connection is closed before its loop is
             return said
 
         assert asyncio.run(talk()) == "HELLO"

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 from by_task import by_task
 from distributed.comm import listen
+from replica_starts import replica_start
 
 from daskserve.cluster.channel.connect.dialling import dial_worker
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
@@ -40,10 +41,7 @@ from daskserve.common.types import (
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
-from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.options.start_messages import ReplicaStart
-from daskserve.payload.pickling import dump_bytes
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
 
@@ -156,26 +154,8 @@ class Plant:
         )
 
     async def _start_replica(self, tag: str, backend: str, worker: str, code: Any, event_loop: str) -> None:
-        start = ReplicaStart(
-            tracing={},
-            backend_tag=backend,
-            replica_tag=tag,
-            code=dump_bytes((code, (), {})),
-            config=BackendConfig(event_loop=event_loop),
-            concurrency=CONCURRENCY,
-            user_config=None,
-            environment=None,
-            debug=False,
-            is_async=False,
-            code_name="b@1",
-            rank_info=(0, 0, 0, 1),
-            actors={},
-            actor_of=(),
-            gang=(),
-            bundles=(),
-            is_deployment=False,
-            models=None,
-            is_exact=False,
+        start = replica_start(
+            code, backend_tag=backend, replica_tag=tag, concurrency=CONCURRENCY, event_loop=event_loop
         )
         spec = ActorSpec(ActorKind.REPLICA, f"i/replica/{tag}", 1, "i", start.encode())
         nothing = cast(Cluster, SimpleNamespace())

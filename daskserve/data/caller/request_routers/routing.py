@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
-from http.cookies import CookieError, SimpleCookie
 from itertools import islice
 from types import NoneType
 from typing import Any, Protocol
@@ -44,6 +43,7 @@ from daskserve.data.caller.request_routers.interface import (
 )
 from daskserve.data.caller.request_routers.plain import is_told_of
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
+from daskserve.data.caller.sessions import session_in
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.payload.error_text import summary_of
@@ -56,8 +56,6 @@ LATENCY_WEIGHT = 0.2
 #: A failure counts as a latency of this many times the mean of all replicas at least, up to so many seconds.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
-#: Session ids are cut to this length.
-MAX_SESSION = 1024
 #: How often each replica may be named in an answer, on average; more is not looked at.
 MAX_NAMED = 10
 
@@ -388,17 +386,3 @@ def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float
         routing._trouble(error)
         routing._count(error.kind)
         return None
-
-
-def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
-    """Return what names the session of an HTTP request, by ``"header:NAME"`` or ``"cookie:NAME"``."""
-    kind, _, name = place.partition(":")
-    wanted = b"cookie" if kind == "cookie" else name.lower().encode()
-    value = next((value for each, value in headers if each == wanted), b"").decode("latin-1")
-    if kind == "cookie" and value:
-        try:
-            cookies: SimpleCookie = SimpleCookie(value)
-        except CookieError:
-            return ""
-        value = cookies[name].value if name in cookies else ""
-    return value[:MAX_SESSION]

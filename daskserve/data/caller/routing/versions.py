@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Receive, Send, described
 from daskserve.data.caller.routing.choice import shard_draw
 from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
+from daskserve.data.caller.sessions import session_in
 from daskserve.data.version_counts import is_socket, sent
 from daskserve.errors import NotFoundError
 from daskserve.telemetry.histogram import VersionCounter
@@ -120,16 +120,9 @@ class Versions:
 
     def _session_of(self, envelope: Envelope) -> str:
         """Return what names the session of an HTTP request; empty if nothing does."""
-        if self._sticky is None:
+        if self._sticky is None or envelope.kind is not EnvelopeKind.HTTP:
             return ""
-        kind, _, name = self._sticky.partition(":")
-        if kind == "header":
-            return _header(envelope, name.lower().encode()).decode("latin-1")
-        try:
-            cookies = SimpleCookie(_header(envelope, b"cookie").decode("latin-1"))
-        except CookieError:
-            return ""
-        return cookies[name].value if name in cookies else ""
+        return session_in(envelope.head.get("headers", ()), self._sticky)
 
     async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         """Send a request, and count how it ends; one whose caller leaves is not counted."""

@@ -1,0 +1,31 @@
+"""The session of an HTTP request, by the part of it that an option names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: Maximum number of characters of a session's name that count.
+MAX_SESSION = 1024
+
+
+def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
+    """Return what names the session of an HTTP request, by ``"header:NAME"`` or ``"cookie:NAME"``.
+
+    Empty if the request has no such part.
+    """
+    kind, _, name = place.partition(":")
+    wanted = b"cookie" if kind == "cookie" else name.lower().encode()
+    value = next((value for each, value in headers if each == wanted), b"").decode("latin-1")
+    return (_cookie(value, name) if kind == "cookie" else value)[:MAX_SESSION]
+
+
+def _cookie(header: str, name: str) -> str:
+    """Return the value of a cookie.
+
+    Browsers send values that no RFC allows, such as JSON, with which `http.cookies` drops all the others.
+    """
+    for part in header.split(";"):
+        known, _, value = part.partition("=")
+        if known.strip() == name:
+            return value.strip().strip('"')
+    return ""
