@@ -86,7 +86,7 @@ def end_trace(tracing: Tracing, span: RecordedSpan, request: IngressRequest, sco
         if header == b"user-agent":
             agent = value[:MAX_TEXT]
     client, server = scope.get("client"), scope.get("server")
-    span.shared = tracing.shared(
+    span.shared = tracing.shared.get(
         (
             scope.get("scheme", "http"),
             scope.get("http_version", "1.1"),

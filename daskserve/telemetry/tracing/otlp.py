@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from daskserve.telemetry.tracing.span import RecordedSpan, SharedAttributes
+from daskserve.telemetry.tracing.shared import SharedAttributes
+from daskserve.telemetry.tracing.span import RecordedSpan
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -16,11 +16,20 @@ from typing import TYPE_CHECKING, Any
 from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import LENGTH, NEW, NO_PARENT, SAMPLED, Carrier, Parent
+from daskserve.telemetry.tracing.carrier import (
+    LENGTH,
+    NEW,
+    NO_PARENT,
+    SAMPLED,
+    Carrier,
+    Parent,
+    trace_head,
+)
+from daskserve.telemetry.tracing.shared import NOTHING, KnownAttributes, SharedAttributes
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
-    from daskserve.telemetry.tracing.span import RecordedSpan, SharedAttributes
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 logger = logging.getLogger("daskserve.tracing")
 
@@ -28,8 +37,6 @@ logger = logging.getLogger("daskserve.tracing")
 MAX_PENDING = 2048
 #: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
 GATHER_S = 0.1
-#: How many kinds of spans, by the attributes they share, are known at once.
-MAX_SHARED = 1024
 #: How long the last spans may take when the instance ends.
 FLUSH_S = 5.0
 #: The key of `Tracing` among what the parts of an instance share in a process.
@@ -59,18 +66,15 @@ class Tracing:
     ) -> None:
         from opentelemetry.trace import SpanKind  # takes long to import
 
-        from daskserve.telemetry.tracing.span import NONE_SHARED, RecordedSpan, SharedAttributes, trace_head
+        from daskserve.telemetry.tracing.span import RecordedSpan
 
-        self._span, self._head_of = RecordedSpan, trace_head
-        self._new_shared, self._none_shared = SharedAttributes, NONE_SHARED
-        #: What the spans of one kind have in common, by what tells the kinds apart.
-        self._shared: dict[tuple[Any, ...], SharedAttributes] = {}
+        self._span = RecordedSpan
+        self.shared = KnownAttributes()
         self._internal_kind, self.server_kind = SpanKind.INTERNAL, SpanKind.SERVER
         self.instance = instance
         self.config = config
         self.resource = resource
-        self._call_imported = call_imported
-        self._post_of = post_of
+        self._how = call_imported, post_of
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
@@ -109,15 +113,6 @@ class Tracing:
         """Return whether a request that belongs to no trace is sampled."""
         return self._rng.random() < self.ratio
 
-    def shared(self, key: tuple[Any, ...], make: Callable[..., Mapping[str, Any]]) -> SharedAttributes:
-        """Return attributes for all spans with a key, which ``make`` returns for the values of the key."""
-        found = self._shared.get(key)
-        if found is None:
-            if len(self._shared) >= MAX_SHARED:
-                self._shared.clear()  # spans that refer to them keep them
-            found = self._shared[key] = self._new_shared(make(*key))
-        return found
-
     def span(
         self,
         name: str,
@@ -127,8 +122,8 @@ class Tracing:
         tracestate: str = "",
     ) -> RecordedSpan:
         """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
-        trace = self._head_of(parent[0] or self.bits(128) | 1)
-        found = self._span(self, name, trace, parent[1], self._none_shared, kind or self._internal_kind)
+        trace = trace_head(parent[0] or self.bits(128) | 1)
+        found = self._span(self, name, trace, parent[1], NOTHING, kind or self._internal_kind)
         if attributes is not None:
             found.own = attributes
         if tracestate:
@@ -151,7 +146,7 @@ class Tracing:
                 return None
             parent_id = int(text[36:52], 16)
             found = self._span(
-                self, name, text[:36], parent_id, shared or self._none_shared, kind or self._internal_kind
+                self, name, text[:36], parent_id, shared or NOTHING, kind or self._internal_kind
             )
             if carrier[1]:
                 found.tracestate = carrier[1]
@@ -184,7 +179,7 @@ class Tracing:
 
         try:
             path = self.config["exporter_import_path"]
-            self.export = open_export(self.resource, path, self._call_imported, self._post_of)
+            self.export = open_export(self.resource, path, *self._how)
         except Exception as error:
             logger.error(
                 "The spans of instance %r are dropped: %s",

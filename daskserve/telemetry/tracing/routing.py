@@ -68,7 +68,7 @@ class Way:
         if own is None or tracing is None:
             self._span.set_attributes(_place(replica, worker))
         else:
-            own.shared = tracing.shared((*self._facts, replica, worker), _attributes)
+            own.shared = tracing.shared.get((*self._facts, replica, worker), _attributes)
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 
@@ -92,7 +92,7 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
     name = f"route_to_replica {deployment}"
     span: Span | None
     if (tracing := tracing_of(shared)) is not None:
-        span = tracing.under(carrier, name, tracing.shared(facts, _attributes), kind=SpanKind.CLIENT)
+        span = tracing.under(carrier, name, tracing.shared.get(facts, _attributes), kind=SpanKind.CLIENT)
     else:
         span = _begin(shared, carrier, name, _attributes(*facts), SpanKind.CLIENT)
     return None if span is None else Way(shared, span, carrier, facts)

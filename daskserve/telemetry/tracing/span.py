@@ -15,6 +15,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 
 from daskserve.common.clock import wall_ns
 from daskserve.telemetry.tracing.carrier import SAMPLED
+from daskserve.telemetry.tracing.shared import NOTHING, SharedAttributes
 
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
@@ -23,24 +24,6 @@ MAX_EVENTS = 128
 PLAIN = (str, bool, int, float)
 
 logger = logging.getLogger("daskserve.tracing")
-
-
-class SharedAttributes:
-    """Attributes that many spans have in common; nobody changes them.
-
-    A span that refers to them costs less time and memory than one with a dictionary of its own, and they are
-    encoded once.
-    """
-
-    __slots__ = ("encoded", "values")
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        #: As the encoder has them; empty until it has seen them.
-        self.encoded = b""
-
-
-NONE_SHARED = SharedAttributes({})
 
 
 class SpanMaker(Protocol):
@@ -83,7 +66,7 @@ class RecordedSpan(Span):
     ) -> None:
         self.tracing = tracing
         self.name = name
-        #: The beginning of a ``traceparent``, with its trace: see `trace_head`.
+        #: The beginning of a ``traceparent``, of all spans of its trace.
         self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
@@ -117,7 +100,7 @@ class RecordedSpan(Span):
         if isinstance(attributes, SharedAttributes):
             found = RecordedSpan(self.tracing, name, self.trace, self.span_id, attributes, kind)
         else:
-            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, NONE_SHARED, kind)
+            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, NOTHING, kind)
             found.own = attributes
         if self.tracestate:
             found.tracestate = self.tracestate
@@ -154,7 +137,7 @@ class RecordedSpan(Span):
             return
         cleaned, known = _cleaned(attributes), self.own
         if not self.shared.values.keys().isdisjoint(cleaned):
-            known, self.shared = dict(self.attributes), NONE_SHARED
+            known, self.shared = dict(self.attributes), NOTHING
         if known is None:
             known = {}
         most = MAX_ATTRIBUTES - len(self.shared.values)
@@ -212,11 +195,6 @@ class RecordedSpan(Span):
             self.record_exception(exc_val)
             note_failure(self, error_type(exc_val))
         self.end()
-
-
-def trace_head(trace_id: int) -> str:
-    """Return the beginning of the ``traceparent`` of all spans of a trace."""
-    return f"00-{trace_id:032x}-"
 
 
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:

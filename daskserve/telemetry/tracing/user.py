@@ -19,7 +19,9 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
-from daskserve.telemetry.tracing.span import RecordedSpan, SharedAttributes, SpanMaker, trace_head
+from daskserve.telemetry.tracing.carrier import trace_head
+from daskserve.telemetry.tracing.shared import SharedAttributes
+from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
 
 
 class UserTracer(Tracer):

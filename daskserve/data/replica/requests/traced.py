@@ -30,7 +30,8 @@ from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
-from daskserve.telemetry.tracing.span import RecordedSpan, SharedAttributes, error_type
+from daskserve.telemetry.tracing.shared import SharedAttributes
+from daskserve.telemetry.tracing.span import RecordedSpan, error_type
 
 #: How many of the requests that run are named.
 MAX_NAMED = 8
@@ -244,7 +245,7 @@ def traced_request(
         request.way = tracing.under(carrier, f"route_to_replica {called}", own=way)
         if request.way is not None:
             request.carrier = carrier = [request.way.traceparent, "", ""]
-    shared = tracing.shared((*names, method), _shared)
+    shared = tracing.shared.get((*names, method), _shared)
     request.span = tracing.under(carrier, f"replica {called}", shared, own, tracing.server_kind)
     if request.span is not None:
         slots = serving.slots
