@@ -25,6 +25,7 @@ class SharedAttributes:
 
 
 NOTHING = SharedAttributes({})
+USER_CODE = SharedAttributes({"daskserve.step": "user_code"})
 
 
 class KnownAttributes:

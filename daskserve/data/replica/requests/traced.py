@@ -30,7 +30,7 @@ from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
-from daskserve.telemetry.tracing.shared import SharedAttributes
+from daskserve.telemetry.tracing.shared import USER_CODE
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type
 
 #: How many of the requests that run are named.
@@ -40,7 +40,6 @@ SHORT_NS = 100_000
 #: A longer wait for a thread or an event loop gets an event.
 LONG_S = 0.002
 
-_CODE = SharedAttributes({"daskserve.step": "user_code"})
 _ERRORS: Mapping[RequestEvent, str] = {LEFT: "cancelled", LATE: "timeout"}
 
 
@@ -157,7 +156,7 @@ def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
     if code is not None:
         enter(request.carrier, code)
         return code
-    code = request.span.child(f"user code {request._method.name}", _CODE)
+    code = request.span.child(f"user code {request._method.name}", USER_CODE)
     waited_s = stopwatch() - request.ready_at
     if waited_s > LONG_S:
         facts = {"daskserve.wait.for": awaited, "daskserve.wait.seconds": round(waited_s, 6)}
