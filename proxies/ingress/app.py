@@ -212,7 +212,7 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                trace_id = 0 if request.span is None else request.span.trace_id
+                trace_id = "" if request.span is None else request.span.trace[3:35]
                 self.metrics.observe(
                     request.route,
                     method,

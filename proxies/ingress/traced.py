@@ -33,7 +33,7 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
         return
     state, baggage = carrier[1:] if carrier else ("", "")
     # The path may be another one when the request ends.
-    own = {"url.path": scope["path"][:MAX_TEXT]}
+    own = {"url.path": scope["path"]}
     request.span = span = tracing.span("HTTP", parent, own, tracing.server_kind, state)
     request.trace = [span.traceparent, state, baggage]
 
@@ -67,20 +67,40 @@ def _shared(
 
 
 def end_trace(tracing: Tracing, span: RecordedSpan, request: IngressRequest, scope: Scope) -> None:
-    """End the span of a request."""
+    """End the span of a request; most of its attributes are set when it is exported."""
     response = request.response
-    found = span.own  # of a span that is not ended, which only this request has
+    status = response.status
+    is_cut = not response.is_complete and not request.is_socket
+    if request.cause or status >= 500 or not status or is_cut:
+        kind = request.cause or (str(status) if status >= 500 else "cancelled")
+        span.set_attribute("error.type", kind)
+        if status >= 500 or not status or is_cut:
+            span.fail(kind)
+    route = None if request.route is NO_ROUTE else request.route.route
+    span.later = _complete, tracing, scope, route, request.host, response.request_id, status
+    span.end()
+
+
+def _complete(
+    span: RecordedSpan,
+    tracing: Tracing,
+    scope: Scope,
+    route: str | None,
+    host: bytes,
+    request_id: bytes,
+    status: int,
+) -> None:
+    found = span.own
     assert found is not None
+    found["url.path"] = found["url.path"][:MAX_TEXT]
+    found["daskserve.request_id"] = request_id.decode("latin-1")
+    if status:
+        found["http.response.status_code"] = status
     name = method = scope.get("method", "GET")
     if method not in _METHODS:
         found["http.request.method_original"] = method[:MAX_TEXT]
         name, method = "HTTP", "_OTHER"
-    found["daskserve.request_id"] = response.request_id.decode("latin-1")
-    route = None
-    if request.route is not NO_ROUTE:
-        route = request.route.route
-        name = f"{name} {route}"
-    span.name = name
+    span.name = name if route is None else f"{name} {route}"
     agent = b""
     for header, value in scope["headers"]:
         if header == b"user-agent":
@@ -93,19 +113,9 @@ def end_trace(tracing: Tracing, span: RecordedSpan, request: IngressRequest, sco
             method,
             route,
             server and tuple(server),
-            request.host[:MAX_TEXT],
+            host[:MAX_TEXT],
             client and client[0],
             agent,
         ),
         _shared,
     )
-    status = response.status
-    if status:
-        found["http.response.status_code"] = status
-    is_cut = not response.is_complete and not request.is_socket
-    if request.cause or status >= 500 or not status or is_cut:
-        kind = request.cause or (str(status) if status >= 500 else "cancelled")
-        found["error.type"] = kind
-        if status >= 500 or not status or is_cut:
-            span.fail(kind)
-    span.end()

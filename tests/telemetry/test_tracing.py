@@ -19,7 +19,8 @@ from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
-from daskserve.telemetry.tracing.process import MAX_PENDING, Tracing
+from daskserve.telemetry.tracing.process import Tracing
+from daskserve.telemetry.tracing.span import MAX_PENDING
 from daskserve.testing import local_instance
 
 __all__ = ["collected"]
@@ -271,10 +272,10 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     tracing.start()
     for _ in range(3 * MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing._pending)
+    until(lambda: not tracing.pending)
     for _ in range(MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing._pending)
+    until(lambda: not tracing.pending)
     samples = {name: value for name, _, value in tracing.samples()}
     assert samples["trace_spans"] == 4 * MAX_PENDING
     assert samples["trace_spans_dropped"] >= 2 * MAX_PENDING
@@ -330,6 +331,6 @@ def test_a_histogram_keeps_one_example_of_each_bucket() -> None:
     histogram = LatencyHistogram()
     for value in (0.3, 0.4, 2.0):
         histogram.observe(value)
-        histogram.note_trace(value, 7)
+        histogram.note_trace(value, "7")
     assert histogram.examples is not None
     assert sorted(value for value, _, _ in histogram.examples.values()) == [0.4, 2.0]

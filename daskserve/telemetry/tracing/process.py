@@ -23,9 +23,8 @@ from daskserve.telemetry.tracing.carrier import (
     SAMPLED,
     Carrier,
     Parent,
-    trace_head,
 )
-from daskserve.telemetry.tracing.shared import NOTHING, KnownAttributes, SharedAttributes
+from daskserve.telemetry.tracing.shared import NOTHING, KnownAttributes
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.tracing")
 
-#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
-MAX_PENDING = 2048
 #: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
 GATHER_S = 0.1
 #: How long the last spans may take when the instance ends.
@@ -78,9 +75,9 @@ class Tracing:
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
-        self._pending: deque[RecordedSpan] = deque()
+        self.pending: deque[RecordedSpan] = deque()
         self._wakes, self._closing = threading.Event(), threading.Event()
-        self._is_awake = False
+        self.is_awake = False
         self.is_closed = False
         self._thread: threading.Thread | None = None
         self.ended = self.dropped = 0
@@ -122,7 +119,7 @@ class Tracing:
         tracestate: str = "",
     ) -> RecordedSpan:
         """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
-        trace = trace_head(parent[0] or self.bits(128) | 1)
+        trace = f"00-{parent[0] or self.bits(128) | 1:032x}-"  # as `trace_head`
         found = self._span(self, name, trace, parent[1], NOTHING, kind or self._internal_kind)
         if attributes is not None:
             found.own = attributes
@@ -131,12 +128,7 @@ class Tracing:
         return found
 
     def under(
-        self,
-        carrier: Carrier,
-        name: str,
-        shared: SharedAttributes | None = None,
-        own: dict[str, Any] | None = None,
-        kind: Any = None,
+        self, carrier: Carrier, name: str, own: dict[str, Any] | None = None, kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         text = carrier[0] if carrier else ""
@@ -145,32 +137,26 @@ class Tracing:
             if not int(text[53:], 16) & SAMPLED:
                 return None
             parent_id = int(text[36:52], 16)
-            found = self._span(
-                self, name, text[:36], parent_id, shared or NOTHING, kind or self._internal_kind
-            )
+            found = self._span(self, name, text[:36], parent_id, NOTHING, kind or self._internal_kind)
             if carrier[1]:
                 found.tracestate = carrier[1]
-        elif text == NEW:
-            found = self.span(name, NO_PARENT, None, kind)
+            if own is not None:
+                found.own = own
+            return found
+        if text == NEW:
+            found = self.span(name, NO_PARENT, own, kind)
             found.start_ns = int(carrier[3])
-            if shared is not None:
-                found.shared = shared
-        else:
-            return None
-        if own is not None:
-            found.own = own
-        return found
+            return found
+        return None
 
-    def keep(self, span: RecordedSpan) -> None:
-        """Have a span that has ended exported."""
-        if len(self._pending) >= MAX_PENDING or self.is_closed:
-            self.dropped += 1
-            return
-        self.ended += 1
-        self._pending.append(span)
-        if not self._is_awake:
-            self._is_awake = True
-            self._wakes.set()
+    def drop(self) -> None:
+        """Count a span for which there is no room."""
+        self.dropped += 1
+
+    def wake(self) -> None:
+        """Have the ended spans exported soon."""
+        self.is_awake = True
+        self._wakes.set()
 
     # ---- the thread
 
@@ -192,7 +178,7 @@ class Tracing:
             if not self.is_closed:
                 self._closing.wait(GATHER_S)
             self._wakes.clear()
-            self._is_awake = False
+            self.is_awake = False
             self._drain()
             if self.is_closed:
                 break
@@ -200,7 +186,13 @@ class Tracing:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        spans = [self._pending.popleft() for _ in range(len(self._pending))]
+        spans = [self.pending.popleft() for _ in range(len(self.pending))]
+        self.ended += len(spans)
+        for span in spans:
+            try:
+                span.complete()
+            except Exception:
+                logger.exception("A span has less attributes than it should have")
         if self.export is None:
             self.dropped += len(spans)
         elif spans:
@@ -211,7 +203,7 @@ class Tracing:
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self.ended + self.dropped),
+            ("trace_spans", labels, self.ended + len(self.pending) + self.dropped),
             ("trace_spans_dropped", labels, self.dropped + late),
         ]
         if export is not None:

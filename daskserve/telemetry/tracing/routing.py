@@ -9,7 +9,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from daskserve.telemetry.tracing.carrier import TRACE, Carrier, parent_in
 from daskserve.telemetry.tracing.context import carrier_of, program_span
-from daskserve.telemetry.tracing.process import tracing_of
+from daskserve.telemetry.tracing.process import KEY, Tracing, tracing_of
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type, exception_attributes, note_failure
 
 T = TypeVar("T")
@@ -27,11 +27,14 @@ class Way:
     ) -> None:
         self._shared = shared
         self._span = span
-        #: The deployment and the method.
-        self._facts = facts
-        self._own = span if isinstance(span, RecordedSpan) else None
+        #: The deployment and the method; for a recorded span also the replica and its worker.
+        self._facts: tuple[Any, ...] = facts
+        self._own = own = span if type(span) is RecordedSpan else None
+        baggage = carrier[2] if len(carrier) > 2 else ""
         #: The trace context with which the request goes on.
-        self.carrier: Carrier = carrier_of(span, carrier[2] if len(carrier) > 2 else "")
+        self.carrier: Carrier = (
+            carrier_of(span, baggage) if own is None else [own.traceparent, own.tracestate, baggage]
+        )
         self._attempts = 0
 
     async def wait(
@@ -64,11 +67,10 @@ class Way:
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
         """Note that the request is sent to a replica."""
         self._attempts += 1
-        own, tracing = self._own, tracing_of(self._shared)
-        if own is None or tracing is None:
+        if self._own is None:
             self._span.set_attributes(_place(replica, worker))
         else:
-            own.shared = tracing.shared.get((*self._facts, replica, worker), _attributes)
+            self._facts = *self._facts[:2], replica, worker
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 
@@ -81,7 +83,13 @@ class Way:
         """Note the end of the request."""
         if error is not None:
             note_failure(self._span, error_type(error))
+        if self._own is not None:
+            self._own.later = _complete, self._shared[KEY], self._facts
         self._span.end()
+
+
+def _complete(span: RecordedSpan, tracing: Tracing, facts: tuple[Any, ...]) -> None:
+    span.shared = tracing.shared.get(facts, _attributes)
 
 
 def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
@@ -91,8 +99,9 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
     facts = deployment, (method or "__call__") if isinstance(method, str) else None
     name = f"route_to_replica {deployment}"
     span: Span | None
-    if (tracing := tracing_of(shared)) is not None:
-        span = tracing.under(carrier, name, tracing.shared.get(facts, _attributes), kind=SpanKind.CLIENT)
+    tracing: Tracing | None = shared.get(KEY)
+    if tracing is not None:
+        span = tracing.under(carrier, name, kind=SpanKind.CLIENT)
     else:
         span = _begin(shared, carrier, name, _attributes(*facts), SpanKind.CLIENT)
     return None if span is None else Way(shared, span, carrier, facts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from daskserve.common.clock import wall_ns
 from daskserve.telemetry.tracing.carrier import SAMPLED
 from daskserve.telemetry.tracing.shared import NOTHING, SharedAttributes
 
+#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
+MAX_PENDING = 2048
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
@@ -31,15 +34,23 @@ class SpanMaker(Protocol):
 
     is_closed: bool
 
+    is_awake: bool
+    #: Ended spans, of which nobody keeps more than `MAX_PENDING`.
+    pending: deque[RecordedSpan]
+
     @property
     def bits(self) -> Callable[[int], int]:
         """Returns a random number of so many bits."""
 
-    def keep(self, span: RecordedSpan) -> None: ...
+    def drop(self) -> None:
+        """Count a span for which there is no room."""
+
+    def wake(self) -> None:
+        """Have the ended spans exported soon."""
 
 
 class RecordedSpan(Span):
-    """A span of a sampled trace; ``tracing.keep`` gets it when it ends, once.
+    """A span of a sampled trace; ``tracing.pending`` gets it when it ends, once.
 
     Any thread may use it, as any span of OpenTelemetry.
     """
@@ -53,6 +64,9 @@ class RecordedSpan(Span):
     links: Sequence[Link] = ()
     #: Attributes of the span alone.
     own: dict[str, Any] | None = None
+    #: A function and its arguments after the span, which sets what is not known yet: called when the span is
+    #: exported or read, so that no request waits for it.
+    later: tuple[Any, ...] | None = None
     _context: SpanContext | None = None
 
     def __init__(
@@ -83,6 +97,8 @@ class RecordedSpan(Span):
     @property
     def attributes(self) -> Mapping[str, Any]:
         """All attributes."""
+        if self.later is not None:
+            self.complete()
         return {**self.shared.values, **(self.own or {})}
 
     @property
@@ -105,6 +121,12 @@ class RecordedSpan(Span):
         if self.tracestate:
             found.tracestate = self.tracestate
         return found
+
+    def complete(self) -> None:
+        """Set what is set `later`, once."""
+        later, self.later = self.later, None
+        if later is not None:
+            later[0](self, *later[1:])
 
     def fail(self, kind: str) -> None:
         """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
@@ -183,7 +205,14 @@ class RecordedSpan(Span):
         if not self.end_ns:
             now, began = end_time or wall_ns(), self.start_ns
             self.end_ns = now if now > began else began  # the clock may have been set
-            self.tracing.keep(self)
+            tracing = self.tracing
+            pending = tracing.pending
+            if tracing.is_closed or len(pending) >= MAX_PENDING:
+                tracing.drop()
+                return
+            pending.append(self)
+            if not tracing.is_awake:
+                tracing.wake()
 
     def __exit__(
         self,

@@ -88,7 +88,7 @@ class TracedRequest(LocalRequest):
         super().answered()
         span = self.span
         if span is not None:
-            self.metrics.latency.note_trace(stopwatch() - began, span.trace_id)
+            self.metrics.latency.note_trace(stopwatch() - began, span.trace[3:35])
             span.end()
             if self.way is not None:
                 self.way.end()
@@ -244,9 +244,9 @@ def traced_request(
         request.way = tracing.under(carrier, f"route_to_replica {called}", own=way)
         if request.way is not None:
             request.carrier = carrier = [request.way.traceparent, "", ""]
-    shared = tracing.shared.get((*names, method), _shared)
-    request.span = tracing.under(carrier, f"replica {called}", shared, own, tracing.server_kind)
-    if request.span is not None:
+    request.span = span = tracing.under(carrier, f"replica {called}", own, tracing.server_kind)
+    if span is not None:
+        span.later = _complete, tracing, (*names, method)
         slots = serving.slots
         if slots.ongoing >= slots.concurrency or slots.waiting:
             request.wait = found_at(slots, lambda: _running(serving))
@@ -261,6 +261,10 @@ def _names(serving: ServingCode) -> tuple[str, str, str, str]:
     deployment = split_deployment_tag(replica.backend_tag)
     serving.names = found = (*deployment, replica.replica_tag, replica.code_version)
     return found
+
+
+def _complete(span: RecordedSpan, tracing: Tracing, key: tuple[Any, ...]) -> None:
+    span.shared = tracing.shared.get(key, _shared)
 
 
 def _shared(
