@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import redis.asyncio as redis
 
@@ -19,7 +20,7 @@ STREAM, GROUP = "clicks", "counters"
 CLAIM_MS = 5000
 
 
-async def messages(client: redis.Redis, consumer: str) -> AsyncIterator[serve.SourceItem]:
+async def messages(client: Any, consumer: str) -> AsyncIterator[serve.SourceItem]:
     """Yield the messages of the stream: first those of consumers that were lost, then new ones."""
     try:
         await client.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
@@ -33,12 +34,11 @@ async def messages(client: redis.Redis, consumer: str) -> AsyncIterator[serve.So
             yield serve.SourceItem((key, fields), ack=partial(client.xack, STREAM, GROUP, key))
 
 
-@serve.deployment(num_replicas=2)
 class Clicks:
     """Counts clicks by page."""
 
     def __init__(self) -> None:
-        self.client = redis.from_url(URL, decode_responses=True)
+        self.client: Any = redis.from_url(URL, decode_responses=True)
 
     @serve.source("count", max_in_flight=20)
     async def clicks(self) -> AsyncIterator[serve.SourceItem]:
@@ -58,7 +58,7 @@ class Clicks:
         await self.client.aclose()
 
 
-app = Clicks.bind()
+app = serve.deployment(num_replicas=2)(Clicks).bind()
 
 if __name__ == "__main__":
     serve.run(app, route_prefix="/pages", blocking=True)

@@ -32,7 +32,6 @@ def load_video(seed: int, frames: int) -> npt.NDArray[np.uint8]:
     return video
 
 
-@serve.deployment(num_replicas=2, max_ongoing_requests=2)
 @serve.task_consumer(task_processor_config=queue)
 class Videos:
     """Finds the square in each frame."""
@@ -53,7 +52,7 @@ class Videos:
 def main(videos: int = 6, frames: int = 200) -> None:
     """Submit videos, and print how far each is until all are done."""
     serve.start(http_options={"location": "NoServer"})
-    serve.run(Videos.bind())
+    serve.run(serve.deployment(num_replicas=2, max_ongoing_requests=2)(Videos).bind())
     tasks = serve.instantiate_adapter_from_config(queue)
     # The id makes a video one task, however often this program is started.
     ids = [
