@@ -18,10 +18,9 @@ is the bundles of all its replicas.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -167,7 +166,7 @@ def ranks(
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
     known = {each.address: each for each in workers}
     same = state.workers_of(demand.backend)
-    rank = _ranks(state, same, _count_on_hosts(known.values(), same), demand, avoid)
+    rank = _ranks(state, same, _count_on_hosts(known.values(), same), demand, set(avoid))
     return lambda worker: rank(known[worker])
 
 
@@ -176,10 +175,10 @@ def _ranks(
     same: Mapping[WorkerAddress, int],
     on_hosts: Mapping[str, int],
     demand: Demand,
-    avoid: Iterable[WorkerAddress],
+    avoided: Collection[WorkerAddress],
 ) -> Callable[[WorkerInfo], WorkerRank]:
     """Return what ranks a worker, given the bundles of the backend by worker and by host."""
-    avoided, total_on = set(avoid), state.bundles_on()
+    total_on = state.bundles_on()
 
     def rank(info: WorkerInfo) -> WorkerRank:
         worker = info.address
@@ -219,40 +218,51 @@ def place(
     """
     known = list(workers)
     if len(demand.bundles) > 1:
-        rank_of = ranks(state, known, demand, avoid)
-        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank_of)
+        of_address = ranks(state, known, demand, avoid)
+        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, of_address)
     same = state.workers_of(demand.backend)
     on_hosts = _count_on_hosts(known, same)
-    rank = _ranks(state, same, on_hosts, demand, avoid)
+    avoided = set(avoid)
+    rank = _ranks(state, same, on_hosts, demand, avoided)
     best: WorkerRank | None = None
-    for crowd, worker in _likely_first(state, known):
+    for crowd, worker in _likely_first(state, known, avoided):
         ranked = rank(worker)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
         if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
             best = ranked
         if best is not None and not demand.is_packed and best <= (0, 0, FREE, crowd, worker.address):
-            break  # none of the rest is better
+            break  # none of the rest is better, and the avoided ones are not either, if this one is free
     return None if best is None else (best[-1],)
 
 
-def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
-    """Yield workers by the number of bundles on them, and by address, with that number.
+def _likely_first(
+    state: ResourceUsage, workers: Sequence[WorkerInfo], avoided: Collection[WorkerAddress]
+) -> Iterator[tuple[int, WorkerInfo]]:
+    """Yield workers by the number of bundles on them, and by address, with that number; the avoided last.
 
     Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
     unless these lack room or have replicas of the same backend.
     """
-    addresses = [each.address for each in workers]
-    crowds = list(map(state.bundles_on().get, addresses, itertools.repeat(0)))
-    if not crowds:
-        return
-    # Most often, nobody asks for more than the first one, and one pass finds it.
-    least = min(crowds)
-    first = addresses.index(min([each for each, n in zip(addresses, crowds, strict=True) if n == least]))
-    yield least, workers[first]
-    rest = [each for each in zip(crowds, addresses, itertools.count()) if each[2] != first]
+    crowd_of = state.bundles_on().get
+    # Most often, nobody asks for more than the first one, which a loop finds in a third of the time of `min`.
+    first: WorkerInfo | None = None
+    least = 0
+    for each in workers:
+        crowd = crowd_of(each.address, 0)
+        if (
+            first is None or crowd < least or (crowd == least and each.address < first.address)
+        ) and each.address not in avoided:
+            least, first = crowd, each
+    if first is not None:
+        yield least, first
+    rest = [
+        (each.address in avoided, crowd_of(each.address, 0), each.address, n)
+        for n, each in enumerate(workers)
+        if each is not first
+    ]
     heapq.heapify(rest)
     while rest:
-        crowd, _, place = heapq.heappop(rest)
+        _, crowd, _, place = heapq.heappop(rest)
         yield crowd, workers[place]
 
 
