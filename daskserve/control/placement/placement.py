@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeAlias
 
 from daskserve.common.formatting import shown, shown_size
@@ -186,12 +187,12 @@ def _ranks(
         crowd, is_avoided = total_on.get(worker, 0), worker in avoided
         if demand.is_packed:
             return (-mine, -near, is_avoided, -crowd, worker)
-        return (mine, near, *crowding(info, crowd, is_avoided=is_avoided), worker)
+        return (mine, near, *crowding(info.threads, crowd, is_avoided=is_avoided), worker)
 
     return rank
 
 
-def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
+def crowding(threads: int, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
     """Return the part of the rank of a worker that does not depend on the backend.
 
     Parameters
@@ -202,7 +203,7 @@ def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int
         Whether it has the controller or a proxy.
     """
     # Where only busy workers are left, all of them share the load.
-    tier = FULL if bundles >= worker.threads else AVOIDED if is_avoided else FREE
+    tier = FULL if bundles >= threads else AVOIDED if is_avoided else FREE
     return tier, bundles + COMPANY * is_avoided
 
 
@@ -225,44 +226,43 @@ def place(
     avoided = set(avoid)
     rank = _ranks(state, same, on_hosts, demand, avoided)
     best: WorkerRank | None = None
-    for crowd, worker in _likely_first(state, known, avoided):
-        ranked = rank(worker)
-        # The rank first: it takes less time than the room, and few workers are better than all before them.
-        if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
-            best = ranked
-        if best is not None and not demand.is_packed and best <= (0, 0, FREE, crowd, worker.address):
-            break  # none of the rest is better, and the avoided ones are not either, if this one is free
+    for is_avoided in (False, True):
+        group = [each for each in known if (each.address in avoided) is is_avoided]
+        most_threads = max(map(attrgetter("threads"), group), default=0)
+        for crowd, worker in _likely_first(state, group):
+            ranked = rank(worker)
+            # The rank first: it takes less time than the room, and few are better than all before them.
+            if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
+                best = ranked
+            least = crowding(most_threads, crowd, is_avoided=is_avoided)
+            if best is not None and not demand.is_packed and best <= (0, 0, *least, worker.address):
+                break  # none of the rest of the group is better
     return None if best is None else (best[-1],)
 
 
-def _likely_first(
-    state: ResourceUsage, workers: Sequence[WorkerInfo], avoided: Collection[WorkerAddress]
-) -> Iterator[tuple[int, WorkerInfo]]:
-    """Yield workers by the number of bundles on them, and by address, with that number; the avoided last.
+def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
+    """Yield workers by the number of bundles on them, and by address, with that number.
 
     Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
     unless these lack room or have replicas of the same backend.
     """
+    if not workers:
+        return
     crowd_of = state.bundles_on().get
     # Most often, nobody asks for more than the first one, which a loop finds in a third of the time of `min`.
-    first: WorkerInfo | None = None
-    least = 0
+    first = workers[0]
+    least = crowd_of(first.address, 0)
     for each in workers:
         crowd = crowd_of(each.address, 0)
-        if (
-            first is None or crowd < least or (crowd == least and each.address < first.address)
-        ) and each.address not in avoided:
+        if crowd < least or (crowd == least and each.address < first.address):
             least, first = crowd, each
-    if first is not None:
-        yield least, first
+    yield least, first
     rest = [
-        (each.address in avoided, crowd_of(each.address, 0), each.address, n)
-        for n, each in enumerate(workers)
-        if each is not first
+        (crowd_of(each.address, 0), each.address, n) for n, each in enumerate(workers) if each is not first
     ]
     heapq.heapify(rest)
     while rest:
-        _, crowd, _, place = heapq.heappop(rest)
+        crowd, _, place = heapq.heappop(rest)
         yield crowd, workers[place]
 
 
