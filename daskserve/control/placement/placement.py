@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
 
-from daskserve.common.formatting import shown, shown_size
+from daskserve.common.formatting import counted, shown, shown_size
 from daskserve.common.types import BackendTag, WorkerAddress, WorkerInfo
 from daskserve.control.placement.bin_packing import (
     TOLERANCE,
@@ -452,9 +452,9 @@ def _missing(
     lacks = _lacks(amounts, [free_resources.by_worker[each] for each in workers], "worker")
     if lacks:
         who = "a bundle" if demand.has_groups else "a replica"
-        return f"{who} needs {lacks}; {len(workers)} workers were looked at"
+        return f"{who} needs {lacks}; {counted(len(workers), 'worker was', 'workers were')} looked at"
     wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(amounts.items()))
-    return f"no single one of {len(workers)} workers has all of {wanted or 'nothing'} free"
+    return f"no single one of {counted(len(workers), 'worker')} has all of {wanted or 'nothing'} free"
 
 
 def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:

@@ -33,7 +33,7 @@ def set_target_capacity(state: State, percent: float | None, wall: float) -> Cha
 
 
 def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Change:
-    """Return the change that lets an instance log as a configuration says, until it is started anew.
+    """Return the change that gives an instance the logging of a configuration, until its next start.
 
     A configuration without ``logging_config`` changes nothing.
     """
