@@ -9,8 +9,10 @@ A budget keeps a deployment all of whose requests take long from getting twice a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import islice
 from typing import Any, TypeAlias
 
 from daskserve.common.types import DONE, Envelope, EnvelopeKind, Message, Receive, Send
@@ -23,6 +25,8 @@ METHODS = frozenset({"GET", "HEAD"})
 KEPT, EVERY, LEAST = 512, 32, 20
 #: How many second tries may have been saved up.
 MAX_SAVED = 10.0
+#: How many late requests are looked at when a second try may begin.
+MAX_GRANTED = 8
 
 #: Sends a request; starts a second try, or returns None if there is no replica for one.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
@@ -83,6 +87,8 @@ class Hedging:
         self._seen = 0
         self._saved = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        #: The requests without an answer after the delay that have no second try yet, the oldest first.
+        self._late: dict[_Race, SecondTry] = {}
         #: After how long a second try begins; None as long as too little is known.
         self.delay_s: float | None = None
         #: How many second tries answered first, and how many did not.
@@ -106,28 +112,44 @@ class Hedging:
     async def send(self, first: Try, second: SecondTry, receive: Receive, send: Send) -> None:
         """Send a request, and once more if that takes long."""
         self._saved = min(self._saved + self._budget, MAX_SAVED)
+        self._grant()
         loop = asyncio.get_running_loop()
         began = loop.time()
-        race = _Race(send, loop.create_future())
-        tasks = [self._start(first(receive, race.sender(0)))]
+        race = _Race(send, loop)
+        tasks = race.tasks
+        tasks.append(self._start(first(receive, race.sender(0))))
         try:
-            await asyncio.wait(
-                [*tasks, race.decided], timeout=self.delay_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not tasks[0].done() and race.winner is None and self._saved >= 1:
-                trying = second(race.sender(1))
-                if trying is not None:
-                    self._saved -= 1
-                    tasks.append(self._start(trying))
-            winner = await race.run(tasks)
+            if await race.is_open(self.delay_s):
+                self._late[race] = second
+                self._grant()
+            winner = await race.run()
             if len(tasks) == 2:
                 self.won += winner == 1
                 self.lost += winner == 0
             self._note(loop.time() - began)
             await tasks[winner]
         finally:
+            self._late.pop(race, None)
             for each in tasks:
                 each.cancel()
+            if self._late:
+                self._grant()
+
+    def _grant(self) -> None:
+        """Begin second tries of those that are late for longest, as far as budget and replicas allow.
+
+        Of the requests that wait for the budget, those that only just took longer than most end by
+        themselves, so it is spent on those that are slow.
+        """
+        if self._saved < 1 or not self._late:
+            return
+        for race, second in list(islice(self._late.items(), MAX_GRANTED)):
+            if race.is_on and (trying := second(race.sender(1))) is not None:
+                del self._late[race]
+                self._saved -= 1
+                race.join(self._start(trying))
+                if self._saved < 1:
+                    return
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -144,7 +166,8 @@ class Hedging:
         self._latencies.append(took_s)
         self._seen += 1
         if len(self._latencies) >= LEAST and (self.delay_s is None or self._seen % EVERY == 0):
-            found = sorted(self._latencies)[int(self._quantile * len(self._latencies))]
+            # Not the greatest of the first few, which may be a slow one.
+            found = sorted(self._latencies)[math.ceil(self._quantile * len(self._latencies)) - 1]
             # A little later, so that of many equal ones none is late.
             self.delay_s = max(1.01 * found, self._min_delay_s)
 
@@ -152,11 +175,14 @@ class Hedging:
 class _Race:
     """Two tries of a request: the first one with a message wins, and only its messages are passed on."""
 
-    def __init__(self, send: Send, decided: asyncio.Future[None]) -> None:
+    def __init__(self, send: Send, loop: asyncio.AbstractEventLoop) -> None:
         self._send = send
+        self.tasks: list[asyncio.Task[None]] = []
         self.winner: int | None = None
         #: Done when one of them has won.
-        self.decided = decided
+        self._decided: asyncio.Future[None] = loop.create_future()
+        #: Done when there is a second one.
+        self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
         """Return what takes the messages of one try."""
@@ -164,21 +190,37 @@ class _Race:
         def take(message: Message) -> Awaitable[None]:
             if self.winner is None:
                 self.winner = number
-                if not self.decided.done():
-                    self.decided.set_result(None)
+                if not self._decided.done():
+                    self._decided.set_result(None)
             return self._send(message) if self.winner == number else DONE
 
         return take
 
-    async def run(self, tasks: list[asyncio.Task[None]]) -> int:
+    async def is_open(self, pause_s: float | None) -> bool:
+        """Return whether it is on after a pause."""
+        first = [self.tasks[0], self._decided]
+        await asyncio.wait(first, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+        return self.is_on
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the first try has neither answered nor ended."""
+        return self.winner is None and not self.tasks[0].done()
+
+    def join(self, task: asyncio.Task[None]) -> None:
+        """Have a second try take part."""
+        self.tasks.append(task)
+        self._joined.set_result(None)
+
+    async def run(self) -> int:
         """Return which try has won, or has ended as the last one; cancel the other."""
-        running = [each for each in tasks if not each.done()]
-        while self.winner is None and running:
-            await asyncio.wait([*running, self.decided], return_when=asyncio.FIRST_COMPLETED)
+        tasks = self.tasks
+        while self.winner is None and (running := [each for each in tasks if not each.done()]):
+            news = [self._decided] if len(tasks) == 2 else [self._decided, self._joined]
+            await asyncio.wait([*running, *news], return_when=asyncio.FIRST_COMPLETED)
             good = [n for n, each in enumerate(tasks) if each.done() and not _has_failed(each)]
             if self.winner is None and good:
                 self.winner = good[0]
-            running = [each for each in tasks if not each.done()]
         winner = 0 if self.winner is None else self.winner
         for number, each in enumerate(tasks):
             if number != winner:

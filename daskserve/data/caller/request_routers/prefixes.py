@@ -3,11 +3,12 @@
 Problem: a language model need not compute again what it has in its cache, but each replica has its own cache,
 and what is common to all prompts must not send all of them to one replica.
 
-Choice: a text is cut into blocks, and each block is named by a hash of it and all before it, so a name
-stands for a whole beginning. For each name the router keeps the replicas that got such a text last. A request
-goes to the least loaded of those that have the longest part of its beginning, unless they have so many more
-requests than others that to wait for them takes longer than to compute. A text that begins like no other goes
-where consistent hashing of its first block sends it, so that processes that have not seen it yet agree.
+Choice: a text is cut into blocks, longer ones the further they are from its beginning, and each block is
+named by a hash of it and all before it, so a name stands for a whole beginning. For each name the router
+keeps the replicas that got such a text last. A request goes to the least loaded of those that have the
+longest part of its beginning, unless they have so many more requests than others that to wait for them
+takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
+block sends it, so that processes that have not seen it yet agree.
 
 Names that were not asked for longest are forgotten.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter, hash_of
@@ -27,9 +28,13 @@ from daskserve.data.caller.request_routers.interface import (
     RunningReplica,
 )
 
-#: The length of a block, and how many blocks of a text count.
-BLOCK_CHARACTERS = 64
-MAX_BLOCKS = 64
+#: The length of the first blocks and their number; how long each further one is, as a share of all before it;
+#: and how many characters of a text count.
+BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
+GROWTH = 0.2
+MAX_CHARACTERS = 32 * 1024
+#: How many messages of a chat count.
+MAX_MESSAGES = 256
 #: How many beginnings are known at most, and how many replicas for each.
 MAX_BEGINNINGS = 50_000
 MAX_REPLICAS = 4
@@ -39,6 +44,21 @@ MAX_JSON_BYTES = 32 * 1024
 IMBALANCE = 8
 #: The least share of a text that must be known.
 MATCH = 0.1
+
+
+def _ends() -> Iterator[int]:
+    """Yield where the blocks of a text end."""
+    end = 0
+    while end < MAX_CHARACTERS:
+        end += (
+            max(BLOCK_CHARACTERS, int(GROWTH * end))
+            if end >= FIRST_BLOCKS * BLOCK_CHARACTERS
+            else BLOCK_CHARACTERS
+        )
+        yield min(end, MAX_CHARACTERS)
+
+
+_ENDS = tuple(_ends())
 _NAMES = ("prompt", "messages", "input", "inputs", "text")
 
 
@@ -84,14 +104,14 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         self._asked = pending_request, names
         near, depth = self._nearest(names)
         if near and depth >= self._match * len(names):
-            least = min(near, key=lambda each: each.queue_len)
+            least = near[0] if len(near) == 1 else min(near, key=lambda each: each.queue_len)
             count = len(candidate_replicas)
             other = min(
                 candidate_replicas[int(self.rng.random() * count)].queue_len,
                 candidate_replicas[int(self.rng.random() * count)].queue_len,
             )
             if least.has_room and least.queue_len - other <= self._imbalance:
-                return [near, candidate_replicas]
+                return [[least], candidate_replicas]
         return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
 
     def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:
@@ -131,10 +151,13 @@ class PrefixAffinityRouter(ConsistentHashRouter):
 
 def beginnings_of(text: str) -> list[int]:
     """Return the names of the beginnings of a text, the shortest first."""
-    found, name = [], 0
-    for at in range(0, min(len(text), BLOCK_CHARACTERS * MAX_BLOCKS), BLOCK_CHARACTERS):
-        name = hash((name, text[at : at + BLOCK_CHARACTERS]))
+    found, name, start, length = [], 0, 0, len(text)
+    for end in _ENDS:
+        name = hash((name, text[start:end]))
         found.append(name)
+        if end >= length:
+            break
+        start = end
     return found
 
 
@@ -151,7 +174,7 @@ def text_of(request: PendingRequest) -> str:
             return prompt_in(json.loads(body)) or body.decode("utf-8", "replace")
         except ValueError:
             pass
-    return body[: BLOCK_CHARACTERS * MAX_BLOCKS * 4].decode("utf-8", "replace")
+    return body[: 4 * MAX_CHARACTERS].decode("utf-8", "replace")
 
 
 def prompt_in(value: Any) -> str:
@@ -165,7 +188,7 @@ def prompt_in(value: Any) -> str:
     if isinstance(found, str):
         return found
     if isinstance(found, (list, tuple)):
-        return "\n".join(map(_text_of_message, found[:MAX_BLOCKS]))
+        return "\n".join(map(_text_of_message, found[:MAX_MESSAGES]))
     return ""
 
 
