@@ -174,7 +174,7 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
     return {
         "name": name,
         "route_prefix": status["route_prefix"],
-        "docs_path": None,
+        "docs_path": _docs_path(None if app is None else state.backends.get(app.ingress)),
         "status": status["status"],
         "message": status["message"],
         "last_deployed_time_s": status["last_deployed_time_s"],
@@ -187,6 +187,10 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
         "external_scaler_enabled": any(each.is_scaled_externally for each in backends.values()),
         "deployment_topology": None if app is None or not backends else _topology(app, backends),
     }
+
+
+def _docs_path(ingress: BackendRecord | None) -> str | None:
+    return None if ingress is None else ingress.config.internal_metadata.docs_path or None
 
 
 def _deployment(

@@ -207,6 +207,7 @@ class LocalCode:
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
             **({"ignores_bodies": True} if facts.ignores_bodies else {}),
+            **({"docs_path": facts.docs_path} if facts.docs_path else {}),
             **({"metadata": metadata} if metadata else {}),
         }
 

@@ -26,6 +26,8 @@ HOOKS = frozenset(
     }
 )
 
+#: The attribute of a class with its application or builder, and of an object with its own application.
+APP = "__daskserve_app__"
 #: An attribute of classes whose objects hold what can be served: what to do.
 REMEDY = "__daskserve_remedy__"
 ASGI_PARAMETERS = ("scope", "receive", "send")
@@ -64,6 +66,7 @@ class CallableFacts:
     is_asgi_app: bool = False
     accepts_batches: bool = False
     ignores_bodies: bool = False
+    docs_path: str = ""
     methods: Mapping[str, Method] = field(default_factory=dict)
 
 
@@ -105,8 +108,16 @@ def inspect_definition(
         is_asgi_app=call is not None and call.is_asgi,
         accepts_batches=any(each.accepts_batches for each in answering),
         ignores_bodies=call is not None and not (call.is_async or call.takes_argument),
+        docs_path=_docs_path(getattr(definition, APP, definition)),
         methods=methods,
     )
+
+
+def _docs_path(app: Any) -> str:
+    """Return where a FastAPI application describes itself, below its route; empty if it does not."""
+    is_fastapi = any(each.__module__.partition(".")[0] == "fastapi" for each in type(app).__mro__)
+    found = getattr(app, "docs_url", "") if is_fastapi else ""
+    return found if isinstance(found, str) else ""
 
 
 def python_methods(definition: Any) -> list[str]:
