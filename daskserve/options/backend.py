@@ -450,8 +450,10 @@ class BackendConfig(Options):
         }
         metadata = self.internal_metadata
         for name, default in (("ignores_bodies", False), ("docs_path", "")):
-            if facts.get(name, default) != getattr(metadata, name):
-                known[name] = facts.get(name, default)
+            known[name] = facts.get(name, default)
+        known = {name: value for name, value in known.items() if getattr(metadata, name) != value}
+        if not known:
+            return self
         return self.model_copy(update={"internal_metadata": metadata.model_copy(update=known)})
 
     @property

@@ -44,6 +44,8 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     if config is None or (
         config.dry_run and (before is None or "num_replicas" in backend.config.model_fields_set)
     ):
+        if backend.scaled_to is None and not backend.scalings:
+            return backend
         return replace(backend, scaled_to=None, scalings=())
     if before is None:
         return replace(backend, scaled_to=bounds_of(backend, config).first, scalings=())
