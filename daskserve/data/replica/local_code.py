@@ -206,8 +206,7 @@ class LocalCode:
             "is_asgi_app": facts.is_asgi_app,
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
-            **({"ignores_bodies": True} if facts.ignores_bodies else {}),
-            **({"docs_path": facts.docs_path} if facts.docs_path else {}),
+            **facts.rare(),
             **({"metadata": metadata} if metadata else {}),
         }
 

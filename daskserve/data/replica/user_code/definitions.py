@@ -69,6 +69,11 @@ class CallableFacts:
     docs_path: str = ""
     methods: Mapping[str, Method] = field(default_factory=dict)
 
+    def rare(self) -> dict[str, Any]:
+        """Return the facts that few definitions have, by name; records of the others lack them."""
+        names = ("ignores_bodies", "docs_path")
+        return {name: value for name in names if (value := getattr(self, name))}
+
 
 def inspect_definition(
     definition: Any, init_args: Sequence[Any] = (), init_kwargs: Mapping[str, Any] | None = None
