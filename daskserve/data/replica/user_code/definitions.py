@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.datastructures import State
 
+from daskserve.data.tasks.marks import CONSUMER
+
 #: The attribute that `daskserve.data.replica.requests.accept_batch` sets on a callable.
 ACCEPT_BATCH = "_serve_accept_batch"
 
@@ -68,6 +70,8 @@ class CallableFacts:
     ignores_bodies: bool = False
     docs_path: str = ""
     methods: Mapping[str, Method] = field(default_factory=dict)
+    #: The queue of tasks that it consumes: a `daskserve.data.tasks.decorator.ConsumerSpec`.
+    consumer: Any = None
 
     def rare(self) -> dict[str, Any]:
         """Return the facts that few definitions have, by name; records of the others lack them."""
@@ -115,6 +119,7 @@ def inspect_definition(
         ignores_bodies=call is not None and not (call.is_async or call.takes_argument),
         docs_path=_docs_path(getattr(definition, APP, definition)),
         methods=methods,
+        consumer=getattr(definition, CONSUMER, None) if inspect.isclass(definition) else None,
     )
 
 
