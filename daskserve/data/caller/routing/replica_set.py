@@ -86,7 +86,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, getattr(cluster, "here", ""))
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, cluster)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -405,7 +405,7 @@ class ReplicaSet:
         """Fail the requests that still wait."""
         self.availability.update(None)
         self.pool.update({}, 1, str)
-        self._waiting.choose_by(None)
+        self._waiting.close()
         self._alarm.cancel()
         self.fail_waiting()
 

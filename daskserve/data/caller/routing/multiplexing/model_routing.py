@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ SPARE_KNOWN = 16
 class ModelRouting:
     """Chooses replicas by the models that they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_new: Callable[[ReplicaTag], object] = bool) -> None:
+        #: Called with a replica that is about to load a model.
+        self._note_new = note_new
         self._demand = ModelDemand()
         self._known: dict[ReplicaTag, KnownModels] = {}
 
@@ -91,7 +93,10 @@ class ModelRouting:
     def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
         """Note that a request for a model goes to a replica, which has it from now on."""
         key = short_id(model_id)
-        assumed = self._of(tag).assumed
+        known = self._of(tag)
+        assumed = known.assumed
+        if key not in assumed and key not in known.loaded and key not in known.coming:
+            self._note_new(tag)
         assumed.pop(key, None)
         assumed[key] = now + ASSUMED_S
         while len(assumed) > MAX_ASSUMED or next(iter(assumed.values())) <= now:
