@@ -110,6 +110,7 @@ setup(
         "daskserve.data.batching.continuous",
         "daskserve.data.caller",
         "daskserve.data.caller.calls",
+        "daskserve.data.caller.mapping",
         "daskserve.data.caller.request_routers",
         "daskserve.data.caller.routing",
         "daskserve.data.caller.routing.multiplexing",

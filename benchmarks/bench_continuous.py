@@ -1,4 +1,4 @@
-"""Continuous batches beside fixed ones of the same model, and what the engine costs by itself.
+"""Continuous batches beside fixed ones of the same model, and the cost of the engine alone.
 
 The model is numpy: a step multiplies the rows of up to 8 texts by one matrix, and takes hardly longer for 8
 than for one. Texts have 5 to 200 tokens, most of them few: each doubling of the length is as likely as the

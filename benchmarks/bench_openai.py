@@ -1,10 +1,11 @@
 """Tokens per second and the time to the first token through OpenAI's interface, beside other servers.
 
 The model makes a token every 5 ms for each request, without any work, so what is measured is the server:
-200 callers could get 40,000 tokens per second. Callers ask at once for streams of 100 tokens, each over a
-connection of its own. The server has two workers, one with the proxy and OpenAI's interface, and one with
-the model. The peers answer in the same form: Ray Serve with an ingress that reads the stream of a second
-deployment, and LitServe with its ``OpenAISpec``. Systems take turns; figures are medians over the runs.
+200 callers could get 40,000 tokens per second. Callers ask for one stream of 100 tokens after the other, each
+over a connection of its own, for some seconds. The server has two workers, one with the proxy and OpenAI's
+interface, and one with the model. The peers answer in the same form: Ray Serve with an ingress that reads the
+stream of a second deployment, and LitServe with its ``OpenAISpec``. Systems take turns; figures are medians
+over the runs.
 
 The peers need a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install "ray[serve]"
 litserve``. Run: ``python benchmarks/bench_openai.py [--python DIR/bin/python] [--runs N] [--callers N ...]``.
@@ -14,24 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
-import statistics
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from contextlib import contextmanager
+from typing import Any
 
-from http_load import System, program, worker_processes
+from http_load import System, end_on_sigterm, worker_processes
+from stream_load import Texts, compare, peers
 
 import daskserve as serve
 from daskserve.cluster.dask.launch import start_local_cluster
 from daskserve.common.settings import LocalClusterSize
 from daskserve.openai import build_app
 
-PEERS = Path(__file__).parent / "peers"
 TOKENS = 100
 TOKEN_S = 0.005
 #: A token in a chunk: some text, not the empty one that comes with the role.
@@ -45,13 +41,6 @@ class Paced:
         for _ in range(request.max_tokens):
             await asyncio.sleep(TOKEN_S)
             yield "word "
-
-
-class Stream(NamedTuple):
-    """What one caller got: seconds to the first token, and the number of tokens."""
-
-    first_s: float
-    tokens: int
 
 
 @contextmanager
@@ -72,68 +61,31 @@ def serving() -> Iterator[System]:
         cluster.close()
 
 
-async def ask(url: str) -> Stream:
-    """Read a stream."""
-    place = urlsplit(url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**20)
-    message = {"role": "user", "content": "hello"}
-    body = json.dumps({"model": "paced", "messages": [message], "stream": True, "max_tokens": TOKENS})
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
-    began = time.perf_counter()
-    writer.write((head + body).encode())
-    seen, first_s = b"", 0.0
-    while b"[DONE]" not in seen[-40:]:
-        part = await reader.read(2**16)
-        if not part:
-            raise RuntimeError(f"the stream was cut: {seen[-300:]!r}")
-        seen += part
-        if not first_s and TOKEN.search(seen):
-            first_s = time.perf_counter() - began
-    writer.close()
-    tokens = len(TOKEN.findall(seen))
-    if tokens != TOKENS:
-        raise RuntimeError(f"{tokens} tokens instead of {TOKENS}: {seen[:500]!r}")
-    return Stream(first_s, tokens)
-
-
-async def once(url: str, callers: int) -> tuple[float, float]:
-    """Return tokens per second of all callers, and the median time to the first token."""
-    began = time.perf_counter()
-    streams = await asyncio.gather(*(ask(url) for _ in range(callers)))
-    taken_s = time.perf_counter() - began
-    return sum(each.tokens for each in streams) / taken_s, statistics.median(each.first_s for each in streams)
+TEXTS = Texts(
+    "/v1/chat/completions",
+    count=lambda _: TOKENS,
+    body=lambda count: {
+        "model": "paced",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "max_tokens": count,
+    },
+    token=TOKEN,
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--python", help="interpreter of the environment with the peers")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32, 200])
     given = parser.parse_args()
-    with ExitStack() as stack:
-        systems = {"daskserve": stack.enter_context(serving())}
-        if given.python:
-            for name, file in {"Ray Serve": "ray_openai.py", "LitServe": "litserve_openai.py"}.items():
-                systems[name] = stack.enter_context(program(PEERS / file, python=given.python))
-        for callers in given.callers:
-            found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in systems}
-            for number in range(given.runs + 1):
-                for name, system in systems.items():
-                    before_s = system.cpu_s()
-                    rate, first_s = asyncio.run(once(system.url, callers))
-                    cpu_us = (system.cpu_s() - before_s) / (callers * TOKENS) * 1e6
-                    if number:  # the first run is a warm-up
-                        found[name].append((rate, first_s, cpu_us))
-            for name, results in found.items():
-                rate, first_s, cpu_us = (statistics.median(each) for each in zip(*results, strict=True))
-                print(
-                    f"{callers:4} callers  {name:10} {rate:7.0f} tokens/s   first token "
-                    f"{first_s * 1e3:6.1f} ms   CPU per token {cpu_us:5.0f} µs",
-                    flush=True,
-                )
+    end_on_sigterm()
+    programs = {"Ray Serve": "ray_openai.py", "LitServe": "litserve_openai.py"}
+    with serving() as us, peers(programs, python=given.python) as others:
+        systems = {"daskserve": us, **others}
+        compare(systems, TEXTS, callers=given.callers, runs=given.runs, seconds=given.seconds)
 
 
 if __name__ == "__main__":

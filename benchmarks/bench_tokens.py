@@ -1,31 +1,28 @@
-"""Streams of tokens over HTTP: continuous batches of daskserve beside the fixed ones of mosec.
+"""Streams of tokens over HTTP: continuous batches of daskserve beside the fixed ones of other servers.
 
 The model sleeps for a step, as one on an accelerator would, and has 8 slots. Texts have 5 to 200 tokens: each
-doubling of the length is as likely as the next. Callers send one text after the other and read server-sent
-events. Measured: tokens per second, and the time from the request to the first token.
+doubling of the length is as likely as the next. Callers ask for one text after the other for some seconds,
+each over a connection of its own, and read server-sent events. Measured: tokens per second, the time from
+the request to the first token, and the CPU time per token. mosec, LitServe and Ray Serve wait 10 ms for a
+batch to fill. Systems take turns; figures are medians over the runs.
 
-mosec needs a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install mosec``.
-Run: ``python benchmarks/bench_tokens.py --python DIR/bin/python [--only WORD] [--seconds N]``.
+The others need a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install "ray[serve]" mosec
+litserve``. Run: ``python benchmarks/bench_tokens.py [--python DIR/bin/python] [--only WORD] [--runs N]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import random
+import re
 import time
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from http_load import Place, program, serving
+from http_load import Place, end_on_sigterm, serving
 from starlette.responses import StreamingResponse
+from stream_load import Texts, compare, peers
 
 import daskserve as serve
 
-PEERS = Path(__file__).parent / "peers"
 SLOTS, LEAST, MOST = 8, 5, 200
 
 
@@ -48,72 +45,33 @@ def make_writer(step_s: float) -> type:
     return Writer
 
 
-class Caller:
-    """Sends texts, and notes when their tokens arrive."""
-
-    def __init__(self, url: str, rng: random.Random) -> None:
-        place = urlsplit(url)
-        assert place.hostname is not None
-        self._host, self._port, self._path = place.hostname, place.port, place.path
-        self._rng = rng
-        self.tokens: list[float] = []
-        self.firsts: list[float] = []
-
-    async def run(self, until: float) -> None:
-        while time.perf_counter() < until:
-            await self._send(int(LEAST * (MOST / LEAST) ** self._rng.random() + 0.5))
-
-    async def _send(self, count: int) -> None:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        body = json.dumps({"count": count}).encode()
-        head = f"POST {self._path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        began, found = time.perf_counter(), 0
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        try:
-            while part := await reader.read(65536):
-                arrived = part.count(b"token")
-                if arrived and not found:
-                    self.firsts.append(time.perf_counter() - began)
-                found += arrived
-                self.tokens += [time.perf_counter()] * arrived
-        finally:
-            writer.close()
-        if found != count:
-            raise RuntimeError(f"{found} tokens arrived, not {count}")
-
-
-async def measure(url: str, callers: int, seconds: float) -> tuple[float, float, float]:
-    """Return the tokens per second, and the median and the 99th percentile of the times to the first one."""
-    began = time.perf_counter()
-    all_callers = [Caller(url, random.Random(number)) for number in range(callers)]
-    await asyncio.gather(*(each.run(began + seconds) for each in all_callers))
-    tokens = sum(began + 1 <= at <= began + seconds for each in all_callers for at in each.tokens)
-    firsts = sorted(first for each in all_callers for first in each.firsts)
-    return tokens / (seconds - 1), firsts[len(firsts) // 2], firsts[int(0.99 * len(firsts))]
+TEXTS = Texts(
+    "",
+    count=lambda rng: int(LEAST * (MOST / LEAST) ** rng.random() + 0.5),
+    body=lambda count: {"count": count},
+    token=re.compile(rb"token"),
+)
+#: The other systems, and their programs.
+PROGRAMS = {"mosec": "mosec_tokens.py", "LitServe": "litserve_tokens.py", "Ray Serve": "ray_tokens.py"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", help="interpreter of the environment with mosec; default: without it")
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--python", help="interpreter of the environment with the others; default: without")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--step", type=float, default=0.005, help="seconds of a step")
-    parser.add_argument("--only", default="", help="measure only the systems whose name contains this text")
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 32, 200])
+    parser.add_argument("--only", default="", help="only the other systems whose name contains this text")
     given = parser.parse_args()
+    end_on_sigterm()
     place = Place(hops=1, config={"max_concurrent_queries": 400})
-    systems: dict[str, AbstractContextManager[Any]] = {"daskserve": serving(place, make_writer(given.step))}
-    if given.python:
-        systems["mosec"] = program(PEERS / "mosec_tokens.py", given.step, python=given.python)
-    for name, system in systems.items():
-        if given.only not in name:
-            continue
-        with system as running:
-            for callers in (1, 32, 200):
-                rate, median_s, p99_s = asyncio.run(measure(running.url, callers, given.seconds))
-                print(
-                    f"{name:10} {callers:4} callers: {rate:6.0f} tokens/s, first token after "
-                    f"{1000 * median_s:.0f} ms, p99 {1000 * p99_s:.0f} ms",
-                    flush=True,
-                )
+    with (
+        serving(place, make_writer(given.step)) as us,
+        peers(PROGRAMS, given.step, python=given.python, only=given.only) as others,
+    ):
+        systems = {"daskserve": us, **others}
+        compare(systems, TEXTS, callers=given.callers, runs=given.runs, seconds=given.seconds)
 
 
 if __name__ == "__main__":

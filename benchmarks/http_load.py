@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from daskserve.cluster.dask.launch import start_local_cluster
 from daskserve.common.settings import LocalClusterSize
 
 PROGRAMS = Path(__file__).parent / "programs"
+#: How long a program may take to print its address.
+START_S = 120.0
 
 
 async def answer(request: Any) -> str:
@@ -90,22 +94,38 @@ def _microseconds(name: str, output: str) -> float:
 
 @contextmanager
 def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[System]:
-    """Run a program that prints its address on its first line."""
+    """Run a program that prints its address on its first line; at the end, none of its processes is left."""
     command = [python, str(path), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    root = psutil.Process(process.pid)
     try:
         assert process.stdout is not None
+        given_up = threading.Timer(START_S, process.kill)
+        given_up.start()
         line = process.stdout.readline().strip()
+        given_up.cancel()
         if not line:
             raise RuntimeError(f"{path.name} did not start")
-        yield System(line, (psutil.Process(process.pid),))
+        yield System(line, (root,))
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(root)
+        process.wait()
+
+
+def _end(root: psutil.Process) -> None:
+    """Ask a process to end, and kill what is left of it and of all that it has started."""
+    everyone = [root, *root.children(recursive=True)]
+    root.terminate()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    for each in alive:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the benchmark as an exception does, so that no process is left."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def floor(name: str = "floor_tornado", *arguments: object) -> Any:

@@ -168,7 +168,8 @@ class ProxyActor:
         logs = self._context.logs
         if logs is None:
             return None
-        log = AccessLog(logs, self._context.clock, self._context.spec.name)
+        spec = self._context.spec
+        log = AccessLog(logs, self._context.clock, spec.name, spec.instance)
         log.configure(self._start.logging)
         return log
 

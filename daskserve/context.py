@@ -314,6 +314,8 @@ class RequestContext:
     #: The number of that priority, if the caller's deployment knows its name.
     priority_number: ClassVar[int] = 0
     idempotent: ClassVar[bool] = False
+    #: The item of a map, the same for each of its tries, to mark what is done; empty for other calls.
+    item_id: ClassVar[str] = ""
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""
     #: Whether the caller, a notebook, shows an error to its user at once.
@@ -354,6 +356,8 @@ class RequestContext:
             call.cancel()
 
 
+#: The instance whose actor the current code belongs to; empty outside of actors.
+current_instance: ContextVar[InstanceName] = ContextVar("daskserve_instance", default="")
 current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_replica", default=None)
 current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_request", default=None)
 #: The versions of models that are drawn for the current batch, which belongs to no single request.

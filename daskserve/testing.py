@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from daskserve.client.client import AsyncClient, Client
     from daskserve.client.instance.connection import InstanceConnection
     from daskserve.options.http import HTTPOptions
+    from daskserve.options.logging import LoggingConfig
     from daskserve.options.tracing import TracingConfig
 
 T = TypeVar("T")
@@ -194,6 +195,7 @@ def local_instance(
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
     tracing_config: TracingConfig | Mapping[str, Any] | None = None,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
 ) -> Iterator[Client]:
     """Yield the client of an instance that runs in this process, on an event loop in a thread, without Dask.
 
@@ -211,6 +213,9 @@ def local_instance(
         Timeout for the proxies to listen, in seconds.
     tracing_config : TracingConfig or dict, optional
         Traces; see `daskserve.start`.
+    logging_config : LoggingConfig or dict, optional
+        Logs; see `daskserve.start`. With it, there is an access log. The records of replicas have their
+        fields in any case, as attributes of `logging.LogRecord`, and handlers get them at once.
 
     Examples
     --------
@@ -220,9 +225,10 @@ def local_instance(
     """
     from daskserve.client.functions.local import loop_in_thread
 
+    observing = {"tracing_config": tracing_config, "logging_config": logging_config}
     with (
         loop_in_thread() as loop,
-        _instance_on(loop, workers, http_options, timeout_s, tracing_config) as client,
+        _instance_on(loop, workers, http_options, timeout_s, observing) as client,
     ):
         yield client
 
@@ -233,7 +239,7 @@ def _instance_on(
     workers: int,
     http_options: HTTPOptions | Mapping[str, Any] | None,
     timeout_s: float,
-    tracing_config: TracingConfig | Mapping[str, Any] | None,
+    observing: Mapping[str, Any],
 ) -> Iterator[Client]:
     from daskserve.client.client import Client
     from daskserve.client.functions.local import in_block
@@ -241,7 +247,7 @@ def _instance_on(
     def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
-    running = _running_instance(workers, http_options, timeout_s, tracing_config)
+    running = _running_instance(workers, http_options, timeout_s, observing)
     connection = run(running.__aenter__())
     try:
         with Client(connection) as client, in_block(connection):
@@ -257,6 +263,7 @@ async def local_instance_async(
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
     tracing_config: TracingConfig | Mapping[str, Any] | None = None,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
 ) -> AsyncIterator[AsyncClient]:
     """Yield the client of an instance like that of `local_instance`, which runs on the caller's event loop.
 
@@ -272,7 +279,8 @@ async def local_instance_async(
     from daskserve.client.client import AsyncClient
     from daskserve.client.functions.local import in_block
 
-    async with _running_instance(workers, http_options, timeout_s, tracing_config) as connection:
+    observing = {"tracing_config": tracing_config, "logging_config": logging_config}
+    async with _running_instance(workers, http_options, timeout_s, observing) as connection:
         async with AsyncClient(connection) as client:
             with in_block(connection):
                 yield client
@@ -283,11 +291,11 @@ async def _running_instance(
     workers: int,
     http_options: HTTPOptions | Mapping[str, Any] | None,
     timeout_s: float,
-    tracing_config: TracingConfig | Mapping[str, Any] | None,
+    observing: Mapping[str, Any],
 ) -> AsyncIterator[InstanceConnection]:
     # Imported here, so that `run_virtual` does not load these layers.
     from daskserve.client.functions.local import running_cluster
     from daskserve.client.instance.connection import InstanceConnection
 
-    async with running_cluster(workers, http_options, timeout_s, tracing_config=tracing_config) as cluster:
+    async with running_cluster(workers, http_options, timeout_s, **observing) as cluster:
         yield InstanceConnection(cluster.program.connection, cluster.instance)

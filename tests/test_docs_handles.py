@@ -1,4 +1,4 @@
-"""The examples of docs/handles.md work as they stand."""
+"""The examples of docs/handles.md and docs/batch_inference.md work as they stand."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import pytest
 import daskserve as serve
 from daskserve.data.caller.calls.call_options import option_names
 
-TEXT = (Path(__file__).parent.parent / "docs/handles.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "handles.md").read_text()
 
 
-def test_the_examples_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["handles.md", "batch_inference.md"])
+def test_the_examples_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     module = ModuleType("handles_guide")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     run = serve.run
     monkeypatch.setattr(serve, "run", lambda target, **options: run(target, local=True))
     try:
-        for example in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
-            exec(compile(example, "docs/handles.md", "exec", dont_inherit=True), vars(module))
+        for example in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+            exec(compile(example, f"docs/{page}", "exec", dont_inherit=True), vars(module))
     finally:
         serve.shutdown()
 

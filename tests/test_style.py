@@ -54,6 +54,7 @@ STATE_EXCEPTIONS: Mapping[str, str] = {
 INTERNALS = (
     "daskserve/internals/",
     "daskserve/cluster/distributed_internals.py",
+    "daskserve/cluster/dask/tasks.py",
     "daskserve/cluster/scheduler/http/panels/dashboard_internals.py",
 )
 #: The modules of libraries whose other modules are not documented.

@@ -483,7 +483,8 @@ def _may_end_waiting(record: Record | None) -> bool:
 
 def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLogs) -> None:
     """Have the controller log as its instance does, until it stops."""
-    configure = partial(logs.configure, context.spec.name, Tags(component="controller"))
+    spec = context.spec
+    configure = partial(logs.configure, spec.name, Tags(component="controller", instance=spec.instance))
     configure(core.start_message.logging)
 
     def learn(found: Any) -> None:
@@ -494,6 +495,6 @@ def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLog
 
     async def end() -> None:
         stop()
-        logs.forget(context.spec.name)
+        logs.forget(spec.name)
 
     core.undoing.append(end)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -59,15 +60,28 @@ class PendingCall(Generic[T]):
         concurrent.futures.CancelledError
             The call was cancelled.
         """
-        if not self._ends:
-            ended = threading.Event()
-            self.add_done_callback(lambda _: ended.set())
-            if not ended.wait(timeout_s):
-                raise TimeoutError
+        if not self.wait(timeout_s):
+            raise TimeoutError
         value, error = self._ends[0]
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block this thread until the call has ended, up to ``timeout_s``; return whether it has."""
+        if self._ends:
+            return True
+        ended = threading.Event()
+
+        def wake(_: PendingCall[Any]) -> None:
+            ended.set()
+
+        self.add_done_callback(wake)
+        if ended.wait(timeout_s):
+            return True
+        with suppress(ValueError):  # it ends now
+            self._callbacks.remove(wake)
+        return bool(self._ends)
 
     def exception(self) -> BaseException | None:
         """Return the error of an ended call; None if it has a value or has not ended."""

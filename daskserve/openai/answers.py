@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -75,17 +75,6 @@ class ChatChoice(Answer):
     finish_reason: str | None = None
 
 
-class ChatCompletion(Answer):
-    """The answer to a conversation, or a chunk of it."""
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-
-
 class CompletionChoice(Answer):
     """One of the texts that complete a prompt."""
 
@@ -95,14 +84,18 @@ class CompletionChoice(Answer):
     finish_reason: str | None = None
 
 
+Choice: TypeAlias = ChatChoice | CompletionChoice
+CompletionKind: TypeAlias = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+
+
 class Completion(Answer):
-    """The answer to a prompt, or a chunk of it."""
+    """The answer to a conversation or to a prompt, or a chunk of it."""
 
     id: str
-    object: Literal["text_completion"]
+    object: CompletionKind
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[Choice]
     usage: Usage | None = None
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from daskserve.openai.answers import (
     ChatChoice,
-    ChatCompletion,
     ChatMessage,
+    Choice,
     Completion,
     CompletionChoice,
+    CompletionKind,
     Function,
     ToolCallPart,
     Usage,
@@ -20,7 +21,7 @@ from daskserve.openai.answers import (
 )
 from daskserve.openai.engine import Token, ToolCall
 from daskserve.openai.generation import Piece
-from daskserve.openai.requests import ChatBody, CompletionBody
+from daskserve.openai.requests import ChatBody, CompletionBody, Sampling
 
 #: The pieces of several answers, each with the number of its answer.
 Numbered = AsyncIterator[tuple[int, Piece | str]]
@@ -76,43 +77,67 @@ class Format(Protocol):
 
 
 class _Choices:
-    """What both kinds of completions have in common."""
+    """What chat and plain completions have in common.
 
-    def __init__(self, head: dict[str, Any], *, has_usage: bool, choices_per_prompt: int) -> None:
+    Parameters
+    ----------
+    head : dict
+        The id, the time and the model.
+    """
+
+    #: The kinds of whole answers and of chunks, as their field ``object`` names them.
+    KIND: ClassVar[CompletionKind]
+    CHUNK_KIND: ClassVar[CompletionKind]
+
+    def __init__(self, body: Sampling, head: dict[str, Any], *, has_logprobs: bool) -> None:
         self._head = head
-        self._has_usage = has_usage
-        self._per_prompt = choices_per_prompt
+        self._has_usage = body.has_usage
+        self._has_logprobs = has_logprobs
+        self._per_prompt = body.n or 1
         self._last: dict[int, Piece] = {}
 
-    def usage(self, last: Sequence[Piece]) -> Usage:
-        """Return the usage; several answers to one prompt have taken the prompt once."""
-        groups = [last[at : at + self._per_prompt] for at in range(0, len(last), self._per_prompt)]
-        parts = [Usage.of(each) for each in groups]
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        return Usage(**{name: sum(getattr(each, name) for each in parts) for name in names})
+    def whole(self, wholes: Sequence[Whole]) -> str:
+        choices = [self._choice(index, each) for index, each in enumerate(wholes)]
+        usage = self._usage([each.last for each in wholes])
+        return Completion(object=self.KIND, choices=choices, usage=usage, **self._head).as_text()
+
+    def _choice(self, index: int, whole: Whole) -> Choice:
+        raise NotImplementedError
+
+    def end(self) -> Iterator[str]:
+        if self._has_usage:
+            yield self._event([], self._usage([self._last[each] for each in sorted(self._last)]))
+        yield DONE
 
     def failure(self, error: dict[str, Any]) -> Iterator[str]:
         """Yield the event of an error in the middle of a stream."""
         yield event(error)
         yield DONE
 
-    def _stream_usage(self) -> Usage:
-        return self.usage([self._last[each] for each in sorted(self._last)])
+    def _usage(self, last: Sequence[Piece]) -> Usage:
+        """Return the usage; several answers to one prompt have taken the prompt once."""
+        groups = [last[at : at + self._per_prompt] for at in range(0, len(last), self._per_prompt)]
+        parts = [Usage.of(each) for each in groups]
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return Usage(**{name: sum(getattr(each, name) for each in parts) for name in names})
+
+    def _event(self, choices: list[Choice], usage: Usage | None = None) -> str:
+        made = Completion(object=self.CHUNK_KIND, choices=choices, **self._head)
+        if self._has_usage:
+            made.usage = usage
+        return f"data: {made.as_text()}\n\n"
 
 
 class ChatFormat(_Choices):
     """Answers of ``/v1/chat/completions``."""
 
+    KIND = "chat.completion"
+    CHUNK_KIND = "chat.completion.chunk"
+
     def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
-        super().__init__(head, has_usage=body.has_usage, choices_per_prompt=body.n or 1)
-        self._has_logprobs = bool(body.logprobs)
+        super().__init__(body, head, has_logprobs=bool(body.logprobs))
         # What is before and after the text of a chunk that has nothing else, by the number of the answer.
         self._frames: dict[int, tuple[str, str]] = {}
-
-    def whole(self, wholes: Sequence[Whole]) -> str:
-        choices = [self._choice(index, each) for index, each in enumerate(wholes)]
-        usage = self.usage([each.last for each in wholes])
-        return ChatCompletion(object="chat.completion", choices=choices, usage=usage, **self._head).as_text()
 
     def _choice(self, index: int, whole: Whole) -> ChatChoice:
         text = "".join(whole.text)
@@ -152,18 +177,7 @@ class ChatFormat(_Choices):
         choice = ChatChoice(index=index, delta=delta, finish_reason=reason)
         if self._has_logprobs:
             choice.logprobs = {"content": chat_logprobs(logprobs)} if logprobs else None
-        return self._event([choice], None)
-
-    def _event(self, choices: list[ChatChoice], usage: Usage | None) -> str:
-        made = ChatCompletion(object="chat.completion.chunk", choices=choices, **self._head)
-        if self._has_usage:
-            made.usage = usage
-        return f"data: {made.as_text()}\n\n"
-
-    def end(self) -> Iterator[str]:
-        if self._has_usage:
-            yield self._event([], self._stream_usage())
-        yield DONE
+        return self._event([choice])
 
 
 def _part(call: ToolCall) -> ToolCallPart:
@@ -176,22 +190,19 @@ def _part(call: ToolCall) -> ToolCallPart:
 class CompletionFormat(_Choices):
     """Answers of ``/v1/completions``."""
 
+    KIND = CHUNK_KIND = "text_completion"
+
     def __init__(self, body: CompletionBody, head: dict[str, Any]) -> None:
-        super().__init__(head, has_usage=body.has_usage, choices_per_prompt=body.n or 1)
-        self._has_logprobs = body.logprobs is not None
+        super().__init__(body, head, has_logprobs=body.logprobs is not None)
         prompts = body.prompts() if body.echo else []
         self._echoed = [str(each) for each in prompts for _ in range(body.n or 1)]
         self._offsets: dict[int, int] = {}
 
-    def whole(self, wholes: Sequence[Whole]) -> str:
-        choices = []
-        for index, each in enumerate(wholes):
-            echo = self._echo(index)
-            logprobs = completion_logprobs(each.logprobs, len(echo)) if self._has_logprobs else None
-            reason, text = each.last.finish_reason, echo + "".join(each.text)
-            choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason))
-        usage = self.usage([each.last for each in wholes])
-        return Completion(object="text_completion", choices=choices, usage=usage, **self._head).as_text()
+    def _choice(self, index: int, whole: Whole) -> CompletionChoice:
+        echo = self._echo(index)
+        logprobs = completion_logprobs(whole.logprobs, len(echo)) if self._has_logprobs else None
+        text, reason = echo + "".join(whole.text), whole.last.finish_reason
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
 
     def _echo(self, index: int) -> str:
         return self._echoed[index] if self._echoed else ""
@@ -203,18 +214,7 @@ class CompletionFormat(_Choices):
         self._offsets[index] = offset + sum(len(each.text) for each in piece.logprobs)
         choice = CompletionChoice(index=index, text=echo + piece.text, finish_reason=piece.finish_reason)
         choice.logprobs = completion_logprobs(piece.logprobs, offset) if self._has_logprobs else None
-        yield self._event([choice], None)
-
-    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> str:
-        made = Completion(object="text_completion", choices=choices, **self._head)
-        if self._has_usage:
-            made.usage = usage
-        return f"data: {made.as_text()}\n\n"
-
-    def end(self) -> Iterator[str]:
-        if self._has_usage:
-            yield self._event([], self._stream_usage())
-        yield DONE
+        yield self._event([choice])
 
 
 def event(body: dict[str, Any], name: str = "") -> str:

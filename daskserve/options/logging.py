@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
-from daskserve.options.fields.base import ByteCount, Options
+from daskserve.common import settings
+from daskserve.options.fields.base import ByteCount, Options, parse_options
 
 
 class LoggingConfig(Options):
@@ -84,3 +86,14 @@ class LoggingConfig(Options):
 def over(inner: LoggingConfig | None, outer: LoggingConfig | None) -> LoggingConfig | None:
     """Return a config over another one; either may be missing."""
     return outer if inner is None else inner.over(outer)
+
+
+def instance_logging(given: LoggingConfig | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return how an instance logs: the fields that are set here or in Dask's configuration."""
+    defaults = settings.logging_defaults()
+    if given is None and defaults is None:
+        return None
+    own = None if given is None else parse_options(LoggingConfig, given, what="logging_config")
+    outer = None if defaults is None else parse_options(LoggingConfig, defaults, what="daskserve.logging")
+    found = over(own, outer)
+    return None if found is None else found.model_dump(mode="json")

@@ -21,20 +21,20 @@ class AccessLog:
 
     Parameters
     ----------
-    name : str
-        The name of the proxy.
+    name, instance : str
+        The names of the proxy and of its instance.
     """
 
-    def __init__(self, logs: ProcessLogs, clock: Clock, name: str) -> None:
+    def __init__(self, logs: ProcessLogs, clock: Clock, name: str, instance: str = "") -> None:
         self._logs = logs
         self._clock = clock
-        self._name = name
+        self._name, self._instance = name, instance
         #: Whether requests are logged whose application does not say.
         self._is_on = False
 
     def configure(self, config: Mapping[str, Any] | None) -> None:
         """Log as the instance does: the fields of `daskserve.options.logging.LoggingConfig` that it sets."""
-        found = self._logs.configure(self._name, Tags(component="proxy"), config)
+        found = self._logs.configure(self._name, Tags(component="proxy", instance=self._instance), config)
         self._is_on = found is not None and found.enable_access_log
 
     def refused(
@@ -46,7 +46,8 @@ class AccessLog:
             now = self._clock.wall()
             # Nothing has checked it.
             name = method if method.isidentifier() and method.isascii() and len(method) < 32 else "-"
-            self._logs.access(Access(now, name, path, b"", status, 0.0, client, version, proxy=self._name))
+            names = {"proxy": self._name, "instance": self._instance}
+            self._logs.access(Access(now, name, path, b"", status, 0.0, client, version, **names))
 
     def close(self) -> None:
         """Forget the proxy; idempotent."""
@@ -73,5 +74,6 @@ class AccessLog:
                 route.route,
                 route.endpoint,
                 proxy=self._name,
+                instance=self._instance,
             )
         )

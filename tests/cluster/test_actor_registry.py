@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.registry import ActorRegistry
+from daskserve.cluster.actors.registry import HOST_ACTOR, ActorRegistry
+from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
@@ -74,6 +76,51 @@ async def test_a_worker_that_ends_starts_no_other_actors() -> None:
         await registry.create({**SPEC, "incarnation": 2})
     await ending
     assert registry.entries == {}
+
+
+class Logging(Staged):
+    """An actor that logs in its start, in a verb, in a task of its own and in its end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.verbs = {"say": self.say}
+
+    def _log(self, what: str) -> None:
+        logging.getLogger("daskserve.control").warning("%s %s", self._name, what)
+
+    async def start(self) -> Mapping[str, Any]:
+        self._log("starts")
+        asyncio.get_running_loop().call_soon(self._log, "goes on")
+        return {}
+
+    async def say(self) -> None:
+        self._log("answers")
+
+    async def stop(self, grace_s: float) -> None:
+        self._log("ends")
+
+
+async def test_records_of_two_instances_are_separate() -> None:
+    records = LocalRecords()
+    records.open()
+    try:
+        registry = ActorRegistry(
+            "here",
+            1,
+            LoopClock(),
+            lambda spec: Logging(spec.instance),  # type: ignore[arg-type, return-value]
+            logs=records.logs(),
+        )
+        for name in ("i", "j"):
+            await registry.create({**SPEC, "name": name, "instance": name})
+            await registry.call(name, 1, "say", {})
+        await registry.destroy("j", 1, 0)
+        found = await registry.call(HOST_ACTOR, 0, "logs", {"query": {"instance": "j"}, "after": None})
+    finally:
+        records.close()
+    (source,) = found["sources"]
+    assert [each["message"] for each in source["rows"]] == ["j starts", "j goes on", "j answers", "j ends"]
 
 
 async def test_a_second_call_does_not_begin_the_time_again() -> None:

@@ -16,8 +16,8 @@ from distributed.utils import get_mp_context
 
 import daskserve as serve
 
-#: Time limit of a test.
-LIMIT_S = 60
+#: Time limit of a test without the mark ``limit_s``.
+LIMIT_S = 60.0
 
 
 class TooLongError(Exception):
@@ -25,15 +25,17 @@ class TooLongError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
+def limit(request: pytest.FixtureRequest) -> Iterator[None]:
     """End a hanging test with an error that shows where it hangs."""
+    mark = request.node.get_closest_marker("limit_s")
+    limit_s = LIMIT_S if mark is None else mark.args[0]
 
     def too_long(*_: Any) -> None:
-        raise TooLongError(f"the test is still running after {LIMIT_S} s")
+        raise TooLongError(f"the test is still running after {limit_s:g} s")
 
     previous = signal.signal(signal.SIGALRM, too_long)
     # Repeated, because the test may continue and hang again.
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
         yield
     finally:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 from clusters import nannied_cluster, pids
 from dask_processes import poll_for
 from distributed import Client
+from scraping import Metrics
 
 import daskserve as serve
 from daskserve.common.clock import seeded_rng
 from daskserve.errors import ActorLostError, BackPressureError, UnavailableError
 
-#: How long the random joins, cancellations and kills last.
+#: How long the random joins, cancellations and kills last: ``DASKSERVE_FUZZ_S=600`` for ten minutes.
 FUZZ_S = float(os.environ.get("DASKSERVE_FUZZ_S", "30"))
+#: What is 0 while nobody calls.
+GAUGES = (
+    "daskserve_continuous_active_requests",
+    "daskserve_continuous_queued_requests",
+    "daskserve_continuous_queued_cost",
+    "daskserve_replica_ongoing_requests",
+    "daskserve_replica_queued_requests",
+    "daskserve_replica_abandoned_requests",
+    "daskserve_router_queued_requests",
+    "daskserve_router_ongoing_requests",
+)
+#: How much the memory of the callers' process may grow after the first third of that time.
+MAX_GROWTH = 20 * 2**20
 #: No stream may take longer; one that hangs does.
 PATIENCE_S = 90.0
 
@@ -69,6 +85,18 @@ def is_at_rest(handle: Any) -> bool:
     return bool(loads) and all(each == (0, 0, 0) for each in loads)
 
 
+def gauges_not_at_rest(dask: Client) -> dict[str, float]:
+    metrics = Metrics(dask)
+    assert metrics.values(GAUGES[0])
+    return {name: total for name in GAUGES if (total := metrics.total(name))}
+
+
+def memory() -> int:
+    """Return the memory of this process, where the callers are."""
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
 @pytest.mark.nightly
 def test_a_replica_killed_in_the_middle_of_200_streams() -> None:
     with nannied_cluster(3) as dask:
@@ -105,6 +133,7 @@ def test_a_replica_killed_in_the_middle_of_200_streams() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.limit_s(FUZZ_S + 2 * PATIENCE_S)
 def test_after_random_joins_cancellations_and_kills_nothing_is_left() -> None:
     with nannied_cluster(3) as dask:
         client, handle = start(dask)
@@ -137,11 +166,15 @@ def test_after_random_joins_cancellations_and_kills_nothing_is_left() -> None:
                 await asyncio.sleep(rng.uniform(5, 10))
                 await asyncio.to_thread(kill_a_replica, dask, client)
 
-        async def main() -> None:
-            ends = asyncio.get_running_loop().time() + FUZZ_S
-            async with asyncio.timeout(FUZZ_S + PATIENCE_S):
+        async def part(seconds: float) -> None:
+            ends = asyncio.get_running_loop().time() + seconds
+            async with asyncio.timeout(seconds + PATIENCE_S):
                 await asyncio.gather(killer(ends), *(caller(ends) for _ in range(100)))
 
-        asyncio.run(main())
+        asyncio.run(part(FUZZ_S / 3))
+        before = memory()
+        asyncio.run(part(FUZZ_S * 2 / 3))
         poll_for(lambda: is_at_rest(handle))
+        poll_for(lambda: not gauges_not_at_rest(dask))
+        assert memory() - before < MAX_GROWTH
         client.shutdown()

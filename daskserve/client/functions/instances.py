@@ -40,7 +40,7 @@ from daskserve.errors import AlreadyRunningError, ClosedError
 from daskserve.options.fields.base import parse_options
 from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
-from daskserve.options.logging import LoggingConfig, over
+from daskserve.options.logging import LoggingConfig, instance_logging
 from daskserve.options.start_messages import ControllerStart
 from daskserve.options.tracing import TracingConfig, checked_tracing
 
@@ -215,17 +215,6 @@ async def start_with(
         if address is not None or (is_joining and found is not None):
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
-
-
-def instance_logging(given: LoggingConfig | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return how an instance logs: the fields that are set here or in Dask's configuration."""
-    defaults = settings.logging_defaults()
-    if given is None and defaults is None:
-        return None
-    own = None if given is None else parse_options(LoggingConfig, given, what="logging_config")
-    outer = None if defaults is None else parse_options(LoggingConfig, defaults, what="daskserve.logging")
-    found = over(own, outer)
-    return None if found is None else found.model_dump(mode="json")
 
 
 def _check_instance_name(name: str | None, detached: bool, store: str) -> None:

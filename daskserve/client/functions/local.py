@@ -21,6 +21,7 @@ from daskserve.common.types import InstanceName, Location
 from daskserve.context import current_replica
 from daskserve.options.fields.base import parse_options
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig, instance_logging
 from daskserve.options.start_messages import ControllerStart
 from daskserve.options.tracing import TracingConfig, checked_tracing
 
@@ -40,6 +41,7 @@ async def running_cluster(
     timeout_s: float,
     instance: InstanceName = "local",
     tracing_config: TracingConfig | Mapping[str, Any] | None = None,
+    logging_config: LoggingConfig | Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Yield a local cluster whose instance runs; without ``http_options``, it has no HTTP proxies."""
     # Imported here: most programs run no actors.
@@ -57,7 +59,8 @@ async def running_cluster(
         start_id="local",
         opens_with_route=False,
         history_bytes=settings.controller().history_bytes,
-        logging=None,
+        # What a program configures for its clusters does not change its tests.
+        logging=None if logging_config is None else instance_logging(logging_config),
         tracing=checked_tracing(tracing_config),
     )
     cluster = LocalCluster(load_factories(), workers=workers, instance=instance)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import time_of_day
 from daskserve.common.types import ReplicaTag
+from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
@@ -138,19 +139,21 @@ def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> l
 def answer_of(
     worker: str,
     logs: ProcessLogs,
-    files: Sequence[tuple[str, int]],
+    files: Sequence[ProcessFile],
     query: Query,
     after: Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """Return the records that a query wants of this process, and of files of its child processes."""
+    """Return the records that a query wants of this process, and of files of its child processes.
+
+    The caller keeps the files open.
+    """
     sources: list[tuple[str, Sequence[Plain], int]] = []
     known = after or {}
     rows: Sequence[Plain] = list(logs.ring.rows(known.get(worker)))
     sources.append((worker, rows, rows[-1]["number"] if rows else known.get(worker, 0)))
-    for name, descriptor in files:
-        with suppress(OSError):  # closed meanwhile
-            rows = read_rows(descriptor, after=known.get(name, 0))
-            sources.append((name, rows, rows[-1]["number"] if rows else known.get(name, 0)))
+    for name, _, descriptor in files:
+        rows = read_rows(descriptor, after=known.get(name, 0))
+        sources.append((name, rows, rows[-1]["number"] if rows else known.get(name, 0)))
     found, left = [], ANSWER_BYTES
     for source, rows, last in sources:
         chosen = query.select(rows, None if after is None else known.get(source, 0))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,10 +51,11 @@ from daskserve.common.types import (
     WorkerAddress,
     described_actor,
 )
+from daskserve.context import current_instance
 from daskserve.errors import ActorLostError, BadRequestError, RequestTimeoutError, UnavailableError
 from daskserve.loops.tasks import TaskSet, is_cancelling
 from daskserve.telemetry.collector import PROCESS
-from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.logs.process import ProcessLogs, process_logs
 from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
@@ -68,6 +70,17 @@ HOST_ACTOR = "host"
 
 def _nothing() -> None:
     pass
+
+
+@contextmanager
+def _acting_for(instance: InstanceName, logs: ProcessLogs) -> Iterator[None]:
+    """Have log records, also of tasks that begin within, say of which instance and process they are."""
+    of_instance, of_process = current_instance.set(instance), process_logs.set(logs)
+    try:
+        yield
+    finally:
+        current_instance.reset(of_instance)
+        process_logs.reset(of_process)
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +262,7 @@ class ActorRegistry:
         return await asyncio.shield(entry.starting)
 
     def _enter(self, spec: ActorSpec) -> Entry:
-        with self._surroundings():
+        with self._surroundings(), _acting_for(spec.instance, self._logs):
             actor = self._make(spec)
             starting = asyncio.create_task(self._start(actor), name=f"daskserve-start-{spec.name}")
         entry = Entry(spec, actor, starting, self._clock.now())
@@ -275,19 +288,20 @@ class ActorRegistry:
         await asyncio.shield(self._stopping.spawn(self._stop(entry, grace_s), f"stop-{entry.spec.name}"))
 
     async def _stop(self, entry: Entry, grace_s: float) -> None:
-        if entry.stops_since is None:
-            entry.stops_since = self._clock.now()
-        if not entry.starting.done():
-            entry.starting.cancel()
-        try:
-            await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
-        finally:
-            if self.entries.get(entry.spec.name) is entry:
-                del self.entries[entry.spec.name]
-                if self._recent_log is not None:
-                    self._recent_log.forget(entry.spec.name)
-            PROCESS.remove(entry.actor)
-            self._on_change()
+        with _acting_for(entry.spec.instance, self._logs):
+            if entry.stops_since is None:
+                entry.stops_since = self._clock.now()
+            if not entry.starting.done():
+                entry.starting.cancel()
+            try:
+                await self._clock.wait_for(entry.actor.stop(grace_s), grace_s + STOP_MARGIN_S)
+            finally:
+                if self.entries.get(entry.spec.name) is entry:
+                    del self.entries[entry.spec.name]
+                    if self._recent_log is not None:
+                        self._recent_log.forget(entry.spec.name)
+                PROCESS.remove(entry.actor)
+                self._on_change()
 
     @verb
     async def actors(self, instance: InstanceName, metrics_of: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -379,7 +393,9 @@ class ActorRegistry:
         verbs = self._verbs if name == HOST_ACTOR else self._verbs_now(name, incarnation, verb)
         if verb not in verbs:
             raise BadRequestError(f"{name} has no verb {verb!r}; known: {', '.join(sorted(verbs))}")
-        return await verbs[verb](**message)
+        entry = self.entries.get(name)
+        with _acting_for("" if entry is None else entry.spec.instance, self._logs):
+            return await verbs[verb](**message)
 
     def _verbs_now(self, name: str, incarnation: int, verb: str) -> Mapping[str, Verb]:
         """Return the verbs of an actor; raise as `ready_actor` does, unless this verb may be called early."""
@@ -415,8 +431,23 @@ class _LogVerbs:
     @verb
     async def logs(self, query: Mapping[str, Any], after: Mapping[str, int] | None) -> dict[str, Any]:
         """Return the last log records of this process and of the child processes of its replicas."""
+        wanted = Query(**query)
         actors = [each.actor for each in self._registry.entries.values()]
         replicas = [each for each in actors if isinstance(each, ReportsLogs)]
-        files = [found for each in replicas if (found := each.log_file()) is not None]
-        worker = self._registry.worker
-        return await asyncio.to_thread(answer_of, worker, self._logs, files, Query(**query), after)
+        running = [found for each in replicas if (found := each.log_file()) is not None]
+        files = [
+            # A process may end meanwhile, which closes its file.
+            each._replace(descriptor=os.dup(each.descriptor))
+            for each in (*self._logs.ended, *running)
+            if wanted.instance in (None, each.instance)
+        ]
+
+        def read() -> dict[str, Any]:
+            try:
+                return answer_of(self._registry.worker, self._logs, files, wanted, after)
+            finally:
+                for each in files:
+                    os.close(each.descriptor)
+
+        # Shielded: a thread that does not begin would not close the files.
+        return await asyncio.shield(asyncio.to_thread(read))

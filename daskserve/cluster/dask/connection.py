@@ -25,6 +25,7 @@ from daskserve.cluster.channel.connect.keyring import Keyring
 from daskserve.cluster.channel.pool import ChannelPool, refuse_requests
 from daskserve.cluster.dask.cluster import DaskCluster, ask_if_supervised, ask_supervisor
 from daskserve.cluster.dask.reconnect import identity_on, keep_connected
+from daskserve.cluster.dask.tasks import DaskTask, present_task
 from daskserve.cluster.dask.values import DaskTransfer
 from daskserve.cluster.distributed_internals import (
     call_before_close,
@@ -33,7 +34,7 @@ from daskserve.cluster.distributed_internals import (
     is_asynchronous,
     scheduler_address,
 )
-from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.probe import mismatch, silence_probe, version_probe
 from daskserve.cluster.protocols.ended import ended_error
 from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
@@ -253,6 +254,10 @@ class DaskConnection:
             "create a new distributed.Client, and start or connect with it."
         )
 
+    def present_task(self) -> DaskTask | None:
+        """Return the Dask task that the caller's code belongs to; None elsewhere."""
+        return present_task()
+
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""
         return running_loop() is self.loop
@@ -282,6 +287,11 @@ class DaskConnection:
         if problem is not None:
             raise VersionMismatchError(problem)
         return bool(found["is_supervised"])
+
+    async def silences(self) -> Mapping[str, float]:
+        """Return for how many seconds the scheduler has heard nothing of each worker."""
+        found: Mapping[str, float] = await self.client.run_on_scheduler(silence_probe())
+        return found
 
     @property
     def is_open(self) -> bool:

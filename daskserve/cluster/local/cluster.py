@@ -73,13 +73,27 @@ class LocalHost:
         def make(spec: ActorSpec) -> Hosted:
             process = self.process
             return factories[spec.kind](
-                ActorContext(spec, process, process.clock, world.rng, info.address, process.connection.inbox)
+                ActorContext(
+                    spec,
+                    process,
+                    process.clock,
+                    world.rng,
+                    info.address,
+                    process.connection.inbox,
+                    logs=self.logs,
+                )
             )
 
         state = RunState(world.clock)
         self.info = info
+        self.logs = world.network.records.logs()
         self.registry = ActorRegistry(
-            info.address, info.pid, state.clock, make, broken_routes=lambda _: self.process.routes.broken()
+            info.address,
+            info.pid,
+            state.clock,
+            make,
+            broken_routes=lambda _: self.process.routes.broken(),
+            logs=self.logs,
         )
         self.process = LocalProcess(world, state, self.registry)
 
@@ -212,6 +226,7 @@ class LocalCluster:
             raise AlreadyRunningError(f"Instance {self.instance!r} has been started before.")
         self._loop = asyncio.get_running_loop()
         self._payload = payload
+        self.network.records.open()
         await self.store.open()
         await self._start_controller()
         if self._controller is None:
@@ -239,6 +254,7 @@ class LocalCluster:
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
         await self._tasks.close()
+        self.network.records.close()
 
     # Workers
 

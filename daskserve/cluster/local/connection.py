@@ -64,6 +64,9 @@ class LocalConnection:
         """Calls to that loop from other threads."""
         return self.loop_queues.get(self.loop, self.inbox)
 
+    def present_task(self) -> None:
+        """Return None: there are no Dask tasks."""
+
     @property
     def is_open(self) -> bool:
         """Whether blocking calls are possible."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.wire.transport import Transport
+from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import WhenAwake, connect
 from daskserve.common.types import WorkerAddress
@@ -40,6 +41,8 @@ class LocalNetwork:
         self.parcels: dict[str, Sequence[Any]] = {}
         #: Called in the thread that shuts the instance down; it may block.
         self.when_ended: Callable[[], None] | None = None
+        #: The log records of the workers.
+        self.records = LocalRecords()
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:
         """Cut two workers off from each other, as if both had noticed by now.

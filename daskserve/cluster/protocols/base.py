@@ -17,6 +17,7 @@ from daskserve.cluster.protocols.stores import InstanceStore as InstanceStore
 from daskserve.cluster.protocols.stores import Store as Store
 from daskserve.cluster.protocols.stores import StoreChange as StoreChange
 from daskserve.cluster.protocols.subscriptions import Listener as Listener
+from daskserve.cluster.protocols.tasks import PresentTask as PresentTask
 from daskserve.common.clock import Clock, RequestIds
 from daskserve.common.types import (
     ActorAddress,
@@ -39,6 +40,7 @@ from daskserve.errors import ServeError
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
 from daskserve.loops.threads import StartThread, start_daemon
 from daskserve.payload.parcels import Parcel
+from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.table import Source
 
@@ -176,8 +178,8 @@ class ReportsHealth(Protocol):
 class ReportsLogs(Protocol):
     """An actor whose code may log in another process, as a replica's does."""
 
-    def log_file(self) -> tuple[str, int] | None:
-        """Return a name, and the descriptor of the file to which its process logs; None without one."""
+    def log_file(self) -> ProcessFile | None:
+        """Return the file to which its process logs; None without one."""
 
 
 @runtime_checkable
@@ -397,6 +399,9 @@ class ClusterConnection(Protocol):
 
     def runs_here(self) -> bool:
         """Return whether the caller is on the connection's own loop."""
+
+    def present_task(self) -> PresentTask | None:
+        """Return the Dask task that the caller's code belongs to; None elsewhere."""
 
     @property
     def values(self) -> ValueTransfer:

@@ -46,7 +46,7 @@ from daskserve.cluster.distributed_internals import scheduler_address
 from daskserve.cluster.probe import can_mix
 from daskserve.cluster.protocols.base import Process
 from daskserve.cluster.worker.child_view import FACTS, ClusterAccess
-from daskserve.cluster.worker.stack_dump import ask_for_stacks, process_state
+from daskserve.cluster.worker.stack_dump import ask_for_stacks, crash_in, process_state
 from daskserve.common import settings
 from daskserve.common.types import ActorAddress, ActorRequest, Envelope, Payload
 from daskserve.errors import InstanceError, VersionMismatchError
@@ -108,6 +108,10 @@ class ChildProcess:
         self.ended = asyncio.Event()
         #: Called once, on this loop, when the process has ended.
         self.on_end: Callable[[], None] | None = None
+        #: Gets the descriptor of the file to which the process has logged, before it is closed.
+        self.on_log_end: Callable[[int], object] | None = None
+        #: The stacks that the process wrote when it crashed in native code; valid once `ended` is set.
+        self.crash = ""
         self._process = process
         self._lifeline = lifeline
         self._segments = Segments()
@@ -224,6 +228,20 @@ class ChildProcess:
         """Kill the process and its process group; `ended` is set soon afterwards."""
         _kill_group(self.pid)
 
+    def _read_last(self) -> None:
+        """Read what the process has left, and close its files."""
+        self.crash = crash_in(self._dump)
+        os.close(self._dump)
+        log, self._log = self._log, None
+        if log is None:
+            return
+        # Of a stack, the first lines say where.
+        crash = self.crash.splitlines()[: recent_log.LINES // 2]
+        self._last_lines = (*recent_log.read_file(log), *crash)[-recent_log.LINES :]
+        if self.on_log_end is not None:
+            self.on_log_end(log)
+        os.close(log)
+
     async def _watch(self) -> None:
         exiting = asyncio.create_task(self._process.wait(), name=f"daskserve-child-exit-{self.name}")
         try:
@@ -245,11 +263,7 @@ class ChildProcess:
             raise
         finally:
             os.close(self._lifeline)
-            self._last_lines, log = self.last_lines(), self._log
-            self._log = None
-            if log is not None:
-                os.close(log)
-            os.close(self._dump)
+            self._read_last()
             self._segments.close()
             self.ended.set()
         if self.on_end is not None:

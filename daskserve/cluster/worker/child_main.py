@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import fcntl
 import importlib
 import os
@@ -94,8 +93,6 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
 def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socket, lifeline: int) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
-    with contextlib.suppress(Exception):  # raised if there is no stderr
-        faulthandler.enable()  # writes the location of a crash in native code to the worker's log
     if dump is not None:
         answer_with_stacks(dump)
     switch_interval_s = settings.process().switch_interval_s

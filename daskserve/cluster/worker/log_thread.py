@@ -36,7 +36,7 @@ from daskserve.internals.python import CallHandlers, intercept_records, stop_int
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import MAX_TEXT, PRINTED, Entry, Tags
-from daskserve.telemetry.logs.settings import LOGGERS
+from daskserve.telemetry.logs.settings import has_handlers
 
 logger = logging.getLogger("daskserve.logging")
 
@@ -243,8 +243,9 @@ class LogThread:
         source, record = entry.logger, entry.record
         if record.exc_info:
             self.logs.ring.add_traceback(entry.kept, traceback_of(record)[-MAX_TEXT:])
-        has_handlers = _has_handlers(source)
-        is_written = self.logs.write(record, entry.tags, has_handlers=has_handlers, is_print=entry.is_print)
+        is_written = self.logs.write(
+            record, entry.tags, has_handlers=has_handlers(source), is_print=entry.is_print
+        )
         if not is_written and not entry.is_print:
             self._original(source, record)
 
@@ -260,21 +261,6 @@ class LogThread:
             logger.warning(
                 "Dropped %d log records: the handlers of logging are slower than the records", count
             )
-
-
-def _has_handlers(source: logging.Logger) -> bool:
-    """Return whether a logger has handlers; for daskserve's loggers, those of the root do not count.
-
-    ``logging.warning("...")`` gives the root a handler, without its author knowing.
-    """
-    if not source.name.startswith(LOGGERS):
-        return source.hasHandlers()
-    each: logging.Logger | None = source
-    while each is not None and each.parent is not None:
-        if each.handlers:
-            return True
-        each = each.parent if each.propagate else None
-    return False
 
 
 def _report_error() -> None:

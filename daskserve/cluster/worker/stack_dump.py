@@ -17,12 +17,26 @@ from pathlib import Path
 SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 #: Timeout of a dump in seconds, interval between two reads of its file, and maximum size of the file.
 DUMP_S, LOOK_S, MAX_BYTES = 1.0, 0.02, 200_000
+#: Maximum length of the stacks of a crash.
+MAX_CRASH = 4000
 
 
 def answer_with_stacks(file: int) -> None:
-    """Write the stacks of this process to a file whenever it gets `SIGNAL`."""
+    """Write the stacks of this process to a file whenever it gets `SIGNAL`, and when native code crashes."""
+    faulthandler.enable(file)
     if SIGNAL is not None:
         faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+
+def crash_in(file: int) -> str:
+    """Return what a process has written to its file when it crashed: the error and the thread's stack."""
+    text = os.pread(file, MAX_BYTES, 0).decode(errors="replace")
+    _, found, rest = text.rpartition("Fatal Python error:")
+    error, _, stacks = rest.partition("\n\n")
+    # Other threads come first, and the names of extension modules last.
+    _, current, stack = stacks.partition("Current thread")
+    stack = (current + stack if current else stacks).partition("\n\n")[0].rstrip("\n")
+    return f"{found}{error}\n{stack}"[:MAX_CRASH] if found else ""
 
 
 async def ask_for_stacks(pid: int, file: int) -> str:

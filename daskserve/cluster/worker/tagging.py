@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, TextIO
 
 from daskserve.common.types import split_deployment_tag
-from daskserve.context import current_replica, current_request
+from daskserve.context import current_instance, current_replica, current_request
 from daskserve.telemetry.logs.formats import json_of, place_of
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import PRINTED, Tags
@@ -22,7 +22,10 @@ MAX_LINE = 8192
 #: Lines that are begun at a time; the oldest is then written as it is.
 MAX_BEGUN = 1000
 
-_WORKER, _PROXY, _CONTROLLER = Tags(), Tags(component="proxy"), Tags(component="controller")
+
+@lru_cache(256)
+def _part(component: str, instance: str) -> Tags:
+    return Tags(component=component, instance=instance)
 
 
 @lru_cache(1024)
@@ -40,13 +43,20 @@ def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
     if found is not None:
         return found
     name = record.name
+    instance = current_instance.get()
     if name.startswith("daskserve."):
+        replica = vars(record).get("replica")
+        if replica:  # of code that says which one it speaks of
+            return Tags(*_names_of(replica), component="replica", instance=instance)
+        part = "worker"
         if name.startswith("daskserve.prox"):
-            return _PROXY
-        return _CONTROLLER if name.startswith("daskserve.control") else _WORKER
+            part = "proxy"
+        elif name.startswith("daskserve.control"):
+            part = "controller"
+        return _part(part, instance)
     if name.startswith(("distributed", "tornado", "asyncio")):
-        return _WORKER
-    return logs.only_replica() or _WORKER
+        return _part("worker", "")
+    return logs.only_replica() or _part("worker", instance)
 
 
 def current_tags() -> Tags | None:
@@ -57,7 +67,9 @@ def current_tags() -> Tags | None:
     application, deployment = _names(replica.backend_tag)
     request = current_request.get()
     if request is None:
-        return Tags(application, deployment, replica.replica_tag, component="replica")
+        return Tags(
+            application, deployment, replica.replica_tag, component="replica", instance=replica.instance
+        )
     return Tags(
         application,
         deployment,
@@ -66,6 +78,7 @@ def current_tags() -> Tags | None:
         current_trace_id(),
         request.route,
         "replica",
+        replica.instance,
     )
 
 
@@ -96,7 +109,7 @@ class TaggedOutput(io.TextIOBase):
         while len(self._begun) > MAX_BEGUN:
             # Of a thread or a replica that has ended, most likely.
             oldest = next(iter(self._begun))
-            self._write_line(self._begun.pop(oldest, ""), Tags(*_names_of(oldest[0]), component="replica"))
+            self._write_line(self._begun.pop(oldest, ""), self._logs.tags_of(oldest[0]))
         for line in lines:
             self._write_line(line, tags)
         return len(text)

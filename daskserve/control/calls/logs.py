@@ -34,7 +34,7 @@ ASK_EVERY_S = 0.5
 #: Most bytes of a cursor, unpacked.
 MAX_CURSOR = 4 << 20
 #: What a row has beside the fields of a record.
-_INTERNAL = frozenset({"levelno", "number", "source", "turn"})
+_INTERNAL = frozenset({"levelno", "number", "source", "turn", "instance"})
 
 
 class LogVerbs(DecidingVerbs):
@@ -95,7 +95,8 @@ class LogVerbs(DecidingVerbs):
         since = None if since_s is None else self._core.clock.wall() - since_s
         _check_time("since_s", since_s)
         _check_time("wait_s", wait_s)
-        query = Query(application, deployment, replica, since, level, grep, limit)
+        instance = self._core.cluster.instance
+        query = Query(application, deployment, replica, since, level, grep, limit, instance)
         cursor = None if after is None else unpacked(after)
         deadline = self._core.clock.now() + min(wait_s, MAX_WAIT_S)
         while True:

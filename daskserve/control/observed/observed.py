@@ -165,13 +165,20 @@ class Notes:
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
     def at_rest(self) -> Notes:
-        """Return what a backend keeps in mind after a change: the next one begins with the rest anew."""
-        return Notes(dead=self.dead) if self.is_at_rest else self
+        """Return the notes that outlive a change that has ended: only those about dead replicas."""
+        return Notes(dead=self.dead) if self.is_at_rest and not self.are_new else self
+
+    @property
+    def are_new(self) -> bool:
+        """Whether there is nothing in them."""
+        values, of_new = _values_of_notes(frozenset())
+        found: bool = values(self) == of_new
+        return found
 
     @property
     def is_at_rest(self) -> bool:
         """Whether there is nothing in them but the dead, and what is left of a change that has ended."""
-        values, of_new = _matters_at_rest()
+        values, of_new = _values_of_notes(_LEFT_OVER)
         found: bool = values(self) == of_new
         return found
 
@@ -180,11 +187,14 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
+#: The notes that do not matter without a change: the dead, and what is left of a change that has ended.
+_LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
+
+
 @cache
-def _matters_at_rest() -> tuple[Callable[[Notes], Any], Any]:
-    """Return a function that reads the notes that matter without a change, and what it reads of new notes."""
-    left_over = {"dead", "goal", "told_at", "full_from", "most"}
-    values = attrgetter(*(each.name for each in fields(Notes) if each.name not in left_over))
+def _values_of_notes(but: frozenset[str]) -> tuple[Callable[[Notes], Any], Any]:
+    """Return a function that reads all notes but some, and what it reads of new notes."""
+    values = attrgetter(*(each.name for each in fields(Notes) if each.name not in but))
     return values, values(Notes())
 
 
@@ -383,12 +393,12 @@ class Observed:
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Keep the notes of a backend's step."""
-        if notes == Notes():
+        if notes.are_new:
             self.notes.pop(tag, None)
             return  # as of nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
-        if kept == Notes():
+        if kept.are_new:
             self.notes.pop(tag, None)
         else:
             self.notes[tag] = kept

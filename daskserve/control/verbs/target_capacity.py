@@ -33,7 +33,7 @@ def set_target_capacity(state: State, percent: float | None, wall: float) -> Cha
 
 
 def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Change:
-    """Return the change that lets an instance log as a configuration says, until it is started anew.
+    """Return the change that gives an instance the logging of a configuration, until its next start.
 
     A configuration without ``logging_config`` changes nothing.
     """
@@ -52,7 +52,10 @@ def logging_of(state: State, start: ControllerStart) -> Mapping[str, Any] | None
 
 def at_capacity(state: State, backend: BackendRecord) -> BackendRecord:
     """Return the record of a new backend with the instance's target capacity."""
-    return replace(backend, capacity=state.capacity.percent, capacity_direction=state.capacity.direction)
+    now = state.capacity
+    if (now.percent, now.direction) == (backend.capacity, backend.capacity_direction):
+        return backend
+    return replace(backend, capacity=now.percent, capacity_direction=now.direction)
 
 
 def _at(backend: BackendRecord, capacity: CapacityRecord, wall: float) -> BackendRecord:

@@ -1,4 +1,4 @@
-"""Batch sizes and waits that a controller finds by itself, for ``batch(latency_target_s=...)``.
+"""A controller of the sizes and waits of batches, for ``batch(latency_target_s=...)``.
 
 Synchronous code without a clock of its own; it learns from the batches that have run.
 

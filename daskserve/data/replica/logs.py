@@ -27,7 +27,7 @@ class ReplicaLogs:
     def __init__(self, logs: ProcessLogs | None, start: ReplicaStart, context: ContextWith[Any]) -> None:
         self._logs = logs
         self._backend, self._replica = start.backend_tag, start.replica_tag
-        self._clock = context.clock
+        self._clock, self._instance = context.clock, context.spec.instance
         self.payloads = ReplicaPayloads(start, context.spec.instance, context.clock, context.rng)
         self.note: Callable[[str, str, int, float], None] | None = None
         self._set(getattr(start.config, "logging_config", None))
@@ -41,7 +41,7 @@ class ReplicaLogs:
         if self._logs is None:
             return
         application, deployment = split_deployment_tag(self._backend)
-        tags = Tags(application, deployment, self._replica, component="replica")
+        tags = Tags(application, deployment, self._replica, component="replica", instance=self._instance)
         settings = self._logs.configure(self._replica, tags, config)
         self.note = self._note if settings is not None and settings.enable_access_log else None
 
@@ -58,6 +58,7 @@ class ReplicaLogs:
                 request_id=request_id,
                 backend=self._backend,
                 replica=self._replica,
+                instance=self._instance,
             )
         )
 

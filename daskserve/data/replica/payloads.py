@@ -19,7 +19,7 @@ from daskserve.options.fields.secrets import masked
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.importing import import_definition
 from daskserve.payload.pickling import load_bytes
-from daskserve.telemetry.payloads.events import Origin
+from daskserve.telemetry.payloads.events import Origin, Sample
 from daskserve.telemetry.payloads.writer import PayloadWriter, open_sink
 from daskserve.telemetry.table import MetricSample
 
@@ -79,7 +79,15 @@ class ReplicaPayloads:
         writer, ratio = self._writer, self._config["sampling_ratio"]
         if writer is None or (ratio < 1 and self._rng.random() >= ratio):
             return whole
-        return SampledRequest(whole, request, self._config["max_bytes"], self._clock.wall(), writer.offer)
+        take = partial(self._take, writer)
+        return SampledRequest(whole, request, self._config["max_bytes"], self._clock.wall(), take)
+
+    def _take(self, writer: PayloadWriter, sample: Sample) -> None:
+        if writer is self._writer:
+            writer.offer(sample)
+        else:
+            # It began before the options changed: it must not be written without the new ``redact``.
+            self._ended["payload_log_dropped", (*self._labels, "stop")] += 1
 
     def samples(self) -> list[MetricSample]:
         """Return the metrics."""

@@ -28,6 +28,7 @@ from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.user_code.construction import RECONFIGURING
 from daskserve.options.start_messages import ReplicaStart, read_config
+from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.process import file_of
 from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.logs.settings import merged
@@ -262,11 +263,12 @@ class Replica:
             facts[LAST_LINES] = lines
         return facts
 
-    def log_file(self) -> tuple[str, int] | None:
+    def log_file(self) -> ProcessFile | None:
         """Return the file with the logs of its child process; see `ReportsLogs`."""
         process = self._code.process
         file = None if process is None else process.log_file
-        return None if file is None else (self._start.replica_tag, file)
+        tag, instance = self._start.replica_tag, self._context.spec.instance
+        return None if file is None else ProcessFile(tag, instance, file)
 
     # ---- stop
 

@@ -98,7 +98,7 @@ def access_json(access: Access) -> str:
         f'{{"levelname": "INFO", "asctime": "{clock(access.time)}"',
         f'"timestamp_ns": {int(access.time * 1e9)}',
         f'"message": {_encode(access.message)}',
-        _shared_json(access.backend, access.replica, access.route),
+        _shared_json(access.backend, access.replica, access.route, access.instance),
         f'"method": {_encode(access.method)}, "path": {_encode(access.path)}, "status": {access.status}',
         f'"duration_s": {access.seconds:.6f}',
         f'"client": {"null" if access.client is None else _encode(access.client[0])}',
@@ -111,9 +111,10 @@ def access_json(access: Access) -> str:
 
 
 @lru_cache(1024)
-def _shared_json(backend: str, replica: str, route: str) -> str:
+def _shared_json(backend: str, replica: str, route: str, instance: str) -> str:
     """Return the part that all requests of a route or a replica share."""
-    tags = Access(0.0, "", b"", b"", 0, 0.0, route=route, backend=backend, replica=replica).tags
+    empty = Access(0.0, "", b"", b"", 0, 0.0)
+    tags = empty._replace(route=route, backend=backend, replica=replica, instance=instance).tags
     return str(_encode({"logger": ACCESS, **_of_tags(tags)}))[1:-1]
 
 

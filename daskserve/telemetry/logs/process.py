@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import stopwatch
+from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
 from daskserve.telemetry.logs.records import ACCESS, Access, Tags
 from daskserve.telemetry.logs.ring import Ring
@@ -43,20 +44,34 @@ class _Source:
 class ProcessLogs:
     """See the module.
 
+    Parameters
+    ----------
+    default_level : int or None
+        The level of daskserve's own loggers while no instance has settings. None: it stays as it is.
+
     Attributes
     ----------
     wake : callable
         Has `drain` called soon, in the thread that writes.
     dropped : dict
         How many records were lost, by the reason.
+    ended : EndedFiles
+        The logs of child processes that have ended.
     """
 
-    def __init__(self, stdout: Sink | None = None, now: Callable[[], float] = stopwatch) -> None:
+    def __init__(
+        self,
+        stdout: Sink | None = None,
+        now: Callable[[], float] = stopwatch,
+        default_level: int | None = DEFAULT_LEVEL,
+    ) -> None:
         self.ring = Ring()
+        self.ended = EndedFiles()
         self.wake: Callable[[], object] = self.drain
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Access], object] = self.ring.add_access
         self._now = now
+        self._default_level = default_level
         self._stdout = stdout or StreamSink()
         self._files: dict[Path, FileSink] = {}
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
@@ -113,10 +128,13 @@ class ProcessLogs:
         self._levels = {}
         for sink in self._files.values():
             sink.close()
+        self.ended.close()
 
     def _set_levels(self) -> None:
         levels = [each.settings.level for each in self._sources.values() if each.settings is not None]
-        level = min(levels, default=DEFAULT_LEVEL)
+        level = min(levels, default=self._default_level)
+        if level is None:
+            return
         for name in LOGGERS:
             logger = logging.getLogger(name)
             # A level that an operator or user code has set stays.
@@ -156,6 +174,11 @@ class ProcessLogs:
         if not self._is_awake:
             self._is_awake = True
             self.wake()
+
+    def tags_of(self, replica: str) -> Tags:
+        """Return where the records of a replica come from that has no request; of one that is gone, less."""
+        source = self._sources.get(replica)
+        return Tags(replica=replica, component="replica") if source is None else source.tags
 
     def has_prefix(self, tags: Tags) -> LogSettings | None:
         """Return the settings of a replica, if what it prints is to be marked."""
@@ -226,11 +249,12 @@ class ProcessLogs:
         if tags.replica:
             source = self._sources.get(tags.replica)
             return None if source is None else source.settings
-        # A record of a proxy does not say of which instance, and one of the worker is as those of the proxies
-        # or of the controller in it.
+        # A record of the worker is as those of the proxies or of the controller in it. One that belongs to no
+        # instance is as those of any.
         for component in dict.fromkeys((tags.component, "proxy", "controller")):
             for each in self._sources.values():
-                if each.settings is not None and each.tags.component == component:
+                is_of = tags.instance in ("", each.tags.instance)
+                if is_of and each.settings is not None and each.tags.component == component:
                     return each.settings
         return None
 
@@ -268,7 +292,7 @@ class ProcessLogs:
         return [("log_records_dropped", (reason,), count) for reason, count in self.losses().items()]
 
 
-#: The logs of a child process; None in other processes, whose actors are given theirs.
+#: The logs of the process that the current code belongs to; None outside of actors.
 process_logs: ContextVar[ProcessLogs | None] = ContextVar("daskserve_process_logs", default=None)
 
 

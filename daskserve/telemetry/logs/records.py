@@ -38,6 +38,7 @@ TAG_NAMES = (
     "trace_id",
     "route",
     "component",
+    "instance",
 )
 
 
@@ -52,6 +53,7 @@ class Tags(NamedTuple):
     route: str = ""
     #: ``replica``, ``proxy``, ``controller`` or ``worker``.
     component: str = "worker"
+    instance: str = ""
 
     def plain(self) -> dict[str, str]:
         """Return the fields by name."""
@@ -143,6 +145,7 @@ class Access(NamedTuple):
     backend: str = ""
     replica: str = ""
     proxy: str = ""
+    instance: str = ""
 
     @property
     def message(self) -> str:
@@ -171,7 +174,14 @@ class Access(NamedTuple):
         application, deployment = split_deployment_tag(self.backend) if self.backend else ("", "")
         component = "replica" if self.replica else "proxy"
         return Tags(
-            application, deployment, self.replica, self.request_id, self.trace_id, self.route, component
+            application,
+            deployment,
+            self.replica,
+            self.request_id,
+            self.trace_id,
+            self.route,
+            component,
+            self.instance,
         )
 
     def plain(self) -> Plain:

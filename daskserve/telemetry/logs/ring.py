@@ -35,6 +35,8 @@ class Query:
         A text that the message or the traceback contains.
     limit : int
         How many at most; the newest, or with ``after`` the oldest.
+    instance : str
+        Those of other instances are left out, but not those that belong to none.
     """
 
     application: str | None = None
@@ -44,6 +46,7 @@ class Query:
     level: str | None = None
     grep: str | None = None
     limit: int = 1000
+    instance: str | None = None
 
     def plain(self) -> Mapping[str, Any]:
         """Return plain values."""
@@ -73,6 +76,8 @@ class Query:
         if self.since is not None and entry["time"] < self.since:
             return False
         if entry["levelno"] < levelno:
+            return False
+        if self.instance is not None and entry["instance"] not in ("", self.instance):
             return False
         for name, wanted in (("application", self.application), ("deployment", self.deployment)):
             if wanted is not None and entry[name] != wanted:

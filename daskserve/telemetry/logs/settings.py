@@ -11,6 +11,21 @@ from typing import Any
 LOGGERS = ("daskserve", "ray.serve")
 
 
+def has_handlers(source: logging.Logger) -> bool:
+    """Return whether a logger has handlers; for daskserve's loggers, those of the root do not count.
+
+    ``logging.warning("...")`` gives the root a handler, without its author knowing.
+    """
+    if not source.name.startswith(LOGGERS):
+        return source.hasHandlers()
+    each: logging.Logger | None = source
+    while each is not None and each.parent is not None:
+        if each.handlers:
+            return True
+        each = each.parent if each.propagate else None
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LogSettings:
     """The fields of `daskserve.options.logging.LoggingConfig`, with its defaults."""

@@ -109,10 +109,6 @@ class PayloadWriter:
 
     def offer(self, sample: Sample) -> None:
         """Take a sample that is complete, or drop it."""
-        if self._is_closing.is_set():
-            # It began before the options changed: it must not be written without the new ``redact``.
-            self.dropped["stop"] += 1
-            return
         size = sample.nbytes
         waiting = self._waiting_bytes - self._taken_bytes
         if self._queue.qsize() >= MAX_WAITING or waiting + size > MAX_WAITING_BYTES:

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from dask_processes import poll_for
 from tables import each_case
 from tornado.websocket import websocket_connect
 
@@ -269,16 +270,58 @@ def test_nothing_is_written_that_the_function_has_not_returned(redact: Any, drop
     assert writer.dropped == dropped
 
 
-@each_case("began", [False, True])
-def test_a_request_that_ends_after_the_options_have_changed_is_not_written(began: bool, sink: Sink) -> None:
-    writer = writer_to(sink)
-    if began:
-        writer.offer(sample(b"", b"1"))
-    writer.close(DEADLINE_S)
-    before = dict(sink.files)
-    writer.offer(sample(b"", b"secret"))
-    writer.close(DEADLINE_S)
-    assert (sink.files, writer.dropped) == (before, {"stop": 1})
+@each_case("is_over", [False, True])
+def test_a_request_that_ends_after_the_options_have_changed_is_dropped(is_over: bool, tmp_path: Path) -> None:
+    sink = tmp_path / str(is_over)
+    begun, goes_on = tmp_path / f"{is_over}-begun", tmp_path / f"{is_over}-on"
+
+    async def answer(number: int) -> int:
+        if number == 2:
+            begun.touch()
+            while not goes_on.exists():  # noqa: ASYNC110 - another process says it
+                await asyncio.sleep(0.001)
+        return number
+
+    with local_instance() as client:
+        app = serve.deployment(answer).options(name="d", max_ongoing_requests=2)
+
+        def run(**options: Any) -> Any:
+            logging = {"sink": str(sink), "mode": "response", **options}
+            return client.run(app.options(payload_logging=logging).bind(), route_prefix=None)
+
+        handle = run()
+        late = handle.remote(2)
+        poll_for(begun.exists)
+        run(**({"sampling_ratio": 0.0} if is_over else {"redact": hide}))
+        goes_on.touch()
+        assert late.result() == 2
+        assert handle.remote(1).result() == 1
+        assert metric("payload_log_dropped") == {"stop": 1}
+    assert [each["data"] for each in lines_in(str(sink))] == ([] if is_over else [1])
+
+
+def test_what_passes_a_child_process_is_in_the_sink_and_counts(tmp_path: Path) -> None:
+    async def double(request: Any) -> Any:
+        return {"twice": 2 * (await request.json())["n"], "card": "1234"}
+
+    logging = {"sink": str(tmp_path), "flush_period_s": 0.1, "redact": hide}
+    with local_instance(http_options={"port": 0}) as client:
+        app = serve.deployment(double).options(isolation="process", payload_logging=logging)
+        client.run(app.bind(), route_prefix="/")
+        (url,) = client.http_urls()
+        assert json.loads(post(url, {"n": 2, "card": "5678"}))["twice"] == 4
+        post(f"{url}/wrong", {"n": 1})
+        # The worker reads them each second.
+        poll_for(lambda: metric("payload_log_dropped") == {"redact": 1})
+        (written,) = metric("payload_log_requests").values()
+        client.run(app.options(payload_logging={**logging, "mode": "request"}).bind(), route_prefix="/")
+        post(f"{url}/changed", {"n": 1})
+    assert written == 1
+    assert [(each["type"], each["data"]) for each in lines_in(str(tmp_path))] == [
+        ("daskserve.request", {"n": 2, "card": "***"}),
+        ("daskserve.response", {"twice": 4, "card": "***"}),
+        ("daskserve.request", {"n": 1}),
+    ]
 
 
 def test_a_wrong_option_says_so() -> None:

@@ -63,9 +63,9 @@ def continuous_batch(
 
     ``@name.prefill`` decorates a function that is called once for requests that join, before their first
     step. It takes a list of them and returns a list of their states, which they have as ``request.state``.
-    ``@name.release`` decorates one that is told of requests that have left, so that it can free what it
-    holds for them: they are done, have failed, were preempted, or their callers have left, timed out or
-    were cancelled.
+    ``@name.release`` decorates a function that frees what the model holds for requests that have left. It
+    takes a list of them: they are done, have failed, were preempted, or their callers have left, timed out
+    or were cancelled.
 
     Plain functions run in a thread, one call at a time, while the event loop hands out outputs. Async ones
     run on the event loop. An exception that a function raises ends all requests of its list; `StepError`

@@ -28,7 +28,7 @@ from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
 
 logger = logging.getLogger("daskserve.replica")
 
-#: A caller that has caught up so far takes part in steps again.
+#: A paused request takes part in steps again once its caller has at most this many outputs left to read.
 _RESUMES_AT = MAX_BUFFERED_RESULTS // 2
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -84,7 +84,7 @@ class Engine:
     instance : weak reference, optional
         The object that they are methods of.
     step_timeout_s : float, optional
-        A call of user code that takes longer loses its callers.
+        If a call of user code takes longer, its requests fail.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         self.rounds = rounds
         self._step_timeout_s = step_timeout_s
-        #: When the call of user code began that runs now, on the clock of the loop.
+        #: When the user code that runs now was called, on the clock of the loop; None while none runs.
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._functions = functions
@@ -104,14 +104,14 @@ class Engine:
         self._is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
         replica = current_replica.get()
-        # Weak, as what refers to the replica's context refers to the instance: a batch must not keep it.
+        # A weak reference: the replica's context refers to the instance, which a batch must not keep alive.
         self._replica = None if replica is None else weakref.ref(replica)
         #: The context of the thread's next run; None while there is nothing to do.
         self._context: contextvars.Context | None = None
         self._task: asyncio.Task[None] | None = None
-        #: Whether user code runs that may be cancelled once nobody waits for it.
+        #: Whether the user code that runs now may be cancelled when its last caller leaves.
         self._is_cancellable = False
-        #: Whether it was cancelled, and has not ended yet.
+        #: Whether this engine has cancelled it and it has not ended yet.
         self._is_cancelled = False
         self._wake_thread: threading.Event | None = None
 
@@ -136,7 +136,7 @@ class Engine:
         return 0.0 if began is None else max(0.0, self._loop_calls.loop.time() - began)
 
     def add(self, request: ActiveRequest) -> None:
-        """Let a request take part; raises as `Slots.add`, and `UnavailableError` while user code is late."""
+        """Add a request; raise what `Slots.add` raises, and `UnavailableError` while a step is late."""
         running_s = self.running_s()
         if self._step_timeout_s is not None and running_s >= self._step_timeout_s:
             raise UnavailableError(self._late_text(running_s))
@@ -168,13 +168,13 @@ class Engine:
         return context
 
     def _leave_request(self) -> None:
-        # The batch belongs to no single request: the deadline and id of one would be wrong for the others.
+        # The batch serves several requests: the deadline and id of one would be wrong for the others.
         current_request.set(None)
         current_replica.set(None if self._replica is None else self._replica())
         SpansOfBatch("", ()).__enter__()
 
     def _wake(self) -> None:
-        """Have the steps go on, if they have stopped."""
+        """Start the steps again if they have stopped."""
         if self._timer is None and self._step_timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._step_timeout_s, self._watch)
         if not self._is_async:
@@ -188,7 +188,7 @@ class Engine:
             self._task = loop.create_task(self._run(), context=self._new_context())
 
     def _watch(self) -> None:
-        """Give up what has run for too long, and look again later while there is something to do."""
+        """Fail the requests of a call that has run for too long; check again later while requests remain."""
         self._timer, timeout_s, running_s = None, self._step_timeout_s, self.running_s()
         assert timeout_s is not None
         if running_s >= timeout_s and (given_up := self.rounds.give_up(self._late_text(running_s))):
@@ -252,12 +252,12 @@ class Engine:
         return value, None
 
     def _is_foreign_cancellation(self) -> bool:
-        """Whether others have cancelled the task, such as a loop that ends, and not this engine."""
+        """Whether something else than this engine has cancelled the task, such as a loop that ends."""
         assert self._task is not None
         return self._task.cancelling() > self._is_cancelled
 
     def _cancel_step(self) -> None:
-        """Cancel the step that runs, if there is one and nobody waits for it."""
+        """Cancel the running step if all of its callers have left."""
         if self._task is not None and self._is_cancellable and self.rounds.is_unwanted:
             self._is_cancellable = False
             self._is_cancelled = True

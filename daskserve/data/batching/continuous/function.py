@@ -182,11 +182,11 @@ class ContinuousFunction(_Settings):
     # ---- the other functions of user code
 
     def prefill(self, function: FunctionT) -> FunctionT:
-        """Have a function prepare new requests: it takes a list of them and returns their states, or None."""
+        """Set the function that prepares new requests: it takes a list and returns their states, or None."""
         return self._add("prefill", function)
 
     def release(self, function: FunctionT) -> FunctionT:
-        """Have a function told which requests have left, as a list; it frees what was held for them."""
+        """Set the function that frees what the model holds for requests that have left; it takes a list."""
         return self._add("release", function)
 
     def _add(self, name: str, function: FunctionT) -> FunctionT:

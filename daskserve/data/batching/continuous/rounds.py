@@ -1,4 +1,4 @@
-"""The steps of a continuous batch, whoever runs them: a thread for plain code, or a task for async code.
+"""The order of the calls of a continuous batch: a thread makes them for plain code, a task for async code.
 
 `Rounds` decides what to call next, and what becomes of the answer. Requests join and leave between the calls:
 one that ends, is preempted or has lost its caller is released before the next step. Callers add and remove
@@ -19,10 +19,11 @@ from daskserve.errors import RequestTimeoutError, ServeError, StepError, Unavail
 from daskserve.payload.packed_errors import raisable
 from daskserve.telemetry.replica import StepMetrics
 
-#: What user code has answered: its value, and what it raised instead.
+#: What user code has returned, or the error that it has raised.
 Outcome: TypeAlias = tuple[Any, BaseException | None]
-#: The name of a function of user code, and the requests to call it with.
+#: The types of results that may be no outputs: errors, and ``StopIteration`` as a class.
 _SPECIAL = (BaseException, type)
+#: The name of a function of user code, and the requests to call it with.
 CallOfUser: TypeAlias = tuple[str, list[ActiveRequest]]
 
 

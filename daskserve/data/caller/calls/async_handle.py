@@ -27,6 +27,11 @@ class AsyncHandle(Handle):
         """Start a call and return its `Response`, which can be awaited; otherwise like `Handle.remote`."""
         return super().remote(*args, **kwargs)
 
+    def _plain(self) -> Handle:
+        plain = Handle.__new__(Handle)
+        vars(plain).update(vars(self))
+        return plain
+
 
 def awaited(handle: Handle) -> AsyncHandle:
     """Return the same handle in the form for event loops."""

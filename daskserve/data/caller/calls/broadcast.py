@@ -9,8 +9,9 @@ from typing import Any
 from daskserve.cluster.protocols.base import Cluster, ClusterConnection
 from daskserve.common.formatting import shown
 from daskserve.common.types import DONE, ActorAddress, Envelope, Message, Payload, nothing_to_receive
+from daskserve.data.caller.blocking import refuse_in_loop
 from daskserve.data.caller.calls.pending import waiter_for
-from daskserve.data.caller.calls.response import cancelled_error, refuse_in_loop
+from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked

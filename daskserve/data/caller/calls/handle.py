@@ -38,6 +38,7 @@ from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_f
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
 from daskserve.data.caller.calls.response import Response
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
+from daskserve.data.caller.mapping.methods import BatchCalls
 from daskserve.data.caller.routing.router import Router, Routers
 from daskserve.data.caller.routing.waiting_calls import waiting_calls_of
 from daskserve.errors import (
@@ -74,7 +75,7 @@ async def routers_of(cluster: Process) -> Routers:
     return routers
 
 
-class Handle:
+class Handle(BatchCalls):
     """Calls an endpoint from Python. A handle is immutable; `options` returns a copy that shares the router.
 
     ``handle.remote(...)`` starts a call and returns its `Response` at once; ``handle.method.remote(...)``

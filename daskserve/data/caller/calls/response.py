@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from daskserve.cluster.protocols.base import ClusterConnection, Process
 from daskserve.common.formatting import shown
 from daskserve.common.types import KeptPayload, Payload
+from daskserve.data.caller.blocking import refuse_in_loop, wait_in_thread
 from daskserve.data.caller.calls.naming import as_read
 from daskserve.data.caller.calls.pending import start_call, waiter_for
-from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError, ServeError
-from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.errors import PassedResponseError, RequestCancelledError, RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.packed_errors import PackedError
 from daskserve.payload.shown_errors import shown_in_notebook
 
 
@@ -131,16 +129,10 @@ class Response:
             return
         refuse_in_loop(self._connection, "result()", "await the response")
         future.leaves_value = self._is_passed_on
-        try:
-            future.result(timeout_s)
-        except (CancelledError, PackedError, ServeError):
-            pass  # `_value` raises it
-        except TimeoutError:
-            if future.done() or timeout_s is None:
-                raise  # a TimeoutError of user code
+        if not wait_in_thread(self._connection, future.wait, timeout_s, future.cancel):
             raise RequestTimeoutError(
-                f"No answer to request {self.request_id} within {shown(timeout_s)} s."
-            ) from None
+                f"No answer to request {self.request_id} within {shown(timeout_s or 0.0)} s."
+            )
 
     def done(self) -> bool:
         """Return whether the call has ended, with an answer or an error."""
@@ -156,6 +148,23 @@ class Response:
         This is done on a best-effort basis, and a second call has no effect.
         """
         return self._future.cancel()
+
+    # ---- one of many calls
+
+    def follow(self, note: Callable[[Any], object]) -> None:
+        """Call ``note`` once the call, or the fetching of its result, has ended; on any thread."""
+        future = self._fetching or self._future
+        future.leaves_value = False
+        future.add_done_callback(note)
+
+    def fetch_rest(self) -> bool:
+        """Return whether a result that stayed with its replica is being fetched now."""
+        fetching = self._fetched()
+        return fetching is not None and not fetching.done()
+
+    def failure(self) -> BaseException | None:
+        """Return the error of a call that has ended, as it arrived; None if it has a result."""
+        return self._failure(self._fetching or self._future)
 
     # ---- as an argument of another call
 
@@ -194,17 +203,3 @@ def cancelled_error(request_id: str) -> RequestCancelledError:
     return RequestCancelledError(
         f"Request {request_id} was cancelled: by cancel(), or together with the request that made this call."
     )
-
-
-def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> None:
-    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
-
-    Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
-    """
-    if connection.runs_here():
-        raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
-    if running_loop() is not None and not in_cell():
-        raise RuntimeError(
-            f"{name} would block the running event loop; {remedy}, or call it in a thread "
-            "(asyncio.to_thread)."
-        )

@@ -17,8 +17,9 @@ from typing import Any, NoReturn, Self
 
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import Message, Payload
+from daskserve.data.caller.blocking import refuse_in_loop
 from daskserve.data.caller.calls.naming import as_read
-from daskserve.data.caller.calls.response import cancelled_error, refuse_in_loop
+from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.pickling import load, message_bytes

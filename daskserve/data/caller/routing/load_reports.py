@@ -62,6 +62,8 @@ class LoadReports:
         The queue of each backend; backends may be added later.
     calls : callable
         Returns what was counted of calls, by endpoint and caller, to report while somebody watches.
+    backlogs : callable
+        Returns how many items of maps are still to be sent, by backend; they count as requests that wait.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class LoadReports:
         clock: Clock,
         queues: Mapping[BackendTag, BackendQueue],
         calls: Callable[[], Mapping[EndpointTag, Mapping[BackendTag, CallMetrics]]] = dict,
+        backlogs: Callable[[], Mapping[BackendTag, int]] = dict,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._queues = queues
         self._calls = calls
+        self._backlogs = backlogs
         self._is_watched = False
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()
@@ -123,10 +127,12 @@ class LoadReports:
             self._is_urgent.clear()
             loads: dict[BackendTag, list[int]] = {}
             versions: dict[BackendTag, dict[str, Any]] = {}
+            backlogs = self._backlogs()
             for tag, each in queues.items():
-                if each.is_autoscaled and (each.waiting or each.in_flight):
+                waiting = each.waiting + backlogs.get(tag, 0)
+                if each.is_autoscaled and (waiting or each.in_flight):
                     load = loads.setdefault(backend_of(tag), [0, 0])
-                    load[0] += each.waiting
+                    load[0] += waiting
                     load[1] += each.in_flight
                 if each.versions is not None and (counted := each.versions.plain()):
                     versions[tag] = counted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import Cluster, Routes
 from daskserve.common.clock import Clock, stopwatch
+from daskserve.common.formatting import counted
 from daskserve.common.types import (
     ActorAddress,
     BackendTag,
@@ -492,9 +493,6 @@ def _refuse(replicas: ReplicaSet, waiter: asyncio.Future[PooledReplica], limit: 
 
 
 def _queue_overflow(name: str, waiting: int, limit: int) -> BackPressureError:
-    return BackPressureError(
-        f"{waiting} requests already wait for {name}, as many as max_queued_requests allows; "
-        "try again later.",
-        num_queued_requests=waiting,
-        max_queued_requests=limit,
-    )
+    others = counted(waiting, "request already waits", "requests already wait")
+    text = f"{others} for {name}, as many as max_queued_requests allows; try again later."
+    return BackPressureError(text, num_queued_requests=waiting, max_queued_requests=limit)

@@ -50,6 +50,7 @@ from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError,
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
+from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
@@ -215,6 +216,9 @@ class ChildCode:
         child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
         self._runner = ChildRunner(child, self._explain)
         child.on_end = self._note_end
+        if (logs := self._context.logs) is not None:
+            tag, instance = start.replica_tag, self._context.spec.instance
+            child.on_log_end = lambda file: logs.ended.add(ProcessFile(tag, instance, file))
         try:
             facts = await self._start_child(child)
         except ReplicaStartError as error:
@@ -283,7 +287,8 @@ class ChildCode:
         self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
         self.slots.closed_because = self.loss
         self.slots.close()
-        logger.error("%s", self.loss)
+        crash = f"\n{self._child.crash}" if self._child.crash else ""
+        logger.error("%s%s", self.loss, crash, extra={"replica": self._start.replica_tag})
 
     # ---- verbs
 

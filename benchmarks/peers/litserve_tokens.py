@@ -1,0 +1,40 @@
+"""LitServe, which streams tokens in fixed batches of 8: for ``bench_tokens.py``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import litserve
+from litserve_server import serve
+
+SLOTS, WAIT_S = 8, 0.01
+
+
+class Writer(litserve.LitAPI):
+    """Makes a token for each text of a batch, step by step."""
+
+    def setup(self, device: str) -> None: ...
+
+    def decode_request(self, request: Any) -> int:
+        return int(request["count"])
+
+    def batch(self, inputs: list[int]) -> list[int]:
+        return inputs
+
+    def predict(self, counts: list[int]) -> Iterator[list[str]]:
+        for number in range(max(counts)):
+            time.sleep(float(sys.argv[1]))
+            yield ["data: token\n\n" if number < count else "" for count in counts]
+
+    def unbatch(self, output: Iterator[list[str]]) -> Iterator[list[str]]:
+        yield from output
+
+    def encode_response(self, outputs: Iterator[list[str]]) -> Iterator[list[str]]:
+        yield from outputs
+
+
+if __name__ == "__main__":
+    serve(Writer(max_batch_size=SLOTS, batch_timeout=WAIT_S, stream=True), "/predict")

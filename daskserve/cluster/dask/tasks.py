@@ -1,0 +1,167 @@
+"""The Dask task that makes a call, in a thread of its worker or on the worker's event loop.
+
+Problem: a task that waits for an answer holds one of the worker's threads, or on the event loop one of its
+places for tasks. If the code that answers needs Dask tasks of its own, nothing goes on once all places are
+held. Choice: a task that waits secedes, as Dask calls it. Tasks with large inputs do so only in a number that
+keeps the replicas busy, because each that leaves lets another one load its input. One more leaves when a task
+that is more urgent waits for a thread, or when nothing has come back for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
+
+from daskserve.common.clock import stopwatch
+from daskserve.internals.checking import needs
+from daskserve.loops.event_loop import running_loop
+
+with needs("distributed", ">=2025.1,<2026.9") as check:
+    from distributed import Reschedule, Worker, WorkerPlugin, get_worker, rejoin, secede
+    from distributed.threadpoolexecutor import thread_state as pool_state
+    from distributed.worker import thread_state
+    from distributed.worker_state_machine import SecedeEvent, TaskState, WorkerState
+
+    check.fields(WorkerState, "executing", "ready", "tasks")
+    check.fields(TaskState, "key", "priority", "state")
+
+_NAME = "daskserve-calls"
+#: A task leaves beyond the limit if no task of this worker has come back for this many times the longest wait
+#: so far, and at least this long.
+STALL_FACTOR = 4
+STALL_S = 5.0
+
+
+class TaskWatch(WorkerPlugin):
+    """Tells the calls of a worker's tasks that Dask has released their task."""
+
+    name = _NAME
+
+    def __init__(self) -> None:
+        self.callbacks: dict[Hashable, list[Callable[[], object]]] = {}
+        #: The tasks that have left within their limit, and since when the last of them came back.
+        self.away: set[Hashable] = set()
+        self.last_back = stopwatch()
+        self.longest_s = 0.0
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """Call back for a task that was released while it ran."""
+        if finish == "released" and start in ("executing", "long-running"):
+            for callback in self.callbacks.pop(key, ()):
+                callback()
+
+
+class DaskTask:
+    """A `daskserve.cluster.protocols.tasks.PresentTask`."""
+
+    def __init__(self, worker: Any, key: Any, *, is_in_thread: bool) -> None:
+        self.key = str(key)
+        self.is_released = False
+        self._worker = worker
+        self._key = key
+        self._is_in_thread = is_in_thread
+        self._watch = _watch_of(worker)
+        self._since = stopwatch()
+        self._has_left = False
+
+    def leave(self, limit: int | None = None) -> bool:
+        """Give its place to another task; see `PresentTask.leave`."""
+        if limit is not None and not self._may_leave(limit):
+            return False
+        self._watch.away.add(self._key)
+        if not self._is_in_thread:
+            self._secede_on_loop()
+        elif getattr(pool_state, "proceed", False):  # else user code has seceded
+            self._has_left = True
+            secede()
+        return True
+
+    def _may_leave(self, limit: int) -> bool:
+        watch = self._watch
+        if len(watch.away) < limit:
+            return True
+        state = self._worker.state
+        own = state.tasks.get(self._key)
+        with suppress(KeyError, IndexError, TypeError):  # the worker's thread may change it meanwhile
+            if own is not None and state.ready.peek().priority < own.priority:
+                return True
+        stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
+        if stopwatch() - max(watch.last_back, self._since) < stall_s:
+            return False
+        watch.last_back = stopwatch()  # one at a time
+        return True
+
+    def _secede_on_loop(self) -> None:
+        self._worker.handle_stimulus(
+            SecedeEvent(
+                key=self._key,
+                compute_duration=stopwatch() - self._since,
+                stimulus_id=f"daskserve-secede-{self.key}",
+            )
+        )
+
+    def come_back(self) -> None:
+        """Take a place again; see `PresentTask.come_back`."""
+        watch, now = self._watch, stopwatch()
+        watch.away.discard(self._key)
+        watch.last_back = now
+        watch.longest_s = max(watch.longest_s, now - self._since)
+        self._since = now
+        if self._has_left:
+            self._has_left = False
+            with suppress(RuntimeError):  # the worker closes its threads
+                rejoin()
+
+    def on_release(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back if Dask releases the task; see `PresentTask.on_release`."""
+
+        def released() -> None:
+            self.is_released = True
+            callback()
+
+        found = self._watch.callbacks.setdefault(self._key, [])
+        found.append(released)
+
+        def stop() -> None:
+            with suppress(ValueError):
+                found.remove(released)
+            if not found:
+                self._watch.callbacks.pop(self._key, None)
+
+        return stop
+
+    def reschedule(self) -> Exception:
+        """Return Dask's error for a task that has to run again if it is wanted."""
+        return Reschedule()
+
+
+def present_task() -> DaskTask | None:
+    """Return the Dask task that this code belongs to; None elsewhere."""
+    loop = running_loop()
+    if loop is None:
+        state = getattr(thread_state, "execution_state", None)
+        if state is None or getattr(thread_state, "actor", False):
+            return None
+        return DaskTask(state["worker"], thread_state.key, is_in_thread=True)
+    running = asyncio.current_task(loop)
+    name = "" if running is None else running.get_name()
+    if not name.startswith("execute("):
+        return None
+    try:
+        worker: Any = get_worker()
+    except ValueError:
+        return None
+    if not issubclass(type(worker), Worker):  # a replica's code, whatever it calls its tasks
+        return None
+    found = next((each for each in worker.state.executing if f"execute({each.key!r})" == name), None)
+    return None if found is None else DaskTask(worker, found.key, is_in_thread=False)
+
+
+def _watch_of(worker: Worker) -> TaskWatch:
+    found: Any = worker.plugins.get(_NAME)
+    if found is None:
+        found = worker.plugins.setdefault(_NAME, TaskWatch())
+    watch: TaskWatch = found
+    return watch

@@ -1,0 +1,69 @@
+"""Log records of the simulated workers: each has those of its own actors.
+
+A handler of the program's logging is called by the code that logs, as it is without an instance: tests read
+records as soon as they are made.
+"""
+
+from __future__ import annotations
+
+import logging
+from weakref import WeakSet, ref
+
+from daskserve.cluster.worker.tagging import tags_of
+from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
+from daskserve.telemetry.logs.process import ProcessLogs, process_logs
+from daskserve.telemetry.logs.settings import has_handlers
+
+
+class LocalRecords:
+    """Gives the records of actors their fields while a local cluster runs."""
+
+    def __init__(self) -> None:
+        self._logs: WeakSet[ProcessLogs] = WeakSet()
+        self._original: CallHandlers | None = None
+
+        # A function, as it takes the place of a method.
+        def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
+            self._take(source, record)
+
+        self._intercept: CallHandlers = intercept
+
+    def open(self) -> None:
+        """Begin; idempotent."""
+        if self._original is None:
+            self._original = intercept_records(self._intercept)
+
+    def close(self) -> None:
+        """Have handlers called as before, and drop all records; idempotent."""
+        if self._original is not None:
+            stop_intercepting(self._intercept, self._original)
+        for each in self._logs:
+            each.close()
+        self._logs.clear()
+
+    def logs(self) -> ProcessLogs:
+        """Return the logs of one more worker."""
+        found = ProcessLogs(default_level=None)
+        known = ref(found)
+
+        def drain() -> None:
+            if (logs := known()) is not None:
+                logs.drain(self._original)
+
+        found.wake = drain
+        self._logs.add(found)
+        return found
+
+    def _take(self, source: logging.Logger, record: logging.LogRecord) -> None:
+        assert self._original is not None
+        logs = process_logs.get()
+        if logs is None or logs not in self._logs:  # of the program, or of another local cluster
+            self._original(source, record)
+            return
+        tags = tags_of(record, logs)
+        if logs.is_below_level(record, tags):
+            return
+        tags.mark(record)
+        logs.ring.add(record, tags)
+        if not logs.write(record, tags, has_handlers=has_handlers(source)):
+            self._original(source, record)

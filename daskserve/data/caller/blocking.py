@@ -1,0 +1,83 @@
+"""Waiting for an answer in a thread that may block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
+from daskserve.loops.event_loop import in_cell, running_loop
+
+#: Blocks this thread for up to so many seconds, None for no limit; returns whether the wait has ended before.
+Wait: TypeAlias = Callable[[float | None], bool]
+
+#: How long a Dask task waits before it leaves its thread to other tasks: leaving costs more than short calls.
+BRIEF_S = 0.005
+#: How often a task that may not leave yet asks again.
+ASK_S = 0.05
+
+
+def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> None:
+    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
+
+    Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
+    """
+    if connection.runs_here():
+        raise RuntimeError(f"{name} would block the event loop that has to produce the answer; {remedy}.")
+    if running_loop() is not None and not in_cell():
+        raise RuntimeError(
+            f"{name} would block the running event loop; {remedy}, or call it in a thread "
+            "(asyncio.to_thread)."
+        )
+
+
+def wait_in_thread(
+    connection: ClusterConnection, wait: Wait, timeout_s: float | None, cancel: Callable[[], object]
+) -> bool:
+    """Wait in a thread; that of a Dask task is left to other tasks meanwhile.
+
+    ``cancel`` is called if Dask releases the task.
+    """
+    task = connection.present_task()
+    if task is None:
+        return wait(timeout_s)
+    brief_s = BRIEF_S if timeout_s is None else min(timeout_s, BRIEF_S)
+    if wait(brief_s):
+        return True
+    stop = task.on_release(cancel)
+    task.leave()
+    try:
+        return wait(None if timeout_s is None else timeout_s - brief_s)
+    finally:
+        stop()
+        task.come_back()
+
+
+class TaskPlace:
+    """The place of one Dask task, in whose thread results are read one after the other.
+
+    Parameters
+    ----------
+    limit : int, optional
+        The number of tasks of a worker that leave their place; see `PresentTask.leave`.
+    """
+
+    def __init__(self, task: PresentTask, limit: Callable[[], int | None]) -> None:
+        self._task = task
+        self._limit = limit
+        self._has_left = False
+
+    def wait(self, wait: Wait, timeout_s: float | None) -> None:
+        """Wait in the thread of the task, which leaves its place the first time and until `end`."""
+        if self._has_left:
+            wait(timeout_s)
+        elif not wait(BRIEF_S if timeout_s is None else min(timeout_s, BRIEF_S)):
+            self._has_left = self._task.leave(self._limit())
+            longest_s = None if self._has_left else ASK_S
+            wait(longest_s if timeout_s is None else min(timeout_s, longest_s or timeout_s))
+
+    def end(self) -> None:
+        """Take a place again."""
+        if self._has_left:
+            self._has_left = False
+            self._task.come_back()

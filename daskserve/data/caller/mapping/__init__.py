@@ -1,0 +1,1 @@
+"""Many calls through one handle: batch inference with a bounded number of calls in flight."""

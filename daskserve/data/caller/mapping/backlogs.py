@@ -1,0 +1,39 @@
+"""The items of maps that no router has yet, because each map sends only what the replicas take.
+
+Without them, a job of a million items would look like a handful of requests to autoscaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from daskserve.common.types import BackendTag, EndpointTag
+
+_KEY = "batches"
+
+
+class Batch(Protocol):
+    """The items of one map; a `daskserve.data.caller.mapping.window.Window`."""
+
+    endpoint: EndpointTag
+    backlog: int
+
+
+def batches_of(shared: MutableMapping[str, Any]) -> WeakSet[Batch]:
+    """Return the maps of a process and instance that are under way; add to it on the connection's loop."""
+    found: WeakSet[Batch] = shared.setdefault(_KEY, WeakSet())
+    return found
+
+
+def backlogs(
+    batches: Iterable[Batch], backends_of: Callable[[EndpointTag], Collection[BackendTag]]
+) -> dict[BackendTag, int]:
+    """Return the number of items that wait in maps, by backend."""
+    found: dict[BackendTag, int] = {}
+    for each in batches:
+        backends = backends_of(each.endpoint) if each.backlog else ()
+        for tag in backends:
+            found[tag] = found.get(tag, 0) + -(-each.backlog // len(backends))
+    return found

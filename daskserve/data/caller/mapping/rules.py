@@ -1,0 +1,122 @@
+"""What a map of items does when the call of one item fails. Pure."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    BadRequestError,
+    ClosedError,
+    CodeUnavailableError,
+    DeploymentIsBeingDeletedError,
+    DeploymentUnavailableError,
+    InstanceError,
+    MethodNotFoundError,
+    NotFoundError,
+    RequestCancelledError,
+    UnavailableError,
+)
+
+#: The priority of the calls of a map, unless the handle has another one: below that of live requests.
+BATCH_PRIORITY = -50
+#: How often the call of one item may be lost together with its replica. The item may be the reason.
+MAX_LOSSES = 4
+#: Delay of the next try after a loss, and after a refusal that names none.
+LOST_PAUSE_S = 0.05
+
+Errors: TypeAlias = Literal["raise", "return", "skip"]
+
+#: Errors that all items would get, whatever they are: they end the map.
+_OF_ALL = (
+    NotFoundError,
+    MethodNotFoundError,
+    ClosedError,
+    InstanceError,
+    DeploymentIsBeingDeletedError,
+    DeploymentUnavailableError,
+    CodeUnavailableError,
+    RequestCancelledError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The call is made again after a pause.
+
+    Attributes
+    ----------
+    is_suspect : bool
+        Whether the item may have ended its replicas, so that no other suspect runs beside it.
+    """
+
+    pause_s: float
+    is_suspect: bool = False
+
+
+@dataclass(slots=True)
+class Tries:
+    """How often the calls of one item have failed."""
+
+    failures: int = 0
+    losses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to do with items whose calls fail.
+
+    Parameters
+    ----------
+    retries : int
+        How often a call that failed by an error of its own is repeated.
+    errors : str
+        What becomes of an item that has failed for good.
+    """
+
+    retries: int = 0
+    errors: Errors = "raise"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise BadRequestError(f"retries must be a whole number, 0 or more; got {self.retries!r}.")
+        if self.errors not in get_args(Errors):
+            raise BadRequestError(f"errors must be 'raise', 'return' or 'skip'; got {self.errors!r}.")
+
+    def after(self, error: BaseException, tries: Tries) -> Again | None:
+        """Count a failure, and return when to try again; None if the item has failed for good."""
+        if isinstance(error, BackPressureError):  # refused before it began
+            return Again(max(error.retry_after_s or 0.0, LOST_PAUSE_S))
+        if isinstance(error, UnavailableError) and error.is_retryable and not ends_all(error):
+            if isinstance(error, ActorLostError) and (not error.begun or error.is_planned):
+                return Again(LOST_PAUSE_S)  # the item is not the reason
+            tries.losses += 1
+            if tries.losses < MAX_LOSSES:
+                return Again(LOST_PAUSE_S * 2**tries.losses, is_suspect=tries.losses > 1)
+            return None
+        tries.failures += 1
+        may_pass = not isinstance(error, BadRequestError) and not ends_all(error)
+        return Again(0.0) if may_pass and tries.failures <= self.retries else None
+
+
+def ends_all(error: BaseException) -> bool:
+    """Return whether an error is not one of its item, so that the others would fail, too."""
+    return isinstance(error, _OF_ALL)
+
+
+def check_max_in_flight(value: int | None) -> None:
+    """Raise `BadRequestError` unless this is None or a number of calls."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise BadRequestError(f"max_in_flight must be a whole number, 1 or more, or None; got {value!r}.")
+
+
+def named(error: Any, index: int) -> Any:
+    """Return an error with the number of its item, as ``item_index`` and in a note."""
+    if getattr(error, "item_index", None) != index:
+        with suppress(Exception):  # a foreign class may refuse it
+            error.item_index = index
+        error.add_note(f"Item {index} (counted from 0) of handle.map().")
+    return error

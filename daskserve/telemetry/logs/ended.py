@@ -1,0 +1,49 @@
+"""The logs of child processes that have ended: what one logged last is what explains its end."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+#: Number of ended processes whose logs a worker keeps, and about the maximum size of each.
+MAX_FILES, FILE_BYTES = 32, 256 << 10
+
+
+class ProcessFile(NamedTuple):
+    """The file to which the child process of a replica logs; its name is the tag of the replica."""
+
+    name: str
+    instance: str
+    descriptor: int
+
+
+class EndedFiles:
+    """Keeps the files of the last child processes that have ended. All calls are of one thread."""
+
+    def __init__(self, max_files: int = MAX_FILES) -> None:
+        self._max_files = max_files
+        self._files: deque[ProcessFile] = deque()
+
+    def add(self, file: ProcessFile) -> None:
+        """Keep the end of a file, whose descriptor the caller may close."""
+        own = os.dup(file.descriptor)
+        with suppress(OSError):
+            size = os.fstat(own).st_size
+            if size > FILE_BYTES:
+                kept = os.pread(own, FILE_BYTES, size - FILE_BYTES)
+                os.pwrite(own, kept, 0)
+                os.ftruncate(own, len(kept))
+        self._files.append(file._replace(descriptor=own))
+        while len(self._files) > self._max_files:
+            os.close(self._files.popleft().descriptor)
+
+    def __iter__(self) -> Iterator[ProcessFile]:
+        return iter(tuple(self._files))
+
+    def close(self) -> None:
+        """Drop all of them."""
+        while self._files:
+            os.close(self._files.popleft().descriptor)
