@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from daskserve.common import settings
 from daskserve.common.types import Reachability, ReplicaTag
 from daskserve.data.caller.routing.multiplexing.demand import ModelDemand
 from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place, hash_of
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica
 from daskserve.data.multiplexing.ids import short_id
 
-#: How long a request waits for a free slot of a replica that has its model, while others have one.
-MATCHING_TIMEOUT_S = 1.0
 #: How long a replica is assumed to have a model after a request for it was sent: until it has published that.
 ASSUMED_S = 3.0
 #: How many assumptions there are for each replica.
@@ -27,6 +26,8 @@ class ModelRouting:
     """Chooses replicas by the models that they have."""
 
     def __init__(self, note_new: Callable[[ReplicaTag], object] = bool) -> None:
+        #: How long a request waits for a free slot of a replica that has its model, while others have one.
+        self.matching_timeout_s = settings.routing().model_matching_timeout_s
         #: Called with a replica that is about to load a model.
         self._note_new = note_new
         self._demand = ModelDemand()
@@ -50,7 +51,7 @@ class ModelRouting:
         key = short_id(model_id)
         if since is None:
             self._demand.note(key)
-        return partial(self._pick, key, now, since is None or now - since < MATCHING_TIMEOUT_S)
+        return partial(self._pick, key, now, since is None or now - since < self.matching_timeout_s)
 
     def _pick(
         self, key: str, now: float, is_patient: bool, entries: Sequence[PooledReplica]

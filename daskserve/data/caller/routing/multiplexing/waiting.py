@@ -28,9 +28,9 @@ from daskserve.data.caller.request_routers.routing import (
     take_other,
 )
 from daskserve.data.caller.routing.choice import choose
-from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
+from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -233,15 +233,12 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self._order.note_priority(envelope)
         if self.routing is not None:
             return self._routed(self.routing, envelope, now)
-        pick = self._picker(envelope.model_id, now, since) if envelope.model_id else None
+        model_id = envelope.model_id
+        pick = self._known_models().picker(model_id, now, since) if model_id else None
         found = self._pool.take(now, self._rng, pick)
         if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
         return found
-
-    def _picker(self, model_id: str, now: float, since: float | None) -> Pick:
-        """Return what chooses the replica for a request by its model."""
-        return self._known_models().picker(model_id, now, since)
 
     def _known_models(self) -> ModelRouting:
         if self.models is None:
@@ -338,8 +335,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 served.append((waiter, replica))
                 continue
             passed.add(model_id)
-            if model_id and now - since < MATCHING_TIMEOUT_S:
-                self._wake_at(since + MATCHING_TIMEOUT_S)
+            if model_id and self.models is not None:
+                until = since + self.models.matching_timeout_s
+                self._wake_at(until if now < until else None)
 
     def _ask(self, routing: RequestRouting, served: Served) -> None:
         """Ask the router for replicas, each time for other requests until all that wait had their turn."""
