@@ -30,6 +30,7 @@ from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
 from daskserve.control.observed.rollout_counts import RolloutCounts
+from daskserve.control.observed.router_troubles import RouterTroubles
 from daskserve.control.observed.routing_stats import RoutingStats
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -260,6 +261,8 @@ class Observed:
     loads: Loads = field(default_factory=Loads)
     #: The rates of the last second, while somebody watches.
     live: LiveMetrics = field(default_factory=LiveMetrics)
+    #: What is wrong with the users' request routers.
+    router_troubles: RouterTroubles = field(default_factory=RouterTroubles)
     #: What routers have counted of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
@@ -447,6 +450,7 @@ class Observed:
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
+        self.router_troubles.forget(tag)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""

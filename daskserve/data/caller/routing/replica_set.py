@@ -87,7 +87,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, cluster)
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, cluster, reports)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
