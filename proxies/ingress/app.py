@@ -333,6 +333,8 @@ class IngressApp:
             request.model_id = parameter_of(scope, self._options.model_id_parameter)
         if request.model_id:
             head["extensions"]["daskserve"]["model_id"] = request.model_id
+        if request.session_id:
+            head["extensions"]["daskserve"]["session_id"] = request.session_id
         if request.trace is not None:
             head[TRACE] = request.trace
         if has_denial:
