@@ -24,7 +24,7 @@ from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import start_daemon
-from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
+from daskserve.telemetry.tracing.batches import SpansOfBatch, SpansOfSteps, span_of_item
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -39,8 +39,14 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
     engine, request = begin()
     loop = asyncio.get_running_loop()
     outputs = request.outputs
-    engine.add(request)
-    span = span_of_item(engine.rounds.name)
+    # Before the request is added: a thread may answer it at once.
+    request.span = span = span_of_item(engine.rounds.name)
+    try:
+        engine.add(request)
+    except BaseException as error:
+        if span is not None:
+            span.__exit__(type(error), error, None)
+        raise
     try:
         while True:
             # Before the outputs: it may end meanwhile, with another one. A late step has lost its callers.
@@ -99,6 +105,7 @@ class Engine:
         #: When the user code that runs now was called, on the clock of the loop; None while none runs.
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._spans = SpansOfSteps(rounds.name)
         self._functions = functions
         self._instance = instance
         self._is_async = inspect.iscoroutinefunction(functions["step"])
@@ -228,6 +235,7 @@ class Engine:
         except Exception as error:
             self._fail_all(error)
         finally:
+            self._spans.end()
             self._task = None
             _wake_all(self.rounds.take_woken())
 
@@ -235,6 +243,8 @@ class Engine:
         function = self._functions.get(name)
         if function is None:
             return None, None
+        if name != "release":
+            self._spans.begin(name, requests)
         try:
             value = function(*own, list(requests))  # a copy, which user code may change
             if inspect.isawaitable(value):
@@ -279,12 +289,15 @@ class Engine:
                 self._post_woken()
         except Exception as error:
             self._fail_all(error)
+        self._spans.end()
         self._post_woken()
 
     def _answer_plain(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
         function = self._functions.get(name)
         if function is None:
             return None, None
+        if name != "release":
+            self._spans.begin(name, requests)
         try:
             return function(*own, list(requests)), None
         except BaseException as error:  # as above
@@ -297,6 +310,8 @@ class Engine:
     def _logged(self, name: str, error: BaseException) -> BaseException:
         if name == "release":  # there is no caller that would get it
             logger.error("The release of %s raised an error", self.rounds.name, exc_info=error)
+        else:
+            self._spans.end(error)
         return error
 
     def _fail_all(self, error: Exception) -> None:
