@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from daskserve.autoscaling.context import AutoscalingContext, Decision, Policy
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import ReplicaTag
 
 T = TypeVar("T")
@@ -137,11 +137,12 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
         if not values:
             others = ", ".join(sorted(context.aggregated_metrics))
             known = f"; they report {others}" if others else ""
-            return Decision(present, f"none of {running} replicas reports {metric}{known}, so {present} stay")
+            none = f"none of {counted(running, 'replica')} reports {metric}{known}"
+            return Decision(present, f"{none}, so {present} stay")
         value = max(0.0, ACROSS[across](values.values()))
         wanted = context.whole_replicas(value / target)
         reason = (
-            f"{across} of {metric} over {len(values)} replicas is {shown(value)}, "
+            f"{across} of {metric} over {counted(len(values), 'replica')} is {shown(value)}, "
             f"{shown(target)} per replica wanted"
         )
         missing = running - len(values)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from daskserve.autoscaling.context import Decision
-from daskserve.common.formatting import as_whole
+from daskserve.common.formatting import as_whole, counted
 
 
 def as_decision(answer: Any) -> Decision:
@@ -32,7 +32,7 @@ def as_decision(answer: Any) -> Decision:
             f"it returned {answer!r}; return a whole number of replicas, (number, state) or a Decision"
         )
     if number < 0:
-        raise ValueError(f"it returned {number} replicas; return 0 or more")
+        raise ValueError(f"it returned {counted(number, 'replica')}; return 0 or more")
     if not isinstance(decision.state, Mapping):
         raise TypeError(f"its state is {decision.state!r}; return a dict of plain values")
     return replace(decision, replicas=number) if number is not decision.replicas else decision

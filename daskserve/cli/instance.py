@@ -9,11 +9,14 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.output import errors_as_messages
+from daskserve.cli.output import CommandError, ExitCode
 from daskserve.client.client import Client
 from daskserve.client.definitions.specs import check_name
-from daskserve.client.functions.finding import connect
-from daskserve.errors import ServeError
+from daskserve.client.functions.finding import connect, unanswered
+from daskserve.errors import ServeError, UnavailableError
+
+#: Time within which a controller answers a command that changes nothing.
+ANSWER_S = 3.0
 
 
 def checked_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -45,12 +48,6 @@ def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return address_option(named(command))
 
 
-def tell(address: str | None, name: str | None, text_of: Callable[[Client], str]) -> None:
-    """Print a text about the instance on a cluster."""
-    with errors_as_messages(), connected(address, name) as client:
-        click.echo(text_of(client))
-
-
 @contextmanager
 def connected(address: str | None, name: str | None) -> Iterator[Client]:
     """Yield a client of the instance on a cluster, and disconnect it afterwards.
@@ -65,6 +62,26 @@ def connected(address: str | None, name: str | None) -> Iterator[Client]:
         yield client
     finally:
         client.disconnect()
+
+
+@contextmanager
+def reading(address: str | None, name: str | None) -> Iterator[Client]:
+    """Yield a client for a command that changes nothing: it fails soon if the controller does not answer.
+
+    Others wait longer, because a controller is replaced within seconds.
+
+    Raises
+    ------
+    CommandError
+        It does not answer. The message has what the scheduler knows, and the exit code is 3.
+    """
+    with connected(address, name) as client:
+        try:
+            client.controller_health(ANSWER_S)
+        except UnavailableError as error:
+            text = unanswered(known(address), client.instance_name, ANSWER_S)
+            raise CommandError(text, ExitCode.NOT_RUNNING, type(error).__name__) from error
+        yield client
 
 
 def known(address: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import click
 
 from daskserve import stores
-from daskserve.cli.instance import instance_options, tell
-from daskserve.cli.output import errors_as_messages
+from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json
 from daskserve.client.views.table import table
+from daskserve.common.formatting import counted
 
 
 @click.group()
@@ -37,14 +39,16 @@ def instances_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("url")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @instances_option
-def backup(url: str, file: Path, instances: tuple[str, ...]) -> None:
+@json_option
+def backup(url: str, file: Path, instances: tuple[str, ...], as_json: bool) -> None:
     """Write the store at URL to FILE, also while an instance runs on it.
 
     Exits with 1 if something in the store is damaged: FILE has the rest.
     """
     with errors_as_messages():
         found = stores.backup(url, file, instances=instances or None)
-    end(found, f"Backed up to {file}, {file.stat().st_size} bytes.")
+    size = file.stat().st_size
+    end(found, f"Backed up to {file}, {size} bytes.", as_json, file=str(file), size_bytes=size)
 
 
 @store.command()
@@ -56,31 +60,42 @@ def backup(url: str, file: Path, instances: tuple[str, ...]) -> None:
     is_flag=True,
     help="Restore even if a process uses the store, or may use it. Restart that process afterwards.",
 )
-def restore(file: Path, url: str, instances: tuple[str, ...], force: bool) -> None:
+@json_option
+def restore(file: Path, url: str, instances: tuple[str, ...], force: bool, as_json: bool) -> None:
     """Replace the records in the store at URL by the backup FILE; the kinds of store may differ."""
     with errors_as_messages():
         found = stores.restore(file, url, instances=instances or None, force=force)
-    end(found, "Restored. Start the instance on this store.")
+    end(found, "Restored. Start the instance on this store.", as_json)
 
 
 @store.command()
 @click.argument("place", metavar="URL|FILE")
-def check(place: str) -> None:
+@json_option
+def check(place: str, as_json: bool) -> None:
     """Say what is damaged or missing in a store, or in a backup, and what to do. Changes nothing.
 
     Exits with 1 if there is anything.
     """
     with errors_as_messages():
         found = stores.check(place)
-    end(found, "")
+    end(found, "", as_json)
 
 
 @store.command(name="list")
 @click.argument("place", metavar="URL|FILE")
-def list_(place: str) -> None:
+@json_option
+def list_(place: str, as_json: bool) -> None:
     """List the instances in a store, or in a backup, with what is deployed in them."""
     with errors_as_messages():
         found = stores.check(place)
+    if as_json:
+        print_json(
+            {
+                name: {"epoch": each.epoch, "deployments": each.deployments}
+                for name, each in found.instances.items()
+            }
+        )
+        return
     rows = [
         (name, str(each.epoch), tag, version)
         for name, each in found.instances.items()
@@ -93,24 +108,34 @@ def list_(place: str) -> None:
 @store.command()
 @click.argument("url")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def repair(url: str, yes: bool) -> None:
+@json_option
+def repair(url: str, yes: bool, as_json: bool) -> None:
     """Go on with what is left in a store that lacks records, where there is no backup."""
     if not yes:
-        click.confirm(f"What {url} lacks will not be looked for any more. Go on?", abort=True)
+        click.confirm(f"What {url} lacks will not be looked for any more. Go on?", abort=True, err=as_json)
     with errors_as_messages():
         missing = stores.repair(url)
+    if as_json:
+        print_json({"place": url, "given_up": missing})
+        return
     click.echo("\n".join(f"Given up: {each}." for each in missing) or "Nothing was missing.")
 
 
-def end(found: stores.StoreReport, text: str) -> None:
-    """Print a report, and exit with 1 if it tells of damage."""
-    click.echo("\n".join(filter(None, (str(found), text))))
+def end(found: stores.StoreReport, text: str, as_json: bool, **more: Any) -> None:
+    """Print a report, as JSON with more values, and exit with 1 if it tells of damage."""
+    if as_json:
+        print_json({"is_sound": found.is_sound, **dataclasses.asdict(found), **more})
+    else:
+        click.echo("\n".join(filter(None, (str(found), text))))
     if not found.is_sound:
-        click.get_current_context().exit(1)
+        click.get_current_context().exit(ExitCode.FAILED)
 
 
 @click.command(name="rewrite-store")
 @instance_options
-def rewrite_store(address: str | None, name: str | None) -> None:
+@json_option
+def rewrite_store(address: str | None, name: str | None, as_json: bool) -> None:
     """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
-    tell(address, name, lambda client: f"{client.rewrite_store()} records written.")
+    with errors_as_messages(), connected(address, name) as client:
+        count = client.rewrite_store()
+    print_json({"records": count}) if as_json else click.echo(f"{counted(count, 'record')} written.")

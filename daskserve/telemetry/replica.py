@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from daskserve.common.formatting import counted
 from daskserve.common.types import Load, ReplicaTag
 from daskserve.errors import ReplicaBusyError
 from daskserve.telemetry.histogram import (
@@ -169,7 +170,9 @@ class ReplicaMetrics:
     def refusal(self, replica_tag: ReplicaTag, ongoing: int) -> ReplicaBusyError:
         """Count a request that found no free slot in time, and return the error to raise."""
         self.refused += 1
-        return ReplicaBusyError(f"Replica {replica_tag!r} runs {ongoing} requests already.", ongoing=ongoing)
+        return ReplicaBusyError(
+            f"Replica {replica_tag!r} runs {counted(ongoing, 'request')} already.", ongoing=ongoing
+        )
 
     def give_up(self, *, is_late: bool) -> None:
         """Count a cancelled request; ``is_late`` if its deadline had passed."""

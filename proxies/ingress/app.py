@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import RequestIds, stopwatch
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import Envelope, EnvelopeKind, Receive, Send
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.loops.deadlines import until
@@ -299,7 +299,7 @@ class IngressApp:
         if names is None:
             return NOT_POPULATED
         if names and not self._options.list_routes:
-            return f"{len(names)} deployments have no running replica."
+            return f"{counted(len(names), 'deployment has', 'deployments have')} no running replica."
         return f"No replica runs of: {', '.join(names)}." if names else ""
 
     def _head(self, request: IngressRequest, scope: Scope, path: str, route: Route) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def test_the_usual_delays_apply_to_a_custom_metric() -> None:
     assert bench.target == 4
     bench.run(31, {"tokens": dict.fromkeys(("b#1", "b#2", "b#3", "b#4"), 2.0)})
     assert bench.target == 1
-    assert "none of 1 replicas reports tokens, so 1 stay" in bench.run(60, None)
+    assert "none of 1 replica reports tokens, so 1 stay" in bench.run(60, None)
 
 
 def test_custom_policies_get_all_views() -> None:

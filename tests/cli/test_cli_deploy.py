@@ -56,6 +56,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
             yield client
 
         monkeypatch.setattr(cli_deploy, "connected", connected)
+        monkeypatch.setattr(cli_deploy, "reading", connected)
         monkeypatch.setattr(cli_operate, "connected", connected)
         yield client
 

@@ -41,7 +41,7 @@ def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: Any) -> Iterator[Client]:
         yield shop
 
-    monkeypatch.setattr(history_module, "connected", connect)
+    monkeypatch.setattr(history_module, "reading", connect)
     monkeypatch.setattr(operate, "connected", connect)
 
 
@@ -111,7 +111,7 @@ def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch:
     def connect(*_: Any) -> Iterator[Any]:
         yield Followed()
 
-    monkeypatch.setattr(history_module, "connected", connect)
+    monkeypatch.setattr(history_module, "reading", connect)
     monkeypatch.setattr(operate, "connected", connect)
     found = call("events", "--follow", "--json")
     assert len([json.loads(line) for line in found.stdout.splitlines()]) == 4

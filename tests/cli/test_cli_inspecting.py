@@ -40,7 +40,7 @@ def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: Any) -> Iterator[Client]:
         yield shop
 
-    monkeypatch.setattr(inspecting, "connected", connect)
+    monkeypatch.setattr(inspecting, "reading", connect)
 
 
 def call(*arguments: str) -> Result:

@@ -37,6 +37,9 @@ class Known:
         self.found = found
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
+    def controller_health(self, timeout_s: float) -> None:
+        pass
+
     def __getattr__(self, verb: str) -> Any:
         def call(**arguments: Any) -> Any:
             self.calls.append((verb, arguments))
@@ -62,7 +65,7 @@ def test_the_status_has_the_figures_of_both_versions(client: Known) -> None:
     assert found.output.splitlines() == [
         "shop/m: version '2' beside '1': SERVING",
         "  step 1 of 2 (5% -> 100%), 5 % of the traffic",
-        "  candidate: 1 replicas, 200 requests at this step, 3 failed",
+        "  candidate: 1 replica, 200 requests at this step, 3 failed",
         "  stable: 4 replicas, 4000 requests at this step, 4 failed",
         "  error_rate: not worse: 3 of 200 requests failed",
         "  shadowed: 1 of 9 answers differ",

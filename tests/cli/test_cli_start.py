@@ -95,6 +95,12 @@ def test_a_controller_that_does_not_answer_is_an_error(monkeypatch: pytest.Monke
         assert "did not answer within 0.05 s" in result.stderr
         result = CliRunner().invoke(main, [*arguments, "--json"])
         assert (result.exit_code, json.loads(result.stdout)["is_alive"]) == (1, False)
+        monkeypatch.setattr(instance, "ANSWER_S", 0.05)
+        monkeypatch.setattr(instance, "unanswered", lambda *where: f"{where} is silent")
+        result = CliRunner().invoke(main, ["status", "-a", "tcp://h:1", "--json"])
+        assert (result.exit_code, result.stdout) == (3, "")
+        error = {"type": "UnavailableError", "message": "('tcp://h:1', 'local', 0.05) is silent"}
+        assert json.loads(result.stderr) == {"error": error}
         monkeypatch.undo()
 
 

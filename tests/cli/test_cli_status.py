@@ -33,6 +33,9 @@ class Known:
     def status(self) -> Status:
         return self.found
 
+    def controller_health(self, timeout_s: float) -> None:
+        pass
+
     def instances(self) -> list[str]:
         return [self.instance_name, *self._others]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,27 @@ def test_a_sound_store_is_checked_listed_backed_up_and_restored(url: str, tmp_pa
     assert found.exit_code == 0
     assert "Restored. Start the instance on this store." in found.output
     assert run("repair", url, "--yes").output == "Nothing was missing.\n"
+
+
+def test_json_is_one_document_with_what_the_text_says(url: str, tmp_path: Path) -> None:
+    fill(url, **{"code/model@1": b"?"})
+    found = {
+        name: json.loads(run(name, *arguments, "--json").stdout)
+        for name, *arguments in (
+            ("check", url),
+            ("backup", url, tmp_path / "b"),
+            ("list", url),
+            ("restore", tmp_path / "b", f"sqlite:///{tmp_path}/new.db"),
+            ("repair", url, "--yes"),
+        )
+    }
+    assert [found[name]["is_sound"] for name in ("check", "backup", "restore")] == [False, False, False]
+    assert list(found["check"]["instances"]["default"]["problems"]) == ["code/model@1"]
+    assert found["backup"]["size_bytes"] == (tmp_path / "b").stat().st_size
+    assert found["list"] == {"default": {"epoch": 1, "deployments": {}}}
+    assert set(found["repair"]) == {"place", "given_up"}
+    failed = run("check", tmp_path / "nothing", "--json")
+    assert (failed.exit_code, set(json.loads(failed.stderr)["error"])) == (1, {"type", "message"})
 
 
 def test_damage_is_named_with_the_remedy_and_the_exit_code(url: str, tmp_path: Path) -> None:

@@ -51,11 +51,11 @@ def test_an_actor_is_named_as_its_user_did() -> None:
     actors = (ActorStatus("replica", "echo:log::4567abcd#a", "RUNNING"),)
     assert list(changes(status(backends=old, actors=()), status(backends=new, actors=actors))) == [
         "The previous version of echo:log was deleted",
-        "echo:log: HEALTHY, 1 of 1 replicas run",
+        "echo:log: HEALTHY, 1 of 1 replica runs",
     ]
     waiting = status(backends=new, actors=())
     assert list(changes(waiting, status(backends=new, actors=actors))) == [
-        "echo:log: HEALTHY, 1 of 1 replicas run (echo:log#a ready)"
+        "echo:log: HEALTHY, 1 of 1 replica runs (echo:log#a ready)"
     ]
     assert list(changes(waiting, status(backends={}, actors=()))) == ["echo:log was deleted"]
 

@@ -86,7 +86,7 @@ def test_a_deploy_of_an_application_shows_the_deployment_that_the_others_wait_fo
         backends={"x/back:cache::0123abcd": BackendStatus("UPDATING", 1, 0)},
         applications={"x": replace(app, deployments={"back:cache": DeploymentStatus("UPDATING")})},
     )
-    assert waits_for(actor, "g") == "x/back:cache: 0 of 1 replicas run"
+    assert waits_for(actor, "g") == "x/back:cache: 0 of 1 replica runs"
     found.applications["x"].deployments.clear()  # type: ignore[attr-defined]
     assert waits_for(found, "g") == "x: DEPLOYING"
 
@@ -140,7 +140,7 @@ def test_without_a_display_the_log_says_now_and_then_what_a_change_waits_for(
         waited.append(seconds)
         return len(waited) == 3
 
-    texts = iter(["echo: 0 of 1 replicas run", "echo: 1 of 1 replicas run"])
+    texts = iter(["echo: 0 of 1 replica runs", "echo: 1 of 1 replica runs"])
 
     async def describe() -> str:
         return next(texts)
@@ -148,8 +148,8 @@ def test_without_a_display_the_log_says_now_and_then_what_a_change_waits_for(
     asyncio.run(wait_visibly(None, wait, describe))
     assert waited == [30.0, 30.0, 30.0]
     assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", "Still waiting: echo: 0 of 1 replicas run"),
-        ("WARNING", "Still waiting: echo: 1 of 1 replicas run"),
+        ("WARNING", "Still waiting: echo: 0 of 1 replica runs"),
+        ("WARNING", "Still waiting: echo: 1 of 1 replica runs"),
     ]
 
 
@@ -223,5 +223,5 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
     with local_instance() as client:
         client.deploy("slow", Slow)
         assert client.get_handle("slow").remote(1).result() == 1
-    assert display.texts[0] == "slow: 0 of 1 replicas run, 1 starting"
+    assert display.texts[0] == "slow: 0 of 1 replica runs, 1 starting"
     assert display.texts[-1] == "closed"

@@ -96,6 +96,16 @@ def test_one_application_is_the_default_one(folder: Path) -> None:
     assert (config.name, config.route_prefix, config.import_path) == ("default", "/", "built_shop:other")
 
 
+def test_json_is_the_same_configuration(folder: Path) -> None:
+    arguments = ("build", "built_shop:app", "--app-dir", str(folder))
+    done = command(*arguments, "--json", "-o", "serve.json")
+    text = Path("serve.json").read_text()
+    assert (done.stdout, command(*arguments, "--json").stdout) == ("", text)
+    assert json.loads(text) == read(command(*arguments).stdout).config.to_plain()
+    failed = command("build", "built_shop:nothing", "--json")
+    assert (failed.exit_code, set(json.loads(failed.stderr)["error"])) == (1, {"type", "message"})
+
+
 def test_mistakes_are_messages() -> None:
     assert command("build").exit_code == 2
     missing = command("build", "built_shop:nothing")
@@ -106,3 +116,4 @@ def test_mistakes_are_messages() -> None:
 
 def test_the_schema_is_printed_as_json() -> None:
     assert json.loads(command("schema").stdout) == json_schema()
+    assert command("schema", "--json").stdout == command("schema").stdout

@@ -177,12 +177,12 @@ def test_a_restart_loop_is_named_as_one() -> None:
     together = tuple(replace(each, at=40.0) for each in dead)
     assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=together)}))["message"] == ""
     found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=dead)}))
-    assert found["message"] == "back: it has restarted 3 times in 40 s, last because it is broken"
+    assert found["message"] == "back: restart loop: restarted 3 times in 40 s, last because it is broken"
     of_another_version = tuple(replace(each, version="v0") for each in dead)
     assert status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=of_another_version)}))["message"] == ""
     many = tuple(DeadReplica(f"b#{n}", "it is broken", 10.0 * n, version="v1") for n in range(10))
     found = status(*HEALTHY, observed=Observed(notes={"b": Notes(dead=many, failures=4, waiting="broken")}))
-    assert found["message"] == "back: broken; it has restarted 10 times or more in 1 min"
+    assert found["message"] == "back: broken; restart loop: restarted 10 times or more in 1 min"
 
 
 def test_traffic_that_others_than_the_ingress_get_is_shown() -> None:

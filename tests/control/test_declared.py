@@ -423,7 +423,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]
     assert [each["status"] for each in details["proxies"].values()] == ["HEALTHY"]
     assert [each["route_prefix"] for each in details["target_groups"]] == ["/own", "/shop"]
-    only = await stage.call("details", api_type="imperative")
+    only = await stage.call("details", api_type="Imperative")
     assert list(only["details"]["applications"]) == ["own"]
     assert list((await stage.call("details", name="shop"))["details"]["applications"]) == ["shop"]
     assert "hush" not in str(await stage.call("get_config", is_masked=True))

@@ -10,6 +10,7 @@ from control_harness import backend
 from tables import each_case
 
 from daskserve.control.records.records import BackendRecord
+from daskserve.control.verbs import differences as options
 from daskserve.control.verbs.history.differences import differences
 from daskserve.options.environment import Environment
 from daskserve.payload.pickling import dump_bytes
@@ -82,6 +83,14 @@ def test_a_user_config_runs_no_code_and_its_differences_are_bounded() -> None:
     many = list(differences("model", configured({}), configured({f"k{n}": n for n in range(100)})))
     assert len(many) == 21
     assert str(many[-1]) == "model: user_config.(80 more)"
+
+
+def test_defaults_that_nobody_named_are_not_shown() -> None:
+    plan = {"steps": ["10%", "100%"], "gates": [{"metric": "latency"}]}
+    (one,) = options.differences(backend(), rolled := backend(config={"rollout": plan}))
+    assert one.values == (None, plan)
+    (one,) = options.differences(rolled, backend(config={"rollout": {**plan, "pause_s": 5}}))
+    assert one.values == ({"pause_s": 60}, {"pause_s": 5})
 
 
 def test_no_secret_is_shown() -> None:

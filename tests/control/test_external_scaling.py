@@ -88,6 +88,7 @@ def test_a_scaler_without_permission_is_rejected_and_changes_nothing() -> None:
         ("shop", "model", "shop/model"),
         ("default", "model", "model"),
         ("", "shop/model", "shop/model"),
+        ("", "shop", "shop/front"),
         ("default", "classic", "classic"),
         ("classic", "classic", "classic"),
     ],
@@ -98,7 +99,7 @@ async def test_a_deployment_is_found_by_its_application_and_its_name(
 ) -> None:
     graph: dict[str, tuple[str, ...]] = {"model": (), "front": ("model",)}
     for app in ("default", "shop"):
-        await stage.run(app, graph=graph, route=f"/{app}", model=OPEN)
+        await stage.run(app, graph=graph, route=f"/{app}", model=OPEN, front=OPEN)
     await stage.create("classic", **OPEN)
     assert await stage.call("scale", application=application, name=name, number=2) == 2
     await stage.until(lambda: len(stage.running_of(tag)) == 2)

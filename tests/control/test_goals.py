@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
-from control_harness import backend, goal, state_of
+from control_harness import app_spec, backend, goal, state_of
 from tables import each_case
 
 from daskserve.control.records.records import (
@@ -16,6 +17,7 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import from_plain
+from daskserve.control.verbs import applications
 from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
 from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error
@@ -105,6 +107,19 @@ def test_the_oldest_finished_goals_are_dropped_by_the_hundred(finished_count: in
     change, _ = opened(finished(finished_count))
     swept = {key for key, record in change.items() if record is None}
     assert swept == {f"goal/g{n}" for n in range(swept_count)}
+
+
+def test_a_deploy_of_several_applications_drops_the_oldest_goals_once() -> None:
+    state = finished(SWEEP_AT + 1)
+    numbers = itertools.count()
+    deployed = applications.deploy(
+        state,
+        [app_spec("one", route="/one"), app_spec("two", route="/two")],
+        new_goal=lambda: f"new{next(numbers)}",
+        now=0.0,
+    )
+    swept = {key for key, record in deployed.change.items() if record is None}
+    assert swept == {f"goal/g{n}" for n in range(SWEEP_AT + 1 - KEPT_GOALS)}
 
 
 def test_pending_goals_are_never_dropped() -> None:

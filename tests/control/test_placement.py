@@ -236,7 +236,7 @@ def test_workers_that_are_kept_for_the_controller_get_no_replicas() -> None:
     assert explain(State(), [kept], TENTH) == (
         "system_workers keeps all 1 worker for the controller and the proxies; start others for replicas"
     )
-    assert "1 workers were looked at" in explain(State(), [kept, other], Demand("b", ({"CPU": 9.0},)))
+    assert "1 worker was looked at" in explain(State(), [kept, other], Demand("b", ({"CPU": 9.0},)))
     assert workers_needed([ONE], [kept]) == 1
     assert workers_needed([Demand("b", ({"CPU": 9.0},))], [worker(1, threads=9, is_system=True), other]) == 0
 

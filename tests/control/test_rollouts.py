@@ -151,7 +151,7 @@ def test_a_step_that_only_compares_waits_for_answers(least: int, compared: int) 
     compare(compared)
     bench.after(300)
     assert (bench.share(), bench.phase) == (0.0, P.SERVING)
-    lacks = f"{compared} of {max(1, least)} answers have been compared"
+    lacks = f"{compared} of {'100 answers have' if least else '1 answer has'} been compared"
     assert lacks in rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
     compare(max(1, least))
     bench.after(2)
@@ -357,6 +357,35 @@ def test_expressions_are_compared_for_the_replicas_of_both_versions() -> None:
     assert bench.phase is P.ROLLED_BACK
     assert "in 14 of 14 comparisons, last 9 beside 1" in bench.state.backends["b"].last_error
     assert len(asked) == 28
+
+
+def test_a_comparison_that_cannot_be_made_says_why() -> None:
+    gate = {"metric": "prometheus", "query": "f", "prometheus_address": "http://p", "interval_s": 1}
+    bench = RolloutBench({**PLAN, "min_requests": 0, "gates": [gate]}, replicas=2)
+    answers = [[], [{"value": [0, "1"]}]]
+
+    async def fetch(url: str) -> bytes:
+        return json.dumps(
+            {"status": "success", "data": {"resultType": "vector", "result": answers[0]}}
+        ).encode()
+
+    async def watch() -> None:
+        queries = RolloutQueries(bench.state, bench.observed, LoopClock(), fetch)
+        for lately in (
+            "",
+            "0 of 14 comparisons of f are made; the last one failed: for version '2', the query",
+            "",
+        ):
+            text = rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
+            assert lately in text
+            assert ("failed" in text) == bool(lately)
+            if lately:
+                del answers[0]
+            await queries.compare()
+            await asyncio.sleep(2)
+            await queries.compare()
+
+    run_virtual(watch)
 
 
 def test_the_versions_of_a_model_are_compared_by_an_expression() -> None:

@@ -166,7 +166,7 @@ def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path:
             program.process.send_signal(number)
         assert program.wait(10) == 0, program.report()
         assert f"Serving at {url}. Press Ctrl-C to stop." in program.output
-        assert "echo: HEALTHY, 1 of 1 replicas run (at /echo)" in program.output
+        assert "echo: HEALTHY, 1 of 1 replica runs (at /echo)" in program.output
         assert program.output.endswith("ended\n")
         assert program.errors == ""
         wait_until_gone(started, 2)

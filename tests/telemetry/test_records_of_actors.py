@@ -57,6 +57,7 @@ def test_the_last_records_of_a_process_that_crashes_stay() -> None:
         with pytest.raises(ActorLostError, match="SIGSEGV"):
             handle.remote().result(PATIENCE_S)
         (lost,) = poll_for(lambda: client.status().backends["a/Crashes"].dead_replicas)
+        serve.delete("a")
         records = client.logs(replica=lost.name)
     own = [each.message.partition("\n") for each in records]
     assert [first for first, _, _ in own] == [

@@ -17,6 +17,7 @@ import click
 import dask.config
 
 from daskserve.cli.metrics.grafana import grafana
+from daskserve.cli.output import json_option, print_json
 from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
 from daskserve.telemetry.table import SECTIONS
@@ -78,8 +79,24 @@ metrics.add_command(grafana)
 
 
 @metrics.command("list")
-def list_metrics() -> None:
+@json_option
+def list_metrics(as_json: bool) -> None:
     """Print all metrics with their labels, kinds and meanings."""
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": each.exported_name,
+                    "section": title,
+                    "labels": list(each.exported_labels) if each.labels else [],
+                    "kind": each.kind.value,
+                    "meaning": each.meaning,
+                }
+                for title, specs in SECTIONS.items()
+                for each in specs
+            ]
+        )
+        return
     for title, specs in SECTIONS.items():
         click.echo(f"{title}:")
         for spec in specs:

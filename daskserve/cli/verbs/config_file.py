@@ -10,17 +10,19 @@ from typing import Any
 
 import click
 
-from daskserve.cli.instance import connected, instance_options
-from daskserve.cli.output import errors_as_messages, print_json
-from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_yaml
+from daskserve.cli.instance import instance_options, reading
+from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_json, to_yaml
 
 
 @click.command()
-def schema() -> None:
+@json_option
+def schema(as_json: bool) -> None:
     """Print the JSON Schema of configuration files, for editors.
 
     Write it to a file next to the configuration, and name that in the configuration's first line, as
-    `daskserve build` does: editors that use yaml-language-server then complete its options.
+    `daskserve build` does: editors that use yaml-language-server then complete its options. It is JSON with
+    and without --json.
     """
     from daskserve.config_file.json_schema import json_schema
 
@@ -41,6 +43,7 @@ def schema() -> None:
     help="Write what runs on a cluster. The arguments are then names of applications; without any, all.",
 )
 @instance_options
+@json_option
 def build(
     paths: tuple[str, ...],
     output_path: str | None,
@@ -48,8 +51,9 @@ def build(
     running: bool,
     address: str | None,
     name: str | None,
+    as_json: bool,
 ) -> None:
-    """Write the configuration file of applications.
+    """Write the configuration file of applications, as YAML or, with --json, as JSON.
 
     The file has the options that the code of each IMPORT_PATH sets, to be changed there. What it describes is
     what the code describes: deployed, it is the same.
@@ -59,7 +63,7 @@ def build(
     with errors_as_messages():
         values = _running(address, name, paths) if running else _importable(paths, app_dir)
     note = f"# daskserve schema > {SCHEMA_FILE} writes what editors complete from.\n"
-    text = f"{SCHEMA_LINE}{note}{to_yaml(values)}"
+    text = to_json(values) if as_json else f"{SCHEMA_LINE}{note}{to_yaml(values)}"
     if output_path is None:
         click.echo(text, nl=False)
     else:
@@ -79,5 +83,5 @@ def _importable(paths: Sequence[str], app_dir: str) -> dict[str, Any]:
 def _running(address: str | None, name: str | None, applications: Sequence[str]) -> dict[str, Any]:
     from daskserve.client.hosting.describing import declared
 
-    with connected(address, name) as client:
+    with reading(address, name) as client:
         return declared(client, applications)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_files
-from daskserve.cli.instance import connected, instance_options, known
+from daskserve.cli.instance import connected, instance_options, known, reading
 from daskserve.cli.output import (
     CommandError,
     ExitCode,
@@ -218,7 +218,7 @@ def diff(
     with errors_as_messages():
         wanted = target.read()
         _warn(wanted.warnings)
-        with connected(address, name) as client:
+        with reading(address, name) as client:
             plan = client.plan_config(wanted.config, merge=target.merges)
             _warn_of_http(client, wanted.config)
         _show(plan, as_json=as_json)
@@ -238,7 +238,7 @@ def config(address: str | None, name: str | None, application: str | None, as_js
     References to variables and secrets are shown as they are. Applications of programs are not in it; see
     `daskserve build`.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.get_config(application)
     apps = [each["config"] for each in found["applications"].values()]
     whole = without_places({**({} if application else found["instance"]), "applications": apps})

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import connected, instance_options, reading
 from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
 from daskserve.client.views.table import table
 from daskserve.common.types import DEFAULT_APPLICATION
@@ -42,7 +42,7 @@ def list_(deployment: str, address: str | None, name: str | None, as_json: bool)
 
     Exits with 1 if a version has failed to load, or was taken back.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.list_models(tag_of(deployment))
     if as_json:
         print_json(found)

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import connected, instance_options, reading
 from daskserve.cli.output import ExitCode, coloured, errors_as_messages, json_option, print_json
 from daskserve.client.client import Client
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 
 #: The states in which the new version was taken back.
 TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
@@ -21,13 +21,13 @@ TAKEN_BACK = ("ROLLED_BACK", "ABORTED")
 def rollout() -> None:
     """Look at the rollout of a new version, pause, promote or abort it.
 
-    A deployment is named APP/DEPLOYMENT, or DEPLOYMENT alone in the default application. With --model, it is
-    the rollout of a model of its model_repository.
+    A deployment is named APP/DEPLOYMENT, or DEPLOYMENT alone in the default application; APP alone is the
+    ingress of that application. With --model, it is the rollout of a model of its model_repository.
     """
 
 
 def _target(command: Callable[..., Any]) -> Callable[..., Any]:
-    named = click.argument("target", metavar="APP/DEPLOYMENT", shell_complete=complete_applications)
+    named = click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
     model = click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment.")
     return named(model(instance_options(json_option(command))))
 
@@ -39,7 +39,9 @@ def status(target: str, model: str, address: str | None, name: str | None, as_js
 
     Exits with 1 if the new version was taken back.
     """
-    found = _show(address, name, as_json, lambda client: client.rollout_status(**_named(target, model)))
+    with errors_as_messages(), reading(address, name) as client:
+        found = client.rollout_status(**_named(target, model))
+    _print(found, as_json)
     if found["state"] in TAKEN_BACK:
         click.get_current_context().exit(ExitCode.FAILED)
 
@@ -80,14 +82,17 @@ def _named(target: str, model: str) -> dict[str, str]:
 
 def _show(
     address: str | None, name: str | None, as_json: bool, verb: Callable[[Client], dict[str, Any]]
-) -> dict[str, Any]:
+) -> None:
     with errors_as_messages(), connected(address, name) as client:
         found = verb(client)
+    _print(found, as_json)
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
         click.echo(coloured("\n".join(lines_of(found))))
-    return found
 
 
 def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
@@ -103,14 +108,16 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
     for each in ("candidate", "stable"):
         requests = found["requests"][each]
         yield (
-            f"  {each}: {found['replicas'][each]} replicas, {requests['ended']} requests at this step, "
+            f"  {each}: {counted(found['replicas'][each], 'replica')}, "
+            f"{counted(requests['ended'], 'request')} at this step, "
             f"{requests['failed']} failed"
         )
     for gate in found["gates"]:
         yield f"  {gate['metric']}: {'worse' if gate['is_worse'] else 'not worse'}: {gate['text']}"
     shadowed = found["shadowed"]
     if shadowed is not None:
-        yield f"  shadowed: {shadowed['different']} of {shadowed['compared']} answers differ"
+        compared = counted(shadowed["compared"], "answer differs", "answers differ")
+        yield f"  shadowed: {shadowed['different']} of {compared}"
         yield from (f"    {each}" for each in shadowed["samples"])
     if found["waiting"]:
         yield f"  waits: {found['waiting']}"

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import instance_options, reading
 from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
 from daskserve.client.views.history import Event
 from daskserve.common.types import DEFAULT_APPLICATION
@@ -50,7 +50,7 @@ def time_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 @json_option
 def history(application: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Show the last ten revisions of an application: who, when, what changed, and how it ended."""
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.history(application)
     if as_json:
         print_json(asdict(found))
@@ -83,7 +83,7 @@ def events(
 
     With --json, prints one list; with --follow, one object per line.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client._events(application, since_s=since, limit=limit)
         _show(found.events, as_json=as_json, is_stream=follow)
         while follow:
@@ -106,7 +106,7 @@ def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:
 def explain(target: str, address: str | None, name: str | None, as_json: bool) -> None:
     """Explain the number of replicas of a deployment, or of all deployments of an application."""
     application, slash, deployment = target.partition("/")
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         if slash:
             names = [deployment]
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import instance_options, reading
 from daskserve.cli.output import CommandError, errors_as_messages, json_option, print_json
 from daskserve.client.views.profile import Profile
 
@@ -66,7 +66,7 @@ def profile(
     kind = kind or ("json" if as_json else ending if ending in _FORMATS else "text")
     if memory and kind in ("svg", "collapsed"):
         raise click.UsageError(f"There are no stacks with --memory, so no --format {kind}.")
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.profile(replica, seconds, memory=memory)
     text = _FORMATS[kind](found)
     if output is None:
@@ -96,7 +96,7 @@ def stacks(replica: str, address: str | None, name: str | None, full: bool, as_j
 def _show_stacks(
     replica: str, address: str | None, name: str | None, *, is_full: bool, as_json: bool
 ) -> None:
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.stacks(replica)
     if as_json:
         print_json(found.values)

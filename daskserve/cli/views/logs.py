@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import instance_options, reading
 from daskserve.cli.output import errors_as_messages, json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
 from daskserve.cli.views.history import time_options
@@ -67,7 +67,7 @@ def logs(
         "limit": limit,
     }
     told: set[str] = set()
-    with errors_as_messages(), connected(address, name) as client:
+    with errors_as_messages(), reading(address, name) as client:
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options, known
+from daskserve.cli.instance import instance_options, known, reading
 from daskserve.cli.output import (
     ExitCode,
     coloured,
@@ -45,7 +45,7 @@ def status(
     """
     with errors_as_messages():
         if watches:
-            with connected(address, name) as client:
+            with reading(address, name) as client:
                 watch(client, application, as_json=as_json)
             return
         found, others = _statuses(address, name, application)
@@ -68,7 +68,7 @@ def _statuses(
     With it come the names of the instances that are not shown.
     """
     try:
-        with connected(address, name) as client:
+        with reading(address, name) as client:
             others = [each for each in client.instances() if each != client.instance_name]
             return [_of(client.status(), application)], others
     except BadRequestError:
@@ -76,7 +76,7 @@ def _statuses(
             raise
     found = []
     for each in instances(known(address)):
-        with connected(address, each) as client:
+        with reading(address, each) as client:
             found.append(client.status())
     return [_of(each, application) for each in found if application in (None, *each.applications)], []
 

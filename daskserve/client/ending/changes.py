@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.views.status import Status
+from daskserve.common.formatting import counted
 from daskserve.common.types import short_tag
 from daskserve.errors import ClosedError, ServeError
 
@@ -63,7 +64,7 @@ def _backend_change(name: str, before: Status, after: Status) -> str:
         notes += [_named(are - were, "ready"), _named(were - are, "gone")]
     notes.append(message)
     text = "; ".join(note for note in notes if note)
-    summary = f"{shown}: {new.status}, {new.running} of {new.wanted} replicas run"
+    summary = f"{shown}: {new.status}, {new.running} of {counted(new.wanted, 'replica runs', 'replicas run')}"
     return f"{summary} ({text})" if text else summary
 
 
@@ -73,7 +74,7 @@ def _running(status: Status, backend: str) -> set[str]:
 
 def _named(replicas: set[str], state: str) -> str:
     if len(replicas) > NAMED:
-        return f"{len(replicas)} replicas {state}"
+        return f"{counted(len(replicas), 'replica')} {state}"
     return f"{', '.join(sorted(map(short_tag, replicas)))} {state}" if replicas else ""
 
 

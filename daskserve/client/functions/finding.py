@@ -17,12 +17,16 @@ from daskserve.client.instance.connection import InstanceConnection
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.protocols.started import common_instance
 from daskserve.common import settings
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import InstanceName
 from daskserve.context import current_replica
-from daskserve.errors import BadRequestError, NotRunningError
+from daskserve.errors import BadRequestError, NotRunningError, ServeError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: Number of silent workers that a message names.
+SHOWN_WORKERS = 5
 
 
 async def _connect(
@@ -90,7 +94,33 @@ async def _instances(form: Form[Any], address: str) -> list[InstanceName]:
         await cluster_connection.disconnect(asynchronous=form.asynchronous)
 
 
+async def _unanswered(form: Form[Any], address: str, name: InstanceName, limit_s: float) -> str:
+    """Return what the scheduler knows of an instance whose controller does not answer within ``limit_s``."""
+    cluster_connection = await dial_connection(form, address)
+    try:
+        silences = await form.run(cluster_connection, cluster_connection.silences())
+        try:
+            ask = cluster_connection.ask("controller", instance=name)
+            controller = (await form.run(cluster_connection, ask))["worker"]
+        except ServeError:
+            controller = None  # it is being replaced
+    finally:
+        await cluster_connection.disconnect(asynchronous=form.asynchronous)
+    silent = {each: shown(round(for_s)) for each, for_s in silences.items() if for_s >= limit_s}
+    if controller in silent:
+        where = f"its worker {controller} has been silent for {silent[controller]} s"
+    elif controller in silences:
+        where = f"it hangs, though the scheduler hears of its worker {controller}"
+    else:
+        where = "it is being replaced"
+    text = f"The controller of instance {name!r} does not answer within {shown(limit_s)} s: {where}."
+    of_all = f"{len(silent)} of {counted(len(silences), 'worker', 'workers')}"
+    names = ", ".join(sorted(silent)[:SHOWN_WORKERS]) + ("..." if len(silent) > SHOWN_WORKERS else "")
+    return f"{text} {of_all} {'is' if len(silent) == 1 else 'are'} silent{f': {names}' if names else ''}."
+
+
 instances = blocking(_instances)
+unanswered = blocking(_unanswered)
 
 connect = blocking(_connect)
 connect_async = awaitable(_connect)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Protocol, TextIO, TypeAlias
 
 from daskserve.client.views.status import Status
+from daskserve.common.formatting import counted
 from daskserve.common.types import GoalId, short_tag
 from daskserve.loops.event_loop import in_notebook
 from daskserve.options.specs import deployment_tag
@@ -120,7 +121,8 @@ def waits_for(status: Status, goal: GoalId) -> str:
     if backend is None:
         return "Waiting for a change"
     states = [each.state for each in status.replicas(name)]
-    text = f"{short_tag(name)}: {backend.running} of {backend.wanted} replicas run"
+    wanted = counted(backend.wanted, "replica runs", "replicas run")
+    text = f"{short_tag(name)}: {backend.running} of {wanted}"
     starting = states.count("STARTING")
     doing = {each.message for each in status.replicas(name) if each.state == "STARTING" and each.message}
     unplaced = states.count("SHOULD_START")

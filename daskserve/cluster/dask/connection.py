@@ -34,7 +34,7 @@ from daskserve.cluster.distributed_internals import (
     is_asynchronous,
     scheduler_address,
 )
-from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.probe import mismatch, silence_probe, version_probe
 from daskserve.cluster.protocols.ended import ended_error
 from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
@@ -287,6 +287,11 @@ class DaskConnection:
         if problem is not None:
             raise VersionMismatchError(problem)
         return bool(found["is_supervised"])
+
+    async def silences(self) -> Mapping[str, float]:
+        """Return for how many seconds the scheduler has heard nothing of each worker."""
+        found: Mapping[str, float] = await self.client.run_on_scheduler(silence_probe())
+        return found
 
     @property
     def is_open(self) -> bool:

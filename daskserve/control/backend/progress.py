@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from daskserve.common.formatting import capitalized, shown
+from daskserve.common.formatting import capitalized, counted, shown
 from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend.inputs import Step, StepInputs
@@ -95,7 +95,8 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
     is_due = notes.told_at is not None and inputs.now >= notes.told_at + TELL_S
     if is_due and app_state.is_late(inputs.state, inputs.observed, backend, replicas):
         parts = (notes.waiting, busy_text(inputs.observed, backend, replicas, step_s=1.0))
-        count = f"{running(backend, replicas)} of {backend.needed_replicas} replicas run"
+        wanted = counted(backend.needed_replicas, "replica runs", "replicas run")
+        count = f"{running(backend, replicas)} of {wanted}"
         step.messages.append(
             f"A change of {backend.display_name} takes long: {'; '.join([count, *filter(None, parts)])}"
         )
@@ -229,8 +230,14 @@ def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: It
     up = sum(app_state.is_up(state, state.backends[tag]) for tag in tags)
     if not (is_update or done or up):
         return ""
-    text = f"{done} of {wanted} replicas were {'updated' if is_update else 'started'}"
-    return text if len(tags) == 1 else f"{text}, and {up} of {len(tags)} deployments were up"
+    text = (
+        f"{done} of {counted(wanted, 'replica was', 'replicas were')} {'updated' if is_update else 'started'}"
+    )
+    return (
+        text
+        if len(tags) == 1
+        else f"{text}, and {up} of {counted(len(tags), 'deployment was', 'deployments were')} up"
+    )
 
 
 def with_note(error: ServeError, far: str) -> ServeError:
@@ -249,7 +256,7 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"
         return NoCapacityError(
-            f"Cannot scale {what} to {backend.needed_replicas} replicas within {limit} s: {why}. "
+            f"Cannot scale {what} to {counted(backend.needed_replicas, 'replica')} within {limit} s: {why}. "
             f"Add workers, reduce the resources in {where}, or delete other deployments."
         )
     if goal.timeout_s is None:
@@ -257,7 +264,7 @@ def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> Ser
             f"The change of {what} made no progress for {limit} s (daskserve.timeouts.change-s)."
         )
     return RequestTimeoutError(
-        f"{capitalized(what)} did not get to {backend.needed_replicas} running replicas within "
+        f"{capitalized(what)} did not get to {counted(backend.needed_replicas, 'running replica')} within "
         f"{limit} s. Pass a larger timeout_s, or none: then the change has the time that it needs, as long "
         "as it makes progress."
     )

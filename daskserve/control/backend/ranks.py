@@ -41,6 +41,8 @@ def are_right(ranks: Sequence[tuple[int, ...]], hosts: Sequence[str], *, is_sett
     """Return whether `new_ranks` changes none of these ranks, given the host of each."""
     if not all(ranks):
         return False
+    if len(ranks) == 1:
+        return not is_settled or ranks[0] == (0, 0, 0)  # as of most backends
     sizes = Counter(hosts)
     node_ranks = {(host, rank[1]) for host, rank in zip(hosts, ranks, strict=True)}
     return (

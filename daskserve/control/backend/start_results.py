@@ -20,7 +20,7 @@ def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[st
     if replica.version != backend.version or backend.is_deleting:
         return backend
     config = backend.config.with_facts(facts)
-    if config.internal_metadata == backend.config.internal_metadata:
+    if config is backend.config:
         return backend
     return configured(backend, config, backend.user_config)
 

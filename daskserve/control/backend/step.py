@@ -55,7 +55,8 @@ class _Stepper:
         self.backend = backend
         #: The key of the notes if this is the old version during a rollout, which has no change of its own.
         self.kept = kept
-        self.notes = inputs.observed.notes_of(kept or backend.tag).for_next_step()
+        known = inputs.observed.notes.get(kept or backend.tag)
+        self.notes = Notes() if known is None else known.for_next_step()
         self.step = Step(notes=self.notes, incarnation=inputs.incarnation)
         self.replicas = {each.tag: each for each in replicas}
 

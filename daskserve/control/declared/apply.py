@@ -98,6 +98,7 @@ def apply(
         applied.tags += state.apps.members(name)
         deletion = app_verbs.delete(state, name, goal_id=new_goal(), by=origin.by, now=now, number=number)
         change.update(deletion.change)
+    goals.sweep(state, change)
     change[record.key] = record
     for each in wanted.values():
         config_record = _declared(state, each, record.number, origin, now)

@@ -18,7 +18,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Cluster
 from daskserve.common.clock import Clock
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import ActorAddress, ActorKind, GoalId, WorkerAddress
 from daskserve.control.declared.settling import Built, settled, waits_for_route
 from daskserve.control.observed.observed import Observed
@@ -285,7 +285,8 @@ class Building:
                 self._losses[each.name] = self._losses.get(each.name, 0) + is_alone
         lost = self._losses.get(records[0].name, 0)
         if is_alone and isinstance(error, ActorLostError) and lost > MAX_LOSSES:
-            return {records[0].name: f"The worker that imported the application ended, {lost} times: {error}"}
+            times = counted(lost, "time")
+            return {records[0].name: f"The worker that imported the application ended, {times}: {error}"}
         for each in records:
             self.waiting[each.name] = str(error)
         self._pause(records if is_alone or isinstance(error, NoWorkerError) else ())

@@ -30,6 +30,7 @@ from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
 from daskserve.control.observed.rollout_counts import RolloutCounts
+from daskserve.control.observed.router_troubles import RouterTroubles
 from daskserve.control.observed.routing_stats import RoutingStats
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -166,12 +167,19 @@ class Notes:
 
     def at_rest(self) -> Notes:
         """Return the notes that outlive a change that has ended: only those about dead replicas."""
-        return Notes(dead=self.dead) if self.is_at_rest else self
+        return Notes(dead=self.dead) if self.is_at_rest and not self.are_new else self
+
+    @property
+    def are_new(self) -> bool:
+        """Whether there is nothing in them."""
+        values, of_new = _values_of_notes(frozenset())
+        found: bool = values(self) == of_new
+        return found
 
     @property
     def is_at_rest(self) -> bool:
         """Whether there is nothing in them but the dead, and what is left of a change that has ended."""
-        values, of_new = _matters_at_rest()
+        values, of_new = _values_of_notes(_LEFT_OVER)
         found: bool = values(self) == of_new
         return found
 
@@ -180,11 +188,14 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
+#: The notes that do not matter without a change: the dead, and what is left of a change that has ended.
+_LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
+
+
 @cache
-def _matters_at_rest() -> tuple[Callable[[Notes], Any], Any]:
-    """Return a function that reads the notes that matter without a change, and what it reads of new notes."""
-    left_over = {"dead", "goal", "told_at", "full_from", "most"}
-    values = attrgetter(*(each.name for each in fields(Notes) if each.name not in left_over))
+def _values_of_notes(but: frozenset[str]) -> tuple[Callable[[Notes], Any], Any]:
+    """Return a function that reads all notes but some, and what it reads of new notes."""
+    values = attrgetter(*(each.name for each in fields(Notes) if each.name not in but))
     return values, values(Notes())
 
 
@@ -250,6 +261,8 @@ class Observed:
     loads: Loads = field(default_factory=Loads)
     #: The rates of the last second, while somebody watches.
     live: LiveMetrics = field(default_factory=LiveMetrics)
+    #: What is wrong with the users' request routers.
+    router_troubles: RouterTroubles = field(default_factory=RouterTroubles)
     #: What routers have counted of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
@@ -383,12 +396,12 @@ class Observed:
 
     def learn(self, tag: BackendTag, notes: Notes) -> None:
         """Keep the notes of a backend's step."""
-        if notes == Notes():
+        if notes.are_new:
             self.notes.pop(tag, None)
             return  # as of nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
-        if kept == Notes():
+        if kept.are_new:
             self.notes.pop(tag, None)
         else:
             self.notes[tag] = kept
@@ -437,6 +450,7 @@ class Observed:
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
         self.model_problems.pop(tag, None)
+        self.router_troubles.forget(tag)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record is gone."""

@@ -29,6 +29,7 @@ class _Step:
     new: VersionCounts = field(default_factory=VersionCounts)
     old: VersionCounts = field(default_factory=VersionCounts)
     polls: dict[int, tuple[int, int, float, float]] = field(default_factory=dict)
+    troubles: dict[int, str] = field(default_factory=dict)
 
     def report(self, router: str, new: VersionCounts, old: VersionCounts) -> None:
         if router not in self.routers and len(self.routers) >= MAX_ROUTERS:
@@ -88,15 +89,20 @@ class RolloutCounts:
 
     def polled(self, tag: BackendTag, key: str, number: int, new: float, old: float, *, worse: bool) -> None:
         """Record one comparison of two values of an expression."""
-        polls = self._of(tag, key).polls
-        more, less, _, _ = polls.get(number, (0, 0, 0.0, 0.0))
-        polls[number] = (more + worse, less + (not worse), new, old)
+        step = self._of(tag, key)
+        more, less, _, _ = step.polls.get(number, (0, 0, 0.0, 0.0))
+        step.polls[number] = (more + worse, less + (not worse), new, old)
+        step.troubles.pop(number, None)
+
+    def troubled(self, tag: BackendTag, key: str, number: int, why: str) -> None:
+        """Record why a comparison of two values could not be made."""
+        self._of(tag, key).troubles[number] = why
 
     def evidence(self, tag: BackendTag, key: str) -> Evidence:
         """Return what is known of a step."""
         step = self._steps.get(tag, {}).get(key) or _Step()
         compared = self.shadowed(tag, _rollout_of(key)).compared
-        return Evidence(step.new, step.old, dict(step.polls), compared)
+        return Evidence(step.new, step.old, dict(step.polls), dict(step.troubles), compared)
 
     def shadowed(self, tag: BackendTag, rollout_id: str) -> Shadowed:
         """Return the compared answers of a rollout."""

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.options.rollout import DETECTS, Gate, percent_of
 from daskserve.telemetry.histogram import latency_buckets_s
 
@@ -64,6 +64,8 @@ class Evidence:
     polls : dict
         By the number of a gate with a PromQL expression: how often the new version was worse, how often it
         was not, and the last two values.
+    troubles : dict
+        By the number of such a gate: why the last comparison could not be made.
     compared : int
         Answers of shadowed requests that were compared since the rollout began.
     """
@@ -71,6 +73,7 @@ class Evidence:
     new: VersionCounts = VersionCounts()
     old: VersionCounts = VersionCounts()
     polls: Mapping[int, tuple[int, int, float, float]] = field(default_factory=dict)
+    troubles: Mapping[int, str] = field(default_factory=dict)
     compared: int = 0
 
 
@@ -160,7 +163,7 @@ def judge(
 ) -> Finding:
     """Return the finding of a gate; ``number`` is its place in the plan."""
     if gate.metric == "prometheus":
-        return _polled(gate, evidence.polls.get(number), p, carried)
+        return _polled(gate, number, evidence, p, carried)
     if gate.metric == "latency":
         return _slow(gate, evidence, share, p, for_s)
     new, old = evidence.new, evidence.old
@@ -175,7 +178,7 @@ def _within(for_s: float | None) -> str:
 
 def _of(count: int, requests: int, whose: str = "the new version") -> str:
     percent = f" ({shown(round(100 * count / requests, 3))} %)" if requests else ""
-    return f"{count} of {requests} requests{percent} of {whose}"
+    return f"{count} of {counted(requests, 'request')}{percent} of {whose}"
 
 
 def slow_bucket(gate: Gate, old: VersionCounts) -> int:
@@ -198,12 +201,15 @@ def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float |
     return Finding(worse, text)
 
 
-def _polled(gate: Gate, polls: tuple[int, int, float, float] | None, p: float, carried: float) -> Finding:
+def _polled(gate: Gate, number: int, evidence: Evidence, p: float, carried: float) -> Finding:
+    trouble, polls = evidence.troubles.get(number, ""), evidence.polls.get(number)
+    lately = f"; the last comparison failed: {trouble}" if trouble else ""
     if polls is None:
-        return Finding(False, f"{gate.query} has not been compared yet")
+        return Finding(False, f"{gate.query} has not been compared yet{lately}")
     worse, not_worse, new, old = polls
     text = (
-        f"{gate.query} was larger for the new version in {worse} of {worse + not_worse} comparisons, last "
-        f"{shown(new)} beside {shown(old)}"
+        f"{gate.query} was larger for the new version in {worse} of "
+        f"{counted(worse + not_worse, 'comparison')}, last "
+        f"{shown(new)} beside {shown(old)}{lately}"
     )
     return Finding(is_worse(worse, not_worse, 0.5, 0.0, p, carried), text)

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from daskserve.common.formatting import shown, shown_size
+from daskserve.common.formatting import counted, shown, shown_size
 from daskserve.common.types import BackendTag, WorkerAddress, WorkerInfo
 from daskserve.control.placement.bin_packing import (
     TOLERANCE,
@@ -165,21 +165,24 @@ def ranks(
     state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand, avoid: Iterable[WorkerAddress] = ()
 ) -> Callable[[WorkerAddress], WorkerRank]:
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
-    return _ranks(state, {each.address: each for each in workers}, demand, avoid)
+    known = {each.address: each for each in workers}
+    same = state.workers_of(demand.backend)
+    rank = _ranks(state, same, _count_on_hosts(known.values(), same), demand, avoid)
+    return lambda worker: rank(known[worker])
 
 
 def _ranks(
     state: ResourceUsage,
-    known: Mapping[WorkerAddress, WorkerInfo],
+    same: Mapping[WorkerAddress, int],
+    on_hosts: Mapping[str, int],
     demand: Demand,
     avoid: Iterable[WorkerAddress],
-) -> Callable[[WorkerAddress], WorkerRank]:
-    avoided = set(avoid)
-    same, total_on = state.workers_of(demand.backend), state.bundles_on()
-    on_hosts = _count_on_hosts(known.values(), same)
+) -> Callable[[WorkerInfo], WorkerRank]:
+    """Return what ranks a worker, given the bundles of the backend by worker and by host."""
+    avoided, total_on = set(avoid), state.bundles_on()
 
-    def rank(worker: WorkerAddress) -> WorkerRank:
-        info = known[worker]
+    def rank(info: WorkerInfo) -> WorkerRank:
+        worker = info.address
         mine, near = same.get(worker, 0), on_hosts.get(info.host, 0)
         crowd, is_avoided = total_on.get(worker, 0), worker in avoided
         if demand.is_packed:
@@ -214,36 +217,43 @@ def place(
     avoid
         The workers of the controller and the proxies.
     """
-    known = {each.address: each for each in workers}
-    rank = _ranks(state, known, demand, avoid)
-    on_hosts = _count_on_hosts(known.values(), state.workers_of(demand.backend))
+    known = list(workers)
     if len(demand.bundles) > 1:
-        return fit(_room_of(state, list(known.values()), demand), demand.bundles, demand.strategy, rank)
+        rank_of = ranks(state, known, demand, avoid)
+        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank_of)
+    same = state.workers_of(demand.backend)
+    on_hosts = _count_on_hosts(known, same)
+    rank = _ranks(state, same, on_hosts, demand, avoid)
     best: WorkerRank | None = None
     for crowd, worker in _likely_first(state, known):
-        if best is not None and not demand.is_packed and (0, 0, FREE, crowd, worker.address) >= best:
-            break  # none of the rest is better
-        ranked = rank(worker.address)
+        ranked = rank(worker)
         # The rank first: it takes less time than the room, and few workers are better than all before them.
         if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
             best = ranked
+        if best is not None and not demand.is_packed and best <= (0, 0, FREE, crowd, worker.address):
+            break  # none of the rest is better
     return None if best is None else (best[-1],)
 
 
-def _likely_first(
-    state: ResourceUsage, known: Mapping[WorkerAddress, WorkerInfo]
-) -> Iterator[tuple[int, WorkerInfo]]:
+def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
     """Yield workers by the number of bundles on them, and by address, with that number.
 
     Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
     unless these lack room or have replicas of the same backend.
     """
-    crowds = state.bundles_on()
-    crowded = list(zip(map(crowds.get, known, itertools.repeat(0)), known, strict=True))
-    heapq.heapify(crowded)
-    while crowded:
-        crowd, address = heapq.heappop(crowded)
-        yield crowd, known[address]
+    addresses = [each.address for each in workers]
+    crowds = list(map(state.bundles_on().get, addresses, itertools.repeat(0)))
+    if not crowds:
+        return
+    # Most often, nobody asks for more than the first one, and one pass finds it.
+    least = min(crowds)
+    first = addresses.index(min([each for each, n in zip(addresses, crowds, strict=True) if n == least]))
+    yield least, workers[first]
+    rest = [each for each in zip(crowds, addresses, itertools.count()) if each[2] != first]
+    heapq.heapify(rest)
+    while rest:
+        crowd, _, place = heapq.heappop(rest)
+        yield crowd, workers[place]
 
 
 def room_for(
@@ -432,9 +442,9 @@ def _missing(
     lacks = _lacks(amounts, [free_resources.by_worker[each] for each in workers], "worker")
     if lacks:
         who = "a bundle" if demand.has_groups else "a replica"
-        return f"{who} needs {lacks}; {len(workers)} workers were looked at"
+        return f"{who} needs {lacks}; {counted(len(workers), 'worker was', 'workers were')} looked at"
     wanted = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in sorted(amounts.items()))
-    return f"no single one of {len(workers)} workers has all of {wanted or 'nothing'} free"
+    return f"no single one of {counted(len(workers), 'worker')} has all of {wanted or 'nothing'} free"
 
 
 def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:

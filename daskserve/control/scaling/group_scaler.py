@@ -18,7 +18,7 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.autoscaling.context import AutoscalingContext, Decision
 from daskserve.autoscaling.loading import CallablePolicy
 from daskserve.common.clock import Clock
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import BackendTag
 from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
@@ -247,7 +247,7 @@ class Groups:
         snapshot = BackendSnapshot.of(backend, seen.config, seen.sample, seen.running)
         if snapshot.target != seen.target:
             group.due = self._clock.now()
-            problem = f"the policy answered late, for {seen.target} replicas"
+            problem = f"the policy answered late, for {counted(seen.target, 'replica')}"
             self._record(snapshot, snapshot.without_policy(problem))
             return
         self._record(snapshot, member.autoscaler.answered(evaluation.contexts[tag], decision))

@@ -125,9 +125,15 @@ def value_of(body: bytes) -> float:
         data = answer["data"]
         kind, result = data["resultType"], data["result"]
         if kind == "vector":
+            if not result:
+                raise ValueError(
+                    "the query gives no series; check its names and labels, or append 'or vector(0)' if none "
+                    "means 0"
+                )
             if len(result) != 1:
-                found = "no series" if not result else f"{len(result)} series"
-                raise ValueError(f"the query gives {found}, not one; wrap it in sum(...) or max(...)")
+                raise ValueError(
+                    f"the query gives {len(result)} series, not one; wrap it in sum(...) or max(...)"
+                )
             result = result[0]["value"]
         elif kind != "scalar":
             raise ValueError(f"the query gives a {kind}; write an expression with one value at one time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from daskserve.common.copying import replace
+from daskserve.common.formatting import counted
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.scaling import external
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -43,6 +44,8 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: flo
     if config is None or (
         config.dry_run and (before is None or "num_replicas" in backend.config.model_fields_set)
     ):
+        if backend.scaled_to is None and not backend.scalings:
+            return backend
         return replace(backend, scaled_to=None, scalings=())
     if before is None:
         return replace(backend, scaled_to=bounds_of(backend, config).first, scalings=())
@@ -59,7 +62,7 @@ def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float
     if allowed == backend.scaled_to:
         return backend
     groups = f" in groups of {bounds.multiple_of}" if bounds.multiple_of > 1 else ""
-    why = f"{bounds.least} to {bounds.most} replicas{groups} are allowed now{bounds.capacity_note}"
+    why = f"{bounds.least} to {counted(bounds.most, 'replica')}{groups} are allowed now{bounds.capacity_note}"
     return scaled(backend, allowed, why, wall)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from daskserve.common import settings
 from daskserve.common.clock import Clock
@@ -27,6 +27,10 @@ logger = logging.getLogger("daskserve.controller")
 CHECK_S = 1.0
 
 
+#: A backend, the key of a step and the number of a gate.
+_Place: TypeAlias = tuple[BackendTag, str, int]
+
+
 class _Subject(NamedTuple):
     """A rollout whose versions are compared; of two values, the first is that of the new version."""
 
@@ -45,8 +49,10 @@ class RolloutQueries:
         self._observed = observed
         self._clock = clock
         self._fetch = fetch
-        #: When each gate is compared next, by backend, key of the step and number.
-        self._due: dict[tuple[BackendTag, str, int], float] = {}
+        #: When each gate is compared next, by its place.
+        self._due: dict[_Place, float] = {}
+        #: What asks for the values of each gate, so that a lasting error is logged once.
+        self._queries: dict[_Place, PrometheusQueries] = {}
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -67,7 +73,7 @@ class RolloutQueries:
 
     async def compare(self) -> None:
         """Make all comparisons that are due."""
-        due: dict[tuple[BackendTag, str, int], float] = {}
+        due: dict[_Place, float] = {}
         asking = []
         now = self._clock.now()
         for found in self._subjects():
@@ -82,6 +88,7 @@ class RolloutQueries:
                     asking.append(self._ask(found, gate, place))
                 due[place] = at
         self._due = due
+        self._queries = {place: found for place, found in self._queries.items() if place in due}
         await asyncio.gather(*asking)
 
     def _subjects(self) -> Iterator[_Subject]:
@@ -106,26 +113,36 @@ class RolloutQueries:
                     subject = rollout_tag(tag, name)
                     yield _Subject(subject, key, repository.rollout, names, (replicas, replicas))
 
-    async def _ask(self, found: _Subject, gate: Gate, place: tuple[BackendTag, str, int]) -> None:
-        assert self._fetch is not None
-        assert gate.prometheus_address is not None
+    async def _ask(self, found: _Subject, gate: Gate, place: _Place) -> None:
         new, old = (
             filled(gate.query, name, replicas)
             for name, replicas in zip(found.names, found.replicas, strict=True)
         )
-        queries = PrometheusQueries(
-            gate.prometheus_address,
-            {"new": new, "old": old},
-            fetch=self._fetch,
-            clock=self._clock,
-            variables=settings.process_variables(),
-        )
+        queries = self._queries.get(place)
+        if queries is None:
+            queries = self._queries[place] = self._asker(gate)
+        queries.queries = {"new": new, "old": old}
         await queries.refresh()
-        values = queries.values()
+        values, errors = queries.values(), queries.errors()
+        for name, whose in (("new", found.names[0]), ("old", found.names[1])):
+            if name in errors:
+                self._observed.rollouts.troubled(*place, f"for version '{whose}', {errors[name]}")
+                return
         if values.keys() == {"new", "old"}:
             after, before = values["new"], values["old"]
             worse = after > before * (1 + gate.tolerance)
             self._observed.rollouts.polled(*place, after, before, worse=worse)
+
+    def _asker(self, gate: Gate) -> PrometheusQueries:
+        assert self._fetch is not None
+        assert gate.prometheus_address is not None
+        return PrometheusQueries(
+            gate.prometheus_address,
+            {},
+            fetch=self._fetch,
+            clock=self._clock,
+            variables=settings.process_variables(),
+        )
 
 
 def filled(query: str, version: str, replicas: Iterable[ReplicaRecord]) -> str:

@@ -18,7 +18,7 @@ from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
 from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import BackendTag, ReplicaState
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
@@ -371,7 +371,9 @@ class Scaler:
         entry.evaluation = None
         if evaluation.target != target:
             entry.due = self._clock.now()
-            return snapshot.without_policy(f"the policy answered late, for {evaluation.target} replicas")
+            return snapshot.without_policy(
+                f"the policy answered late, for {counted(evaluation.target, 'replica')}"
+            )
         return step
 
     def _record(self, snapshot: BackendSnapshot, step: ScalingStep) -> None:

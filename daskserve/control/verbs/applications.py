@@ -90,6 +90,8 @@ def deploy(
         found.updating[spec.name] = outcome.is_update
         found.tags += [each.spec.tag for each in spec.deployments]
     found.change.update(declared(state, configs, found.goals, by=by, now=now))
+    if found.change:
+        goals.sweep(state, found.change)
     return found
 
 

@@ -56,6 +56,7 @@ def _of_options(
     model: type[Options], old: Options, new: Options, effects: Mapping[Effect, Effect]
 ) -> Iterator[Difference]:
     plain = old.model_dump(mode="json", fallback=repr), new.model_dump(mode="json", fallback=repr)
+    given = [each.model_dump(mode="json", fallback=repr, exclude_unset=True) for each in (old, new)]
     hidden = model._masked_field()
     for name, field in model.model_fields.items():
         one, other = (each.get(name) for each in plain)
@@ -63,7 +64,20 @@ def _of_options(
             continue
         effect = effect_of(field)
         show = hidden.get(name, masked)
-        yield Difference(name, effects.get(effect, effect), _parts(show(one), show(other), one, other))
+        first = show(_named(given[0].get(name, one), one, other))
+        second = show(_named(given[1].get(name, other), other, one))
+        yield Difference(name, effects.get(effect, effect), _parts(first, second, one, other))
+
+
+def _named(given: Any, whole: Any, other: Any) -> Any:
+    """Return a value without the defaults that its user has not named, except for those that differ."""
+    if not all(isinstance(each, Mapping) for each in (given, whole, other)):
+        return given
+    return {
+        name: given.get(name, value)
+        for name, value in whole.items()
+        if name in given or other.get(name) != value
+    }
 
 
 def _parts(shown: Any, shown_other: Any, one: Any, other: Any) -> tuple[Any, Any]:

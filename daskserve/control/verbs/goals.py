@@ -79,6 +79,8 @@ def open_goal(
 
     Pending goals of what they replace are superseded. A change of one deployment while its application
     changes becomes part of that change. On failure, everything returns to the last completed state.
+
+    A caller that opens several goals in one change gives each its ``number``, and calls `sweep` at the end.
     """
     app = next((each for each in wanted if isinstance(each, AppRecord)), None)
     superseded = _superseded(state, wanted)
@@ -115,7 +117,8 @@ def open_goal(
         request_id=_asked_by(state, wanted),
     )
     change[goal.key] = goal
-    _sweep(state.goals.values(), change)
+    if number is None:
+        sweep(state, change)
 
 
 def _asked_by(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> str:
@@ -410,8 +413,13 @@ def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> boo
     )
 
 
-def _sweep(goals: Iterable[GoalRecord], change: Change) -> None:
-    finished = [each for each in goals if each.state is not GoalState.PENDING and each.key not in change]
+def sweep(state: State, change: Change) -> None:
+    """Add to a change the removal of the oldest finished goals, if there are many."""
+    finished = [
+        each
+        for each in state.goals.values()
+        if each.state is not GoalState.PENDING and each.key not in change
+    ]
     if len(finished) > SWEEP_AT:
         for each in sorted(finished, key=lambda goal: goal.number)[: len(finished) - KEPT_GOALS]:
             change[each.key] = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskserve.common.copying import replace
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.rollout_evidence import (
     Evidence,
@@ -76,16 +76,19 @@ def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
         # Nothing but the answers of copies is known of the new version.
         least = max(1, config.min_requests)
         if evidence.compared < least:
-            return f"{evidence.compared} of {least} answers have been compared"
+            return f"{evidence.compared} of {counted(least, 'answer has', 'answers have')} been compared"
     needed = max((least_requests(each, evidence, share, p) for each in config.gates), default=0)
     if share > 0 and requests < max(needed, config.min_requests):
-        return f"{requests} of {max(needed, config.min_requests)} requests have ended"
+        least = max(needed, config.min_requests)
+        return f"{requests} of {counted(least, 'request has', 'requests have')} ended"
     if 0 < share < 1:
         least = least_polls(p)
         for number, gate in enumerate(config.gates):
             count = sum(evidence.polls.get(number, (0, 0))[:2])
             if gate.metric == "prometheus" and count < least:
-                return f"{count} of {least} comparisons of {gate.query} are made"
+                why = evidence.troubles.get(number, "")
+                lately = f"; the last one failed: {why}" if why else ""
+                return f"{count} of {least} comparisons of {gate.query} are made{lately}"
     return ""
 
 

@@ -25,7 +25,7 @@ def scale(
     application : str
         The application of the deployment ``name``; without a name, its ingress. Backends and deployments
         outside of applications belong to the default application, or to one of their own name. Empty:
-        ``name`` is a tag.
+        ``name`` is a tag, or an application, whose ingress it is.
     by : str
         The operator who asks for it, to whom no deployment is closed that has a number of its own. Empty: an
         external scaler.
@@ -55,7 +55,13 @@ def scale(
 
 
 def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
-    """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none."""
+    """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none.
+
+    The name of an application alone means its ingress, unless a backend has that name.
+    """
+    app = state.apps.get(name)
+    if not application and name not in state.backends and app is not None and app.deployments:
+        return backend_verbs.find(state, app.ingress)
     return backend_verbs.find(state, tag_of(state, name, application) if application else name)
 
 

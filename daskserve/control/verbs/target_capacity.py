@@ -52,7 +52,10 @@ def logging_of(state: State, start: ControllerStart) -> Mapping[str, Any] | None
 
 def at_capacity(state: State, backend: BackendRecord) -> BackendRecord:
     """Return the record of a new backend with the instance's target capacity."""
-    return replace(backend, capacity=state.capacity.percent, capacity_direction=state.capacity.direction)
+    now = state.capacity
+    if (now.percent, now.direction) == (backend.capacity, backend.capacity_direction):
+        return backend
+    return replace(backend, capacity=now.percent, capacity_direction=now.direction)
 
 
 def _at(backend: BackendRecord, capacity: CapacityRecord, wall: float) -> BackendRecord:

@@ -83,6 +83,7 @@ def details(
     BadRequestError
         There is no such kind.
     """
+    api_type = None if api_type is None else api_type.lower()
     if api_type not in (None, DECLARATIVE, IMPERATIVE):
         raise BadRequestError(f"api_type={api_type!r} must be {DECLARATIVE} or {IMPERATIVE}")
     known = {each.name: application_status(state, observed, each, wall) for each in state.apps}

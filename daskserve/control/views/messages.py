@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from daskserve.common.formatting import shown, shown_size
+from daskserve.common.formatting import counted, shown, shown_size
 from daskserve.common.types import BackendTag, ReplicaState, short_tag
 from daskserve.control.backend import progress
 from daskserve.control.backend.step import NEW_WORKER_S
@@ -39,7 +39,7 @@ def message_of(
         found.append(rollout_text(observed, backend, replicas))
     elif backend.goal is not None and any(each.version != backend.version for each in replicas):
         done = progress.running(backend, replicas)
-        found.append(f"{done} of {backend.needed_replicas} replicas are updated")
+        found.append(f"{done} of {counted(backend.needed_replicas, 'replica is', 'replicas are')} updated")
     if notes.full_since is not None:
         surge = backend.config.surge(1)
         cause = "no room for a new replica beside the old ones" if surge else "max_surge is 0"
@@ -53,6 +53,8 @@ def message_of(
         where = " of one worker" if is_one else ""
         drained = "one old replica" if count == 1 else f"{count} old replicas{where}"
         found.insert(0, f"{cause}: draining {drained} at a time{late}")
+    if text := observed.router_troubles.text_of(backend.tag, wall):
+        found.append(text)
     if text := loop_text(notes.dead, backend, wall, has_reason=notes.failures > 0):
         found.append(text)
     # A text may have a traceback below its first line.
@@ -89,6 +91,7 @@ def slow_text(
     observed: Observed, backend: BackendRecord, replicas: Sequence[ReplicaRecord], wall: float
 ) -> str:
     """Return which replicas have waited or started for long, with the resources that they need."""
+    has = ("replica has", "replicas have")
     late = [each.state for each in replicas if each.moved_at and wall - each.moved_at >= SLOW_S]
     unplaced, starting = late.count(ReplicaState.SHOULD_START), late.count(ReplicaState.STARTING)
     if unplaced:
@@ -98,19 +101,15 @@ def slow_text(
         offered = [capacity(each) for each in observed.usable_workers() if not each.is_system]
         have = {name: sum(each.get(name, 0) for each in offered) for name in needed}
         return (
-            f"{_counted(unplaced)} waited for a worker for more than {shown(SLOW_S)} s; resources required "
-            f"for each replica: {_amounts(needed)}; resources of all workers: {_amounts(have)}"
+            f"{counted(unplaced, *has)} waited for a worker for more than {shown(SLOW_S)} s; resources "
+            f"required for each replica: {_amounts(needed)}; resources of all workers: {_amounts(have)}"
         )
     if starting and (starting > 1 or not any(each.tag in observed.busy for each in replicas)):
         return (
-            f"{_counted(starting)} taken more than {shown(SLOW_S)} s to start, perhaps because of a slow "
-            "__init__ or reconfigure()"
+            f"{counted(starting, *has)} taken more than {shown(SLOW_S)} s to start, perhaps because of a "
+            "slow __init__ or reconfigure()"
         )
     return ""
-
-
-def _counted(count: int) -> str:
-    return "1 replica has" if count == 1 else f"{count} replicas have"
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:
@@ -133,6 +132,6 @@ def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, 
     minutes, seconds = divmod(round(max(times) - min(times)), 60)
     span = f"{minutes} min" if minutes else f"{max(1, seconds)} s"
     count = f"{len(times)}{' times or more' if len(dead) == KEPT_DEAD else ' times'}"
-    who = "replicas have" if backend.num_replicas > 1 else "it has"
+    who = "replicas " if backend.num_replicas > 1 else ""
     why = "" if has_reason else f", last because {lately[-1].reason}"
-    return f"{who} restarted {count} in {span}{why}"
+    return f"restart loop: {who}restarted {count} in {span}{why}"

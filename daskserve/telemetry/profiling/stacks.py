@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from daskserve.common.formatting import counted
 from daskserve.telemetry.profiling.frames import UserFrames, is_users
 from daskserve.telemetry.profiling.sampling import MAX_DEPTH, MAX_NAME, CodeThread
 
@@ -114,7 +115,7 @@ def stack_text(found: Mapping[str, Any], *, is_full: bool = False) -> str:
     elif len(parts) == 1:
         parts.append("No user code runs.")
     if found.get("more_tasks"):
-        parts.append(f"... and {found['more_tasks']} more tasks.")
+        parts.append(f"... and {counted(found['more_tasks'], 'more task')}.")
     return "\n\n".join(parts)
 
 

@@ -473,6 +473,10 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert b"/api/serve/plan" in page.body
     assert b"://" not in page.body
+    assert b"href='style.css'" in page.body
+    assert b"href='../style.css'" in (await site.ask("/daskserve/api/")).body
+    for text in (b"width=device-width", b"light dark", *(each.summary.encode() for each in OPERATIONS[:1])):
+        assert text.replace(b"'", b"&#x27;") in page.body
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
 
 

@@ -34,7 +34,7 @@ def test_a_vector_of_one_and_a_scalar_have_a_value() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (vector(), "gives no series, not one; wrap it in sum"),
+        (vector(), "gives no series; check its names and labels"),
         (vector("1", "2"), "gives 2 series, not one"),
         (vector("NaN"), "a finite value"),
         (vector("x"), "could not convert"),

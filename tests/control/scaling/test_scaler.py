@@ -201,7 +201,7 @@ async def test_custom_metrics_of_replicas_decide(stage: Stage) -> None:
     config = {**QUICK, "min_replicas": 1, "policy": "custom_metric", "policy_kwargs": kwargs}
     await stage.create(autoscaling_config=config)
     await stage.clock.sleep(5.0)
-    assert "none of 1 replicas reports tokens" in (await explained(stage)).reason
+    assert "none of 1 replica reports tokens" in (await explained(stage)).reason
     report_value(25.0)
     await stage.until(lambda: count(stage) == 3)
     report_value(1.0)

@@ -172,7 +172,7 @@ def test_statistics_of_user_code_decide(client: serve.Client, tmp_path: Path, is
     def wait_for(text: str) -> None:
         poll_for(lambda: text in explained(client), what=lambda: explained(client))
 
-    wait_for("max of backlog over 1 replicas is 4")
+    wait_for("max of backlog over 1 replica is 4")
     file.write_text("28")
     poll_for(lambda: running(client) == 3, what=lambda: explained(client))
     wait_for("over 3 replicas is 28")

@@ -268,7 +268,7 @@ async def custom(path: str = PATH, **kwargs: Any) -> Stage:
     """Return a stage whose router is loaded, or cannot be."""
     stage = Stage(path, **kwargs)
     async with asyncio.timeout(20):
-        while stage.routing._router is None and not stage.routing.trouble:  # noqa: ASYNC110  # no event tells
+        while stage.routing._router is None and not stage.routing.trouble.text:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.001)
     return stage
 
@@ -278,7 +278,7 @@ async def test_a_router_of_the_user_chooses(answers: Any) -> None:
     stage = await custom(concurrency=2)
     assert [stage.take() for _ in range(2)] == ["r2", "r2"]
     assert stage.take() != "r2"
-    assert stage.routing.fallbacks == {}
+    assert stage.routing.trouble.fallbacks == {}
     stage.routing.close()
 
 
@@ -325,8 +325,8 @@ async def test_a_router_that_fails_is_reported_once_and_requests_go_on(
     answers(function)
     stage = await custom()
     assert all(stage.ask() for _ in range(20))
-    assert stage.routing.fallbacks == {kind: 20}
-    assert text in stage.routing.trouble
+    assert stage.routing.trouble.fallbacks == {kind: 20}
+    assert text in stage.routing.trouble.text
     assert [each.levelno for each in caplog.records if each.name == "daskserve.router"] == [logging.ERROR]
     stage.routing.close()
 
@@ -348,7 +348,7 @@ async def test_a_router_that_hangs_is_left_alone_and_asked_again(
     began = time.perf_counter()
     assert all(stage.ask() for _ in range(100))
     assert time.perf_counter() - began < 1
-    assert "has not answered within" in stage.routing.trouble
+    assert "has not answered within" in stage.routing.trouble.text
     hangs = False
     async with asyncio.timeout(20):
         while stage.ask() != "r1" or stage.ask() != "r1":  # noqa: ASYNC110  # no event tells
@@ -394,9 +394,9 @@ class BadStart(RequestRouter):
 )
 async def test_a_router_that_cannot_be_loaded_is_reported(path: str, text: str, answers: Any) -> None:
     stage = await custom(path)
-    assert text in stage.routing.trouble
+    assert text in stage.routing.trouble.text
     assert stage.ask()
-    assert stage.routing.fallbacks == {"load": 1}
+    assert stage.routing.trouble.fallbacks == {"load": 1}
     stage.routing.close()
 
 
@@ -459,7 +459,7 @@ async def test_a_router_written_for_ray_serve_has_its_methods_and_callbacks() ->
             await asyncio.sleep(0.001)
     assert router.told[2:4] == [("routed", "r1", "id", "x"), ("completed", "r1", "id")]
     assert router.app_name == "a"
-    assert stage.routing.fallbacks == {}
+    assert stage.routing.trouble.fallbacks == {}
     stage.routing.close()
 
 
@@ -475,7 +475,7 @@ async def test_a_replica_that_has_stopped_meanwhile_is_no_choice(answers: Any) -
     assert stage.ask() == "r0"
     stage.have("r1", "r2")
     assert stage.ask() in ("r1", "r2")
-    assert stage.routing.fallbacks == {}
+    assert stage.routing.trouble.fallbacks == {}
     stage.routing.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.common.differences import Difference
-from daskserve.common.formatting import capitalized, shown
+from daskserve.common.formatting import capitalized, counted, shown
 from daskserve.common.types import ReplicaState, short_tag
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
@@ -185,7 +185,7 @@ def _of_backend(world: _World, tag: str, before: Any, after: Record | None) -> I
         yield from _of_rollout(after, None if before is None else before.rollout, after.rollout)
     if before is not None and after.scalings and after.scalings[-1:] != before.scalings[-1:]:
         _, old, new, why = after.scalings[-1]
-        text = f"{capitalized(after.display_name)} was scaled from {old} to {new} replicas: {why}"
+        text = f"{capitalized(after.display_name)} was scaled from {old} to {counted(new, 'replica')}: {why}"
         yield Event(K.SCALED, text, after.application, tag)
 
 
@@ -261,7 +261,7 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
         return f"version {replica.named_version} is replaced"
     before = world.state.backends.get(replica.backend)
     if len(world.state.replicas_of(replica.backend)) > backend.num_replicas or before is not backend:
-        return f"{backend.num_replicas} replicas are wanted"
+        return f"{counted(backend.num_replicas, 'replica is', 'replicas are')} wanted"
     return "it is replaced on another worker"
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.common.clock import Clock
+from daskserve.common.formatting import capitalized
+from daskserve.common.types import BackendTag
 from daskserve.control.records.events import Event, EventKind
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
@@ -53,3 +55,17 @@ class HistoryRecorder:
         text = f"Controller {self._epoch} {what} on worker {worker}"
         event = Event(EventKind.CONTROLLER_STARTED, text)
         return as_row(self._state, [event], wall=self._clock.wall(), number=self._first)
+
+    def of_routers(self, troubles: Mapping[BackendTag, str]) -> Change:
+        """Return the row that tells what is wrong with the request routers of some backends."""
+        backends = {tag: each for tag in troubles if (each := self._state.backends.get(tag)) is not None}
+        events = [
+            Event(
+                EventKind.ROUTER_FAILED,
+                f"{capitalized(each.display_name)}: {troubles[tag]}",
+                each.application,
+                tag,
+            )
+            for tag, each in backends.items()
+        ]
+        return as_row(self._state, events, wall=self._clock.wall(), number=self._first)

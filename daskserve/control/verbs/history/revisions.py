@@ -17,6 +17,7 @@ import msgpack
 
 from daskserve.common.copying import replace
 from daskserve.common.differences import Difference
+from daskserve.common.formatting import counted
 from daskserve.common.types import BackendTag
 from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.records import (
@@ -229,7 +230,7 @@ class _Revising:
                 found += differences(name, one, other)
         rest = len(found) - MAX_CHANGES
         if rest > 0:
-            found[MAX_CHANGES:] = [Difference("", f"{rest} more changes")]
+            found[MAX_CHANGES:] = [Difference("", counted(rest, "more change"))]
         return [asdict(each) for each in found]
 
     def end(self, goal: GoalRecord) -> None:

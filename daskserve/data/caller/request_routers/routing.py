@@ -27,7 +27,6 @@ from daskserve.common.types import (
     Load,
     Message,
     Send,
-    described,
 )
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
@@ -43,6 +42,7 @@ from daskserve.data.caller.request_routers.interface import (
 )
 from daskserve.data.caller.request_routers.plain import is_told_of
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
+from daskserve.data.caller.request_routers.trouble import RouterTrouble
 from daskserve.data.caller.sessions import session_in
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.pickled import PICKLED
@@ -79,10 +79,6 @@ class RequestRouting:
         self_node_id: str = "",
     ) -> None:
         self.setup = setup
-        #: How many requests the router has not chosen for, by the kind of trouble.
-        self.fallbacks: dict[str, int] = {}
-        #: What is wrong with the router, as logged last; empty if nothing is.
-        self.trouble = ""
         #: Set while a request waits although its router may choose otherwise by then.
         self.ask_again_at: float | None = None
         self._attempts = 0
@@ -95,7 +91,7 @@ class RequestRouting:
         self._replicas: list[RunningReplica] = []
         self._stats: Mapping[str, Mapping[str, Any]] = {}
         self._known: dict[str, RunningReplica] = {}
-        self._logged: set[str] = set()
+        self.trouble = RouterTrouble(self._name, tag, self._loop.time)
         self._thread: RouterThread | None = None
         self._router: RequestRouter | None = None
         self._is_told = False
@@ -179,14 +175,14 @@ class RequestRouting:
         request = self.request_of(envelope)
         request.replica = None
         if self._router is None or (self._thread is not None and not self._thread.is_usable):
-            if self._logged:  # else it is still being loaded
-                self._count("load" if self._router is None else "late")
+            if self.trouble.text:  # else it is still being loaded
+                self.trouble.count("load" if self._router is None else "late")
             return self._pool.take(now, self._rng)
         try:
             taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
         except RouterError as error:
             self._trouble(error)
-            self._count(error.kind)
+            self.trouble.count(error.kind)
             return self._pool.take(now, self._rng)
         if taken is None:
             return None
@@ -324,19 +320,15 @@ class RequestRouting:
     # ---- trouble
 
     def _trouble(self, error: RouterError) -> None:
-        if error.kind in self._logged:
-            return
-        self._logged.add(error.kind)
-        text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
-        logger.error("%s: %s", described(self._tag), text, exc_info=error.__cause__)
-        self.trouble = text
+        self.trouble.note(error)
 
-    def _count(self, kind: str) -> None:
-        self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
+    def present_trouble(self) -> str:
+        """Return what is wrong with the router now; empty if nothing is."""
+        return self.trouble.present(is_made=self._router is not None)
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
-        return [("router_fallbacks", (*labels, kind), count) for kind, count in self.fallbacks.items()]
+        return self.trouble.samples(labels)
 
     @property
     def _name(self) -> str:
@@ -384,5 +376,5 @@ def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float
         return routing._pool.take(now, routing._rng, lambda _: routing._pick(request, tag))
     except RouterError as error:
         routing._trouble(error)
-        routing._count(error.kind)
+        routing.trouble.count(error.kind)
         return None

@@ -1,6 +1,6 @@
 """Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
-The requests of the two versions of a rollout go with them.
+The requests of the two versions of a rollout go with them, and what is wrong with users' request routers.
 
 While requests wait or are in flight, a process sends one message a second for all backends, and one more
 when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
@@ -13,6 +13,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from daskserve.cluster.protocols.base import Cluster
@@ -27,6 +28,8 @@ logger = logging.getLogger("daskserve.router")
 PERIOD_S = 1.0
 #: Period while requests wait without replicas: their number decides how many replicas start.
 STARVING_PERIOD_S = 0.25
+#: Period if there is nothing to report but that a user's request router fails.
+TROUBLE_PERIOD_S = 5.0
 #: Delay of an urgent report: the first one from a burst should count all of it.
 GATHER_S = 0.02
 #: Delay before the next report after one failed, for example because the controller is being replaced.
@@ -80,6 +83,8 @@ class LoadReports:
         self._calls = calls
         self._backlogs = backlogs
         self._is_watched = False
+        #: What says what is wrong with the user's request router of a backend; empty if nothing is.
+        self._troubles: dict[BackendTag, Callable[[], str]] = {}
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -94,6 +99,17 @@ class LoadReports:
         if self._task is None and not self._is_closed:
             self._task = asyncio.create_task(self._run(), name="daskserve-load-reports")
             self._task.add_done_callback(self._note_end)
+
+    def watch_router(self, tag: BackendTag, trouble: Callable[[], str] | None) -> Callable[[], None]:
+        """Report what is wrong with a backend's request router, or no longer; return what reports it now."""
+        if trouble is None:
+            self._troubles.pop(tag, None)
+        else:
+            self._troubles[tag] = trouble
+        return partial(self.poke, is_urgent=True)
+
+    def _router_troubles(self) -> dict[BackendTag, str]:
+        return {backend_of(tag): text for tag, trouble in self._troubles.items() if (text := trouble())}
 
     def note_watched(self, value: Any) -> None:
         """Report live metrics as well from now on, or no longer."""
@@ -120,8 +136,13 @@ class LoadReports:
         }
 
     async def _run(self) -> None:
-        while not self._cluster.is_ended and ((queues := self._reported()) or self._is_watched):
-            pause_s = PERIOD_S
+        had_troubles = False
+        while not self._cluster.is_ended:
+            queues, troubles = self._reported(), self._router_troubles()
+            is_only_trouble = not queues and not self._is_watched
+            if is_only_trouble and not troubles and not had_troubles:
+                break
+            pause_s = TROUBLE_PERIOD_S if is_only_trouble else PERIOD_S
             if self._is_urgent.is_set():
                 await self._clock.sleep(GATHER_S)
             self._is_urgent.clear()
@@ -137,10 +158,13 @@ class LoadReports:
                 if each.versions is not None and (counted := each.versions.plain()):
                     versions[tag] = counted
             is_needed = loads or versions or self._has_reported_load or self._is_watched
-            if is_needed and not await self._send_report(loads, versions):
+            if (is_needed or troubles or had_troubles) and not await self._send_report(
+                loads, versions, troubles
+            ):
                 pause_s = REPORT_RETRY_S
             elif any(each.is_starving for each in queues.values()):
                 pause_s = STARVING_PERIOD_S
+            had_troubles = bool(troubles)
             try:
                 await self._clock.wait_for(self._is_urgent.wait(), pause_s)
             except TimeoutError:
@@ -161,13 +185,18 @@ class LoadReports:
         return {"calls": calls, "queued": queued}
 
     async def _send_report(
-        self, loads: Mapping[BackendTag, list[int]], versions: Mapping[BackendTag, dict[str, Any]]
+        self,
+        loads: Mapping[BackendTag, list[int]],
+        versions: Mapping[BackendTag, dict[str, Any]],
+        troubles: Mapping[BackendTag, str],
     ) -> bool:
-        """Report the loads, and the totals of rollouts; return whether no retry is needed."""
+        """Report the loads, the totals of rollouts and what is wrong; return whether no retry is needed."""
         self._has_reported_load = True
         try:
             controller = await self._cluster.controller()
             message = {"router": self._name, "loads": loads} | ({"versions": versions} if versions else {})
+            if troubles:
+                message["troubles"] = troubles
             if self._is_watched:
                 message["live"] = self._live()
             call = self._cluster.call(controller, "report_load", **message)

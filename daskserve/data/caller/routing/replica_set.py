@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import Cluster, Routes
 from daskserve.common.clock import Clock, stopwatch
+from daskserve.common.formatting import counted
 from daskserve.common.types import (
     ActorAddress,
     BackendTag,
@@ -86,7 +87,7 @@ class ReplicaSet:
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
-        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, getattr(cluster, "here", ""))
+        self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, cluster, reports)
         #: The requests that may end their replica's process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
@@ -492,9 +493,6 @@ def _refuse(replicas: ReplicaSet, waiter: asyncio.Future[PooledReplica], limit: 
 
 
 def _queue_overflow(name: str, waiting: int, limit: int) -> BackPressureError:
-    return BackPressureError(
-        f"{waiting} requests already wait for {name}, as many as max_queued_requests allows; "
-        "try again later.",
-        num_queued_requests=waiting,
-        max_queued_requests=limit,
-    )
+    others = counted(waiting, "request already waits", "requests already wait")
+    text = f"{others} for {name}, as many as max_queued_requests allows; try again later."
+    return BackPressureError(text, num_queued_requests=waiting, max_queued_requests=limit)

@@ -20,9 +20,9 @@ from daskserve.cluster.scheduler.http.api.openapi import (
     RAY_VERSION,
     RAY_VERSION_PATH,
     document,
-    page,
 )
 from daskserve.cluster.scheduler.http.api.operations import Operation, by_path, may_take_s
+from daskserve.cluster.scheduler.http.api.page import page
 from daskserve.cluster.scheduler.http.api.requests import NUMBER, Asked, Document
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
@@ -41,6 +41,8 @@ SILENCE_S = 15.0
 NAME_LENGTH = 60
 #: A comment, which keeps a stream open.
 SILENT = ":\n\n"
+#: Nothing of other sites, and no scripts.
+_POLICY = "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src 'self'; frame-ancestors 'self'"
 #: The verbs whose answers can be followed.
 _STREAMS = frozenset(("events", "live_metrics", "logs"))
 _ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
@@ -123,7 +125,10 @@ class ApiHandler(GuardedHandler):
             value = await self._api.access.call(instance, verb, message, may_take_s(verb, message))
             body = operation.answer(asked, value)
         except ServeError as error:
-            self.answer(http_status_of(error), {"message": str(error)})
+            text = str(error)
+            # External scalers of Ray Serve look for their error.
+            more = {"error": text} if operation.is_guarded else {}
+            self.answer(http_status_of(error), {"message": text, **more})
         else:
             if operation.is_conditional and isinstance(value, Mapping):
                 self._version = value.get("version")
@@ -282,8 +287,8 @@ class DocumentHandler(GuardedHandler):
             self.answer(200, versions)
         else:
             self.set_header("Content-Type", "text/html; charset=utf-8")
-            self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
-            self.finish(page())
+            self.set_header("Content-Security-Policy", _POLICY)
+            self.finish(page("../" if self.request.path.endswith("/") else ""))
 
 
 def _event_texts(found: Mapping[str, Any]) -> str:

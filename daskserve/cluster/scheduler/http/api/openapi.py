@@ -1,10 +1,9 @@
-"""The OpenAPI document of the REST API and its page, made from the table of operations. Pure."""
+"""The OpenAPI document of the REST API, made from the table of operations. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 from daskserve._version import __version__
@@ -18,13 +17,10 @@ SCHEMA_PATH = "/api/serve/schema"
 RAY_VERSION_PATH = "/api/ray/version"
 #: The release of Ray whose paths and shapes the API has.
 RAY_VERSION = "2.60.0"
-_NOTE = (
+#: What all operations have in common.
+NOTE = (
     "If several instances run on the cluster, put /daskserve/INSTANCE before the path; without it, the "
     "common instance is meant. Requests of pages of other sites are refused with 403."
-)
-_STYLE = (
-    "body{font:15px sans-serif;margin:2em}td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top}"
-    "code{overflow-wrap:anywhere}"
 )
 _BODIES: Mapping[str, Mapping[str, Any]] = {
     "configuration": {
@@ -65,7 +61,7 @@ def document() -> dict[str, Any]:
     instance = {"default": "daskserve", "description": "The name of the instance."}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "daskserve", "version": __version__, "description": _NOTE},
+        "info": {"title": "daskserve", "version": __version__, "description": NOTE},
         "servers": [
             {"url": "/", "description": "The common instance."},
             {"url": "/daskserve/{instance}", "variables": {"instance": instance}},
@@ -144,18 +140,3 @@ def _answer(code: int, operation: Operation) -> dict[str, Any]:
     if operation.is_conditional:
         found["headers"] = {"ETag": {"schema": {"type": "string"}, "description": "The version."}}
     return found
-
-
-def page() -> str:
-    """Return the page about the API: a table, without scripts."""
-    rows = "".join(
-        f"<tr><td><b>{each.method}</b></td><td><code>{escape(each.path)}</code></td>"
-        f"<td>{escape(each.summary)}</td><td>{escape(', '.join(each.query))}</td></tr>"
-        for each in OPERATIONS
-    )
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>daskserve {__version__}</title>"
-        f"<style>{_STYLE}</style></head><body><h1>daskserve {__version__}</h1><p>{escape(_NOTE)}</p>"
-        f"<p><a href='{DOCUMENT_PATH.removeprefix('/daskserve/')}'>OpenAPI</a></p>"
-        f"<table><tr><th></th><th>path</th><th></th><th>parameters</th></tr>{rows}</table></body></html>"
-    )

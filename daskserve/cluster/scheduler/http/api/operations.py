@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from daskserve.cluster.scheduler.http.api import inspecting, logs
 from daskserve.cluster.scheduler.http.api.requests import MAX_SHOWN, Asked, Document
+from daskserve.common.formatting import counted
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.bounds import KEY, number_in
 from daskserve.options.specs import deployment_tag
@@ -147,7 +148,7 @@ def _scale(asked: Asked, **by: str) -> tuple[str, Message]:
 
 def _scaled(asked: Asked, number: Any) -> Any:
     what = asked.path.get("deployment", "The ingress")
-    text = f"{what} of application {asked.path['application']} is to have {number} replicas."
+    text = f"{what} of application {asked.path['application']} is to have {counted(number, 'replica')}."
     return {KEY: number, "message": text}
 
 

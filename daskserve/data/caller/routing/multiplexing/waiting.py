@@ -27,6 +27,7 @@ from daskserve.data.caller.request_routers.routing import (
     take_other,
 )
 from daskserve.data.caller.routing.choice import choose
+from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.shadow import SendTo
@@ -61,15 +62,17 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         clock: Clock,
         rng: random.Random,
         watch: WatchFacts | None,
-        here: str = "",
+        cluster: object = None,
+        reports: LoadReports | None = None,
     ) -> None:
         super().__init__()
+        self._reports = reports
         self._tag = tag
         self._pool = pool
         self._clock = clock
         self._rng = rng
         self._watch = watch
-        self._here = here
+        self._here: str = getattr(cluster, "here", "")
         #: Chooses by model; made by the first request that names one.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
@@ -96,8 +99,15 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.routing = None
         if setup is not None:
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
+        routing = self.routing
+        if self._reports is not None:
+            trouble = None if routing is None else routing.present_trouble
+            report = self._reports.watch_router(self._tag, trouble)
+            if routing is not None:
+                routing.trouble.on_new = report
+                if routing.trouble.text:
+                    report()
         if self._watch is not None:
-            routing = self.routing
             self._watch("stats/router", None if routing is None else routing.note_stats)
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:

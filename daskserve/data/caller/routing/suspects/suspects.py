@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.data.caller.routing.replica_pool import PooledReplica
 from daskserve.errors import QuarantinedError, RequestTimeoutError
@@ -266,7 +266,8 @@ def _shown(target: RequestTarget) -> str:
 def _refusal(target: RequestTarget, suspicion: Suspicion, now: float) -> QuarantinedError:
     left_s, kills = suspicion.refused_until - now, len(suspicion.kills)
     return QuarantinedError(
-        f"{_shown(target)} is refused for {shown(left_s)} s: its retries ended {kills} processes within "
-        f"{shown(WINDOW_S)} s. The log of the workers says what ended or blocked them.",
+        f"{_shown(target)} is refused for {shown(left_s)} s: its retries ended "
+        f"{counted(kills, 'process', 'processes')} within {shown(WINDOW_S)} s. The log of the workers says "
+        "what ended or blocked them.",
         is_public=True,
     )

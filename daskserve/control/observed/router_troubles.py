@@ -1,0 +1,58 @@
+"""What is wrong with the users' request routers, as the processes that route have reported it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from daskserve.common.types import BackendTag
+
+#: Time after which a process that does not repeat its report has ended, or its router works again.
+STALE_S = 15.0
+#: Interval at which the same trouble of a backend is an event again.
+TELL_AGAIN_S = 3600.0
+#: Number of processes that are counted for each backend.
+MAX_ROUTERS = 1000
+
+
+@dataclass(slots=True)
+class _Trouble:
+    text: str
+    at: float
+
+
+class RouterTroubles:
+    """See the module; times are in seconds since the epoch."""
+
+    def __init__(self) -> None:
+        self._known: dict[BackendTag, dict[str, _Trouble]] = {}
+        self._told: dict[BackendTag, _Trouble] = {}
+
+    def report(self, router: str, troubles: Mapping[BackendTag, str], now: float) -> list[BackendTag]:
+        """Take over what a process reports of its routers; return the backends whose trouble is an event."""
+        for tag, known in self._known.items():
+            if tag not in troubles:
+                known.pop(router, None)
+        new = []
+        for tag, text in troubles.items():
+            known = self._known.setdefault(tag, {})
+            if router in known or len(known) < MAX_ROUTERS:
+                known[router] = _Trouble(text, now)
+            told = self._told.get(tag)
+            if told is None or told.text != text or now - told.at >= TELL_AGAIN_S:
+                self._told[tag] = _Trouble(text, now)
+                new.append(tag)
+        return new
+
+    def text_of(self, tag: BackendTag, now: float) -> str:
+        """Return what is wrong with the router of a backend, and in how many processes; empty if nothing."""
+        found = [each for each in self._known.get(tag, {}).values() if now - each.at < STALE_S]
+        if not found:
+            return ""
+        last = max(found, key=lambda each: each.at)
+        return last.text if len(found) == 1 else f"{last.text} (in {len(found)} processes)"
+
+    def forget(self, tag: BackendTag) -> None:
+        """Drop what is known of a backend that is gone."""
+        self._known.pop(tag, None)
+        self._told.pop(tag, None)

@@ -1,0 +1,65 @@
+"""What is wrong with a user's router: logged once for each kind, counted, and reported to the controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from daskserve.common.types import BackendTag, described
+from daskserve.data.caller.request_routers.thread import RouterError
+from daskserve.telemetry.table import MetricSample
+
+logger = logging.getLogger("daskserve.router")
+
+#: How long the last request for which a router failed is a trouble of its deployment.
+TROUBLE_S = 60.0
+
+
+def _nothing() -> None:
+    pass
+
+
+class RouterTrouble:
+    """See the module.
+
+    Attributes
+    ----------
+    fallbacks : dict
+        How many requests the router has not chosen for, by the kind of trouble.
+    text : str
+        What was wrong last; empty if nothing was.
+    on_new : callable
+        Called when the router fails in a way in which it has not failed before.
+    """
+
+    def __init__(self, name: str, tag: BackendTag, now: Callable[[], float]) -> None:
+        self._name, self._tag, self._now = name, tag, now
+        self._logged: set[str] = set()
+        self._failed_at = 0.0
+        self.fallbacks: dict[str, int] = {}
+        self.text = ""
+        self.on_new: Callable[[], None] = _nothing
+
+    def note(self, error: RouterError) -> None:
+        """Take a failure."""
+        self.text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
+        self._failed_at = self._now()
+        if error.kind in self._logged:
+            return
+        self._logged.add(error.kind)
+        logger.error("%s: %s", described(self._tag), self.text, exc_info=error.__cause__)
+        self.on_new()
+
+    def count(self, kind: str) -> None:
+        """Count a request for which the router has not chosen."""
+        self._failed_at = self._now()
+        self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
+
+    def present(self, *, is_made: bool) -> str:
+        """Return what is wrong now, given whether there is a router at all; empty if nothing is."""
+        is_over = is_made and self._now() - self._failed_at >= TROUBLE_S
+        return "" if is_over else self.text
+
+    def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
+        """Return the metric samples."""
+        return [("router_fallbacks", (*labels, kind), count) for kind, count in self.fallbacks.items()]

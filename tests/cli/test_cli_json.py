@@ -1,0 +1,44 @@
+"""``--json`` of all commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from daskserve.cli.main import main
+
+pytestmark = pytest.mark.smoke
+
+#: Commands that serve, or that print text for another program.
+WITHOUT = {
+    *("completion", "docs", "run"),
+    *("metrics grafana", "metrics rules", "metrics scrape-config", "metrics targets"),
+}
+
+
+def commands(found: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(found, click.Group):
+        yield name, found
+        return
+    context = click.Context(found)
+    for each in found.list_commands(context):
+        inner = found.get_command(context, each)
+        assert inner is not None
+        yield from commands(inner, f"{name} {each}".strip())
+
+
+def test_every_command_that_prints_data_has_it() -> None:
+    without = {
+        name for name, each in commands(main) if not any("--json" in option.opts for option in each.params)
+    }
+    assert without == WITHOUT
+
+
+def test_all_metrics_are_listed() -> None:
+    found = json.loads(CliRunner().invoke(main, ["metrics", "list", "--json"]).stdout)
+    kinds = {each["name"]: each["kind"] for each in found}
+    assert kinds["daskserve_http_requests_total"] == "counter"
