@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import dask
 import pytest
 
 import daskserve as serve
@@ -24,7 +25,8 @@ def test_the_examples_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setattr(serve, "run", lambda target, **options: run(target, local=True))
     try:
         for example in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
-            exec(compile(example, f"docs/{page}", "exec", dont_inherit=True), vars(module))
+            with dask.config.set(scheduler="threads"):
+                exec(compile(example, f"docs/{page}", "exec", dont_inherit=True), vars(module))
     finally:
         serve.shutdown()
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from distributed import Client, get_worker
+from distributed import Client, Worker, get_client, get_worker
 
 from daskserve.cluster.dask.connection import DaskConnection, connection_of
 from daskserve.cluster.distributed_internals import actors_on
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.cluster.worker.worker_view import WorkerView
+from daskserve.common.clock import LoopClock
 from daskserve.context import current_replica
 from daskserve.errors import InstanceError
+from daskserve.loops.event_loop import running_loop
+
+#: Interval at which to check whether the client of a worker is connected.
+CONNECTING_S = 0.02
 
 
 def find_connection() -> ClusterConnection:
@@ -54,7 +60,10 @@ def present_connection() -> DaskConnection | None:
 
 
 def worker_connection() -> DaskConnection | None:
-    """Return the connection of the worker that the current Dask task or actor runs on, if it has a Host."""
+    """Return the connection of the worker that the current Dask task or actor runs on.
+
+    A worker that has just joined has no Host yet; then a task in a thread connects by the worker's client.
+    """
     worker: Any
     try:
         worker = get_worker()
@@ -67,4 +76,14 @@ def worker_connection() -> DaskConnection | None:
         found = getattr(actor, "connection", None)
         if isinstance(found, DaskConnection):
             return found
-    return None
+    if not issubclass(type(worker), Worker) or running_loop() is not None:
+        return None
+    loop: Any = worker.loop
+    return asyncio.run_coroutine_threadsafe(_connect(get_client()), loop.asyncio_loop).result()
+
+
+async def _connect(client: Client) -> DaskConnection:
+    """Return the connection of a worker's client, which another task may have created just now."""
+    while client.status in ("newly-created", "connecting"):
+        await LoopClock().sleep(CONNECTING_S)
+    return connection_of(client)

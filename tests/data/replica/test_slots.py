@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,3 +248,37 @@ def test_higher_priorities_get_slots_first_and_lower_ones_give_way_in_a_full_que
     ended = run_virtual(_hold, holder, *many, ("also low", 0), ("high", 1))
     assert holder.begun[1] == "high"
     assert [type(each) for each in ended if each is not None] == [ReplicaBusyError] * 2
+
+
+def test_a_batch_job_leaves_a_slot_of_several_to_live_requests() -> None:
+    async def main() -> None:
+        holder = Holder(2)
+        batch = Envelope(EnvelopeKind.CALL, {"facts": {"priority": -50}})
+        live = Envelope(EnvelopeKind.CALL, {})
+        assert holder.take_nowait(batch)
+        assert not holder.take_nowait(batch)
+        begun = []
+
+        async def wait(name: str, priority: int, envelope: Envelope) -> None:
+            queued = replace(envelope, queue_timeout=QueueTimeout(9.0, 0.0, priority))
+            await holder.take(queued, _note_nothing)
+            begun.append(name)
+
+        tasks = [asyncio.create_task(wait(*each)) for each in (("batch", -50, batch), ("live", 0, live))]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert begun == ["live"]
+        holder.free()  # the live request ends: its slot stays free
+        await asyncio.sleep(0)
+        assert (begun, holder.ongoing) == (["live"], 1)
+        holder.free()
+        await asyncio.gather(*tasks)
+        assert (begun, holder.ongoing) == (["live", "batch"], 1)
+        holder.resize(1)
+        holder.free()
+        assert holder.take_nowait(batch)  # the only slot is for all
+
+    run_virtual(main)
+
+
+async def _note_nothing(message: Message) -> None: ...

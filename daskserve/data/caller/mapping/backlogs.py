@@ -14,6 +14,22 @@ from daskserve.common.types import BackendTag, EndpointTag
 _KEY = "batches"
 
 
+def room_of(routers: Any, endpoint: EndpointTag) -> tuple[int, int]:
+    """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
+
+    One slot of each is for live requests, if it has several, and one request is on its way to each. May be
+    called from any thread; both are 0 while they are not known.
+    """
+    replicas = room = 0
+    for tag in () if routers is None else routers.router(endpoint).backends:
+        entries = routers.replica_set(tag).pool.entries()
+        for each in entries.values():  # all have the same concurrency
+            room += len(entries) * max(2, each.concurrency)
+            break
+        replicas += len(entries)
+    return replicas, room
+
+
 class Batch(Protocol):
     """The items of one map; a `daskserve.data.caller.mapping.window.Window`."""
 

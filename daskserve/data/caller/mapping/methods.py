@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Iterable
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask, Process
+from daskserve.common.types import EndpointTag
 from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
-from daskserve.data.caller.mapping.backlogs import batches_of
+from daskserve.data.caller.mapping.backlogs import batches_of, room_of
 from daskserve.data.caller.mapping.results import MapResults, OneResult
-from daskserve.data.caller.mapping.rules import BATCH_PRIORITY, Errors, Rules, check_max_in_flight
+from daskserve.data.caller.mapping.rules import Errors, Rules, check_max_in_flight
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.errors import RequestCancelledError, StreamOptionError
+from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
 from daskserve.loops.event_loop import running_loop
+from daskserve.options.fields.priority import BATCH_PRIORITY
+
+T = TypeVar("T")
 
 
 class MapTarget:
@@ -35,7 +40,18 @@ class MapTarget:
         self._facts = dict(handle._facts or {})
         self._batch_id = batch_id
         self._process: Process = handle._process
-        self._place = None if task is None else TaskPlace(task, self.room if is_limited else _no_limit)
+        self._place = None if task is None else TaskPlace(task, self._replicas if is_limited else _no_limit)
+
+    @property
+    def endpoint(self) -> EndpointTag:
+        """The endpoint that is called."""
+        found: EndpointTag = self._handle._endpoint
+        return found
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What the parts of the instance share in this process."""
+        return self._process.shared
 
     @property
     def connection(self) -> ClusterConnection:
@@ -43,10 +59,14 @@ class MapTarget:
         return self._process.connection
 
     def room(self) -> int:
-        """Return how many calls the replicas take at a time, with one more for each that is on its way."""
-        routers: Any = self._process.shared.get("routers")
-        found: int = 0 if routers is None else routers.room(self._handle._endpoint)
-        return found
+        """Return how many calls the replicas take at a time; 0 if they are not known."""
+        return self._known()[1]
+
+    def _replicas(self) -> int:
+        return self._known()[0]
+
+    def _known(self) -> tuple[int, int]:
+        return room_of(self._process.shared.get("routers"), self._handle._endpoint)
 
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
         """Wait in the thread that reads the results."""
@@ -120,16 +140,49 @@ class BatchCalls:
         >>> for score in model.score.map(texts, ordered=False, retries=2):  # doctest: +SKIP
         ...     print(score)
         """
-        rules = Rules(retries, errors)
         check_max_in_flight(max_in_flight)
         handle = batch_handle(self)
         connection: ClusterConnection = handle._process.connection
         task = connection.present_task() if running_loop() is None else None
         target = MapTarget(handle, connection.request_ids.next(), task)
-        window = Window(handle._endpoint, target.send, rules, ordered=ordered)
-        results = MapResults(items, target, window, rules, max_in_flight)
-        connection.thread_calls.post(batches_of(handle._process.shared).add, window)
-        return results
+        return start_map(target, items, Rules(retries, errors), max_in_flight, ordered=ordered)
+
+    def map_bag(
+        self, bag: Any, *, max_in_flight: int | None = None, retries: int = 0, errors: Errors = "raise"
+    ) -> Any:
+        """Return a `dask.bag.Bag` of the results of the calls of each item of a bag; see `map`.
+
+        A partition is a task of Dask, which calls its items like `map`.
+        """
+        check_max_in_flight(max_in_flight)
+        return bag.map_partitions(MappedItems(batch_handle(self), Rules(retries, errors), max_in_flight))
+
+    def map_partitions(
+        self, frame: Any, *args: Any, meta: Any = None, retries: int = 0, **kwargs: Any
+    ) -> Any:
+        """Return a collection of the results of a call for each partition of a dataframe or series of Dask.
+
+        Parameters
+        ----------
+        args, kwargs
+            Further arguments of the calls.
+        meta : pandas object, type or mapping, optional
+            What the results look like, as in ``dask.dataframe.DataFrame.map_partitions``. Default: what the
+            deployment returns for an empty partition.
+        retries : int
+            How often a call that has failed is repeated.
+        """
+        call = MappedPart(batch_handle(self), Rules(retries))
+        options = {} if meta is None else {"meta": meta}
+        return frame.map_partitions(call, *args, **kwargs, **options)
+
+    def map_blocks(self, array: Any, *args: Any, retries: int = 0, **kwargs: Any) -> Any:
+        """Return a Dask array of the results of a call for each block of an array.
+
+        The further arguments are those of ``dask.array.Array.map_blocks``, such as ``dtype``, ``meta`` and
+        ``chunks``; without ``dtype`` or ``meta``, the deployment is called with an empty block.
+        """
+        return array.map_blocks(MappedPart(batch_handle(self), Rules(retries)), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call in a task of Dask: ``dask.delayed(handle.method)(x)``, ``client.map(handle.method, items)``.
@@ -139,7 +192,12 @@ class BatchCalls:
         does, and on an event loop what can be awaited.
         """
         handle: Any = self._plain()
-        task: PresentTask | None = handle._process.connection.present_task()
+        try:
+            task: PresentTask | None = handle._process.connection.present_task()
+        except InstanceError:
+            if running_loop() is None:
+                raise
+            return _call_when_connected(handle, args, kwargs)
         if task is None:
             response = handle.remote(*args, **kwargs)
             return response if running_loop() is not None or handle._options.stream else response.result()
@@ -164,17 +222,45 @@ class BatchCalls:
         return self
 
 
-def call_in_task(handle: Any, task: PresentTask, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def start_map(
+    target: MapTarget, items: Any, rules: Rules, max_in_flight: int | None, *, ordered: bool
+) -> MapResults:
+    """Return the results of a map, whose items autoscaling sees from now on."""
+    window = Window(target.endpoint, target.send, rules, ordered=ordered)
+    results = MapResults(items, target, window, rules, max_in_flight)
+    target.connection.thread_calls.post(batches_of(target.shared).add, window)
+    return results
+
+
+def call_in_task(
+    handle: Any,
+    task: PresentTask,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rules: Rules = Rules(),  # noqa: B008 - it is immutable
+    *,
+    is_limited: bool = False,
+) -> Any:
     """Call in a Dask task; return the result in a thread, and an awaitable of it on the worker's loop."""
-    target = MapTarget(handle, task.key, task)
-    rules = Rules()
-    window = Window(handle._endpoint, target.send_call, rules, ordered=True)
+    target = MapTarget(handle, task.key, task, is_limited=is_limited)
+    window = Window(target.endpoint, target.send_call, rules, ordered=True)
     results = OneResult(iter([(args, kwargs)]), target, window, rules, 1)
     if running_loop() is not None:
-        return _awaited(results, window, task)
-    stop = task.on_release(window.cancel_calls)
+        return _await_in_task(results, task)
+    return read_in_task(results, task, next)
+
+
+async def _call_when_connected(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call on the event loop of a worker that has just joined; its client is connected in a thread."""
+    await asyncio.to_thread(getattr, handle, "_process")
+    return await handle(*args, **kwargs)
+
+
+def read_in_task(results: MapResults, task: PresentTask, read: Callable[[MapResults], T]) -> T:
+    """Read results in the thread of a Dask task; if Dask releases it, the calls are cancelled."""
+    stop = task.on_release(results.cancel_calls)
     try:
-        return next(results)
+        return read(results)
     except RequestCancelledError as error:
         raise task.reschedule() if task.is_released else error  # noqa: B904
     finally:
@@ -182,11 +268,11 @@ def call_in_task(handle: Any, task: PresentTask, args: tuple[Any, ...], kwargs: 
         results.close()
 
 
-def _awaited(results: MapResults, window: Window, task: PresentTask) -> Awaitable[Any]:
+def _await_in_task(results: MapResults, task: PresentTask) -> Awaitable[Any]:
     task.leave()
 
     async def wait() -> Any:
-        stop = task.on_release(window.cancel_calls)
+        stop = task.on_release(results.cancel_calls)
         try:
             return await anext(results)
         except RequestCancelledError as error:
@@ -196,6 +282,46 @@ def _awaited(results: MapResults, window: Window, task: PresentTask) -> Awaitabl
             task.come_back()
 
     return wait()
+
+
+class MappedPart:
+    """The function that Dask calls with each partition or block; one call of the handle."""
+
+    def __init__(self, handle: Any, rules: Rules) -> None:
+        self._handle = handle
+        self._rules = rules
+        self.__name__ = handle.__name__
+        #: What a deployment answers may change, so each collection has results of its own.
+        self._token = handle._process.connection.request_ids.next()
+
+    def __dask_tokenize__(self) -> Any:
+        return (type(self).__name__, self._token)
+
+    def _task(self) -> PresentTask | None:
+        found: PresentTask | None = self._handle._process.connection.present_task()
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        task = self._task()
+        if task is None:  # for the metadata, or with another scheduler than that of the cluster
+            return self._handle.remote(*args, **kwargs).result()
+        return call_in_task(self._handle, task, args, kwargs, self._rules, is_limited=True)
+
+
+class MappedItems(MappedPart):
+    """The function that Dask calls with each partition of a bag; one call of the handle for each item."""
+
+    def __init__(self, handle: Any, rules: Rules, max_in_flight: int | None) -> None:
+        super().__init__(handle, rules)
+        self._max_in_flight = max_in_flight
+
+    def __call__(self, items: Iterable[Any]) -> list[Any]:
+        """Return the results of the items of a partition, in order."""
+        task = self._task()
+        batch_id = self._handle._process.connection.request_ids.next() if task is None else task.key
+        target = MapTarget(self._handle, batch_id, task, is_limited=True)
+        results = start_map(target, items, self._rules, self._max_in_flight, ordered=True)
+        return list(results) if task is None else read_in_task(results, task, list)
 
 
 def batch_handle(handle: Any) -> Any:

@@ -98,14 +98,12 @@ class MapResults:
             self._arriving = None
         self._window.cancel()
 
+    def cancel_calls(self) -> None:
+        """Cancel the calls that are under way, so that the reader gets an error; from any thread."""
+        self._window.cancel_calls()
+
     async def aclose(self) -> None:
         """Close the results like `close`; for `contextlib.aclosing`."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- for both kinds of readers
@@ -140,10 +138,6 @@ class MapResults:
         self._window.advance(stopwatch())
         self._fill()
         return self._window.take()
-
-    def _is_skipped(self, item: Item) -> bool:
-        error = item.response.failure()
-        return error is not None and self._rules.errors == "skip" and not ends_all(error)
 
     def _outcome(self, item: Item) -> Any:
         """Return the result of an item, or its error if the map returns errors."""
@@ -198,7 +192,7 @@ class MapResults:
                         self._finish()
                         raise StopIteration
                     self._wait()
-                elif not self._is_skipped(item):
+                elif not _is_skipped(self._rules, item):
                     found, has_more = self._outcome(item), True
                     return found
         finally:
@@ -231,7 +225,7 @@ class MapResults:
                         self._finish()
                         raise StopAsyncIteration
                     await self._wait_on_loop()
-                elif not self._is_skipped(item):
+                elif not _is_skipped(self._rules, item):
                     return self._outcome(item)
         except asyncio.CancelledError:
             self.close()
@@ -274,6 +268,11 @@ class OneResult(MapResults):
 
     def _name(self, error: Exception, item: Item) -> None:
         pass
+
+
+def _is_skipped(rules: Rules, item: Item) -> bool:
+    error = item.response.failure()
+    return error is not None and rules.errors == "skip" and not ends_all(error)
 
 
 async def _next_of(source: AsyncIterator[Any]) -> Any:

@@ -21,8 +21,6 @@ from daskserve.errors import (
     UnavailableError,
 )
 
-#: The priority of the calls of a map, unless the handle has another one: below that of live requests.
-BATCH_PRIORITY = -50
 #: How often the call of one item may be lost together with its replica. The item may be the reason.
 MAX_LOSSES = 4
 #: Delay of the next try after a loss, and after a refusal that names none.

@@ -423,12 +423,6 @@ def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
     return score
 
 
-def room_of(pool: ReplicaPool) -> int:
-    """Return how many requests the replicas take at a time, and one on its way to each; from any thread."""
-    entries = pool.entries()  # all have the same concurrency
-    return next((len(entries) * (each.concurrency + 1) for each in entries.values()), 0)
-
-
 def has_room(pool: ReplicaPool) -> bool:
     """Return whether any replica may take a request, or queue it."""
     return bool(pool._local or pool._remote or pool._relayed or pool._full)

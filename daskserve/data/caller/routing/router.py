@@ -39,7 +39,6 @@ from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
-from daskserve.data.caller.routing.replica_pool import room_of
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
 from daskserve.data.caller.routing.shadow import (
     Answer,
@@ -360,11 +359,6 @@ class Routers:
         """Return the state of an endpoint that the controller published last; None if it is not known."""
         router = self._routers.get(endpoint)
         return None if router is None else router.published
-
-    def room(self, endpoint: EndpointTag) -> int:
-        """Return how many requests the replicas of an endpoint take at a time, and one on its way to each."""
-        router = self._routers.get(endpoint)
-        return 0 if router is None else sum(room_of(self._sets[each].pool) for each in router.backends)
 
     def replica_set(self, backend: BackendTag) -> ReplicaSet:
         """Return the replica set of a backend; the first call creates it and watches the backend."""

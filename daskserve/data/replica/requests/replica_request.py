@@ -129,7 +129,7 @@ class ReplicaRequest:
         Returns None if it needs a task, or there is no free slot. If the answer takes more than one message,
         the callback gets this object, for a task to respond.
         """
-        if self.needs_task() or not self.slots.take_nowait():
+        if self.needs_task() or not self.slots.take_nowait(self.envelope):
             return None
         self.granted()
         self._on_answer = on_answer
@@ -156,9 +156,12 @@ class ReplicaRequest:
         try:
             if self.state == WAITING:
                 # A broadcast reaches full replicas, too.
-                take = slots.take_beyond if "broadcast" in self.envelope.head else slots.take_nowait
-                if self.envelope.queue_timeout is not None or not take():
-                    await slots.take(self.envelope, send)
+                envelope = self.envelope
+                takes = envelope.queue_timeout is None and (
+                    slots.take_beyond() if "broadcast" in envelope.head else slots.take_nowait(envelope)
+                )
+                if not takes:
+                    await slots.take(envelope, send)
                 self.granted()
             self.is_in_task = True
             if self.unfinished is None:

@@ -26,6 +26,7 @@ from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, Send, short_tag
 from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.replica import ReplicaMetrics
 
 logger = logging.getLogger("daskserve.replica")
@@ -82,6 +83,11 @@ class SlotQueue:
             return False
         self._expire(self.places[-1])
         return True
+
+    @property
+    def reserved(self) -> int:
+        """How many slots must stay free when the first request takes one."""
+        return int(bool(self.places) and -self.places[0][0] <= BATCH_PRIORITY)
 
     def pass_on(self) -> bool:
         """Give a slot to the first request; return False if none waits."""
@@ -141,9 +147,13 @@ class Slots:
         """Return the error for a request that arrives while the replica is not open."""
         return ActorLostError(self.closed_because, begun=False)
 
-    def take_nowait(self) -> bool:
-        """Take a slot if one is free and the replica is open; return whether it did."""
-        if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
+    def take_nowait(self, envelope: Envelope | None = None) -> bool:
+        """Take a slot if one is free and the replica is open; return whether it did.
+
+        A request of a batch job takes none that is reserved for others.
+        """
+        reserved = self._reserved(envelope is not None and is_of_batch(envelope))
+        if self.ongoing >= self.concurrency - reserved or not self.is_open or self._resumed is not None:
             return False
         self.ongoing += 1
         return True
@@ -173,7 +183,7 @@ class Slots:
             raise self.not_running()
         if queue_timeout is None:
             raise self._refusal()
-        if not self.take_nowait():
+        if not self.take_nowait(envelope):
             has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
             has_room = has_room or self._waiters.evict_below(queue_timeout.priority)
             if not has_room or not await self._waiters.wait(queue_timeout, self.free):
@@ -189,13 +199,19 @@ class Slots:
 
     def free(self) -> None:
         """Note that the user code of a request has ended; its slot goes to the first request that waits."""
-        may_pass = self.ongoing <= self.concurrency and self._resumed is None
+        may_pass = self.ongoing <= self._limit_of_next() and self._resumed is None
         if not (self._waiters.places and may_pass and self._waiters.pass_on()):
             self.ongoing -= 1
             if not self.ongoing and self._idle is not None:
                 self._idle.set()
         if self.on_free is not None:
             self.on_free()
+
+    def _reserved(self, is_batch: int) -> int:
+        return is_batch if self.concurrency > 1 else 0
+
+    def _limit_of_next(self) -> int:
+        return self.concurrency - self._reserved(self._waiters.reserved)
 
     def resize(self, concurrency: int) -> None:
         """Change the number of slots."""
@@ -204,7 +220,7 @@ class Slots:
 
     def _fill(self) -> None:
         """Give free slots to requests that wait."""
-        while self._resumed is None and self.ongoing < self.concurrency and self._waiters.pass_on():
+        while self._resumed is None and self.ongoing < self._limit_of_next() and self._waiters.pass_on():
             self.ongoing += 1
 
     @asynccontextmanager
@@ -251,6 +267,13 @@ class Slots:
 
     def _refusal(self) -> ReplicaBusyError:
         return self._metrics.refusal(self.replica_tag, self.ongoing)
+
+
+def is_of_batch(envelope: Envelope) -> bool:
+    """Return whether a request is one of a batch job, which leaves a slot to live requests."""
+    facts = envelope.head.get("facts")
+    priority = facts.get("priority") if facts else None
+    return isinstance(priority, int) and priority <= BATCH_PRIORITY
 
 
 def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.datastructures import State
 
+from daskserve.data.tasks.marks import CONSUMER
+
 #: The attribute that `daskserve.data.replica.requests.accept_batch` sets on a callable.
 ACCEPT_BATCH = "_serve_accept_batch"
 
@@ -65,6 +67,8 @@ class CallableFacts:
     accepts_batches: bool = False
     ignores_bodies: bool = False
     methods: Mapping[str, Method] = field(default_factory=dict)
+    #: The queue of tasks that it consumes: a `daskserve.data.tasks.decorator.ConsumerSpec`.
+    consumer: Any = None
 
 
 def inspect_definition(
@@ -106,6 +110,7 @@ def inspect_definition(
         accepts_batches=any(each.accepts_batches for each in answering),
         ignores_bodies=call is not None and not (call.is_async or call.takes_argument),
         methods=methods,
+        consumer=getattr(definition, CONSUMER, None) if inspect.isclass(definition) else None,
     )
 
 
