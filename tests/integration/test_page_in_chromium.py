@@ -550,7 +550,9 @@ async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalClus
 PRESS = "[...document.querySelectorAll({!r})].find((each) => each.textContent === {!r}).click()"
 
 
-async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(external: ExternalCluster) -> None:
+async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(
+    external: ExternalCluster,
+) -> None:
     """The page shows each state that the status has, within a second of it."""
 
     def version(name: str, *, fails: bool = False) -> Any:
@@ -589,7 +591,9 @@ async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(e
         url = client.http_urls()[0]
         for name in ("1", "2"):
             await asyncio.to_thread(client.run, version(name), name="shop", route_prefix="/")
-            await asyncio.to_thread(client.promote_rollout, "front", "shop", full=True) if name == "2" else None
+            await asyncio.to_thread(
+                client.promote_rollout, "front", "shop", full=True
+            ) if name == "2" else None
         async with chromium() as tab:
             await tab.resize(1280, 800)
             name = client.instance_name
