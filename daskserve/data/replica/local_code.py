@@ -208,7 +208,7 @@ class LocalCode:
             "is_asgi_app": facts.is_asgi_app,
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
-            **({"ignores_bodies": True} if facts.ignores_bodies else {}),
+            **facts.rare(),
             **({"metadata": metadata} if metadata else {}),
             **({} if facts.consumer is None else {CONSUMER: dump_bytes(facts.consumer)}),
         }

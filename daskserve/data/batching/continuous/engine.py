@@ -18,7 +18,7 @@ from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.context import current_replica, current_request
-from daskserve.data.batching.continuous.request import ActiveRequest
+from daskserve.data.batching.continuous.request import ActiveRequest, RequestState
 from daskserve.data.batching.continuous.rounds import Outcome, Rounds
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UnavailableError
@@ -49,8 +49,6 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
         raise
     try:
         while True:
-            # Before the outputs: it may end meanwhile, with another one. A late step has lost its callers.
-            has_ended = request.has_ended or request.has_left
             if request.read < len(outputs):
                 output = outputs[request.read]
                 request.read += 1
@@ -60,17 +58,15 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                     engine.go_on(request)
                 yield output
                 del output
-            elif has_ended:
+            elif request.lifecycle is RequestState.ENDED or request.has_left:  # a late step loses its callers
+                if request.read < len(outputs):
+                    continue  # a thread has added an output before the end
                 if request.error is not None:
                     raise request.take_error()
                 return
             else:
                 request.waiter = waiter = loop.create_future()
-                # Checked after the future is known: a thread that adds an output from now on sees it.
-                if request.read == len(outputs) and not (request.has_ended or request.has_left):
-                    # A thread may have paused it for outputs that have been read meanwhile.
-                    if engine.rounds.is_paused(request):
-                        engine.go_on(request)
+                if engine.is_async or engine.is_still_waiting(request):
                     await waiter
     finally:
         request.waiter = None
@@ -108,7 +104,7 @@ class Engine:
         self._spans = SpansOfSteps(rounds.name)
         self._functions = functions
         self._instance = instance
-        self._is_async = inspect.iscoroutinefunction(functions["step"])
+        self.is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
         replica = current_replica.get()
         # A weak reference: the replica's context refers to the instance, which a batch must not keep alive.
@@ -149,7 +145,7 @@ class Engine:
             raise UnavailableError(self._late_text(running_s))
         evicted = self.rounds.add(request)
         if evicted is not None:
-            _wake(evicted)
+            _wake_all([evicted])
         try:
             self._wake()
         except BaseException:
@@ -166,6 +162,18 @@ class Engine:
         if not request.has_ended and self.rounds.leave(request):
             self._wake()
             self._cancel_step()
+
+    def is_still_waiting(self, request: ActiveRequest) -> bool:
+        """Return whether a thread has done nothing for a request before its waiter was set.
+
+        From then on, the thread sees the waiter when it adds an output.
+        """
+        if request.read < len(request.outputs) or request.has_ended or request.has_left:
+            return False
+        # The thread may have paused the request for outputs that have been read meanwhile.
+        if self.rounds.is_paused(request):
+            self.go_on(request)
+        return True
 
     # ---- running user code
 
@@ -184,7 +192,7 @@ class Engine:
         """Start the steps again if they have stopped."""
         if self._timer is None and self._step_timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._step_timeout_s, self._watch)
-        if not self._is_async:
+        if not self.is_async:
             if self._wake_thread is None:
                 self._wake_thread = _start_thread(self)
             if self._context is None:
@@ -319,15 +327,11 @@ class Engine:
         self.rounds.fail_all(ServeError(f"Internal error in the batch of {self.rounds.name}: {error!r}"))
 
 
-def _wake(request: ActiveRequest) -> None:
-    waiter, request.waiter = request.waiter, None
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
-
-
 def _wake_all(requests: list[ActiveRequest]) -> None:
     for request in requests:
-        _wake(request)
+        waiter, request.waiter = request.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def _start_thread(engine: Engine) -> threading.Event:
