@@ -137,10 +137,10 @@ def test_kills_in_the_middle_cost_no_item(tmp_path: Any) -> None:
             kill("controller")
             assert future.result(timeout=90) == 2 * sum(range(300))
             bag = handle.map_bag(dask.bag.from_sequence(range(200), npartitions=10))
-            partial = bag.persist()
+            partial = dask_client.compute(bag)
             time.sleep(0.5)
             kill("replica")
-            assert sum(partial.compute()) == 2 * sum(range(200))
+            assert sum(partial.result(timeout=60)) == 2 * sum(range(200))
             tasks = as_completed(dask_client.map(handle, range(1000, 1300)))
             values: Counter[int] = Counter()
             for number, task in enumerate(tasks):
