@@ -186,7 +186,7 @@ def main() -> int:
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         _ready(Client(cluster)) as dask_client,
-        serve.start(dask_client=dask_client, http_options=None) as client,
+        serve.start(dask_client=dask_client, http_options={"port": 0}) as client,
     ):
         if "frames" in options.cases:
             bench_frames(client, options.rounds, options.ray)
