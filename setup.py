@@ -123,6 +123,7 @@ setup(
         "daskserve.data.replica.process",
         "daskserve.data.replica.requests",
         "daskserve.data.replica.user_code",
+        "daskserve.data.tasks",
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.openai",

@@ -102,7 +102,7 @@ async def cost_us(router: str, size: int) -> float:
             stage.end(replica, envelope)
         found.append((clock() - began) / REQUESTS * 1e6)
     if stage.routing is not None:
-        assert not stage.routing.fallbacks
+        assert not stage.routing.trouble.fallbacks
         stage.routing.close()
     return min(found)
 

@@ -23,7 +23,7 @@ from daskserve.common.settings import LocalClusterSize
 
 PROGRAMS = Path(__file__).parent / "programs"
 #: How long a program may take to print its address.
-START_S = 120.0
+START_S = 240.0
 
 
 async def answer(request: Any) -> str:

@@ -74,6 +74,16 @@ if TYPE_CHECKING:
     from daskserve.data.caller.calls.resuming import resume_stream
     from daskserve.data.multiplexing.decorator import multiplexed
     from daskserve.data.replica.user_code.class_app import ingress
+    from daskserve.data.tasks.adapter import instantiate_adapter_from_config
+    from daskserve.data.tasks.config import (
+        RedisAdapterConfig,
+        SQLiteAdapterConfig,
+        TaskProcessorConfig,
+        TaskResult,
+        TaskSchedule,
+    )
+    from daskserve.data.tasks.current import TaskContext, get_task_context
+    from daskserve.data.tasks.decorator import task_consumer, task_handler
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
@@ -121,12 +131,16 @@ _NAMES: Mapping[str, str] = {
     "data.batching.continuous.decorator": "continuous_batch",
     "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
+    "data.tasks.adapter": "instantiate_adapter_from_config",
+    "data.tasks.config": "RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig TaskResult TaskSchedule",
+    "data.tasks.current": "TaskContext get_task_context",
+    "data.tasks.decorator": "task_handler",
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
     "ReplicaContext GangContext PlacementBundle PlacementGroup",
     "common.types": "ReplicaRank",
     "errors": "ServeError",
-    # Modules; the last five have the names of those of Ray Serve.
-    "": "classic context errors metrics config exceptions handle request_router schema",
+    # Modules; the last six have the names of those of Ray Serve. That of task_consumer can be called.
+    "": "classic context errors metrics config exceptions handle request_router schema task_consumer",
 }
 _HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for name in names.split()}
 
@@ -154,13 +168,19 @@ __all__ = [
     "LoggingConfig",
     "PlacementBundle",
     "PlacementGroup",
+    "RedisAdapterConfig",
     "ReplicaContext",
     "ReplicaRank",
     "Response",
     "ResponseGenerator",
     "RunTarget",
+    "SQLiteAdapterConfig",
     "ServeError",
     "Status",
+    "TaskContext",
+    "TaskProcessorConfig",
+    "TaskResult",
+    "TaskSchedule",
     "TracingConfig",
     "__version__",
     "batch",
@@ -186,10 +206,12 @@ __all__ = [
     "get_model",
     "get_multiplexed_model_id",
     "get_replica_context",
+    "get_task_context",
     "get_trace_context",
     "history",
     "history_async",
     "ingress",
+    "instantiate_adapter_from_config",
     "metrics",
     "multiplexed",
     "resume_stream",
@@ -209,6 +231,8 @@ __all__ = [
     "start_async",
     "status",
     "status_async",
+    "task_consumer",
+    "task_handler",
 ]
 
 

@@ -322,6 +322,8 @@ class RequestContext:
     drawn: ClassVar[Drawn | None] = None
     #: What gives back the multiplexed models that it uses; None if nothing calls that at its end.
     held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
+    #: The id, name, queue and attempt of the task that it is; see `daskserve.data.tasks.current`.
+    task: ClassVar[Sequence[Any] | None] = None
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 

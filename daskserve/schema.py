@@ -16,18 +16,24 @@ from daskserve.client.views.status import DeploymentStatus as DeploymentStatusOv
 from daskserve.client.views.status import Status as ServeStatus
 from daskserve.config_file.model import ApplicationConfig, DeploymentOverride, InstanceConfig
 from daskserve.config_file.reading import checked
+from daskserve.data.tasks.adapter import TaskProcessorAdapter
+from daskserve.data.tasks.config import CeleryAdapterConfig, TaskProcessorConfig, TaskResult
 from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.logging import LoggingConfig
 from daskserve.options.tracing import TracingConfig
 
 __all__ = [
     "ApplicationStatusOverview",
+    "CeleryAdapterConfig",
     "DeploymentSchema",
     "DeploymentStatusOverview",
     "LoggingConfig",
     "ServeApplicationSchema",
     "ServeDeploySchema",
     "ServeStatus",
+    "TaskProcessorAdapter",
+    "TaskProcessorConfig",
+    "TaskResult",
     "TracingConfig",
 ]
 

@@ -13,6 +13,12 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 from daskserve.common.types import Location
+from daskserve.data.tasks.config import (
+    RedisAdapterConfig,
+    SQLiteAdapterConfig,
+    TaskProcessorConfig,
+    TaskSchedule,
+)
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
@@ -50,6 +56,10 @@ MODELS = {
         LoggingConfig,
         PayloadLoggingConfig,
         TracingConfig,
+        TaskProcessorConfig,
+        TaskSchedule,
+        SQLiteAdapterConfig,
+        RedisAdapterConfig,
     )
 }
 #: Set by daskserve itself; not an option.

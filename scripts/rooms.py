@@ -17,7 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = "daskserve"
 #: Modules that re-export classes under Ray Serve's names.
-RAY_SERVE = frozenset({"classic", "config", "exceptions", "handle", "request_router", "schema"})
+RAY_SERVE = frozenset(
+    "classic config exceptions handle request_router schema task_consumer task_processor".split()
+)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ EDGE_MODULES = frozenset(
         "request_router",
         "schema",
         "stores",
+        "task_consumer",
+        "task_processor",
         "testing",
     }
 )

@@ -1,7 +1,5 @@
 """LitServe, which streams tokens in fixed batches of 8: for ``bench_tokens.py``."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -9,16 +7,18 @@ from typing import Any
 
 import litserve
 from litserve_server import serve
+from starlette.requests import Request
 
 SLOTS, WAIT_S = 8, 0.01
 
 
+# No postponed annotations here: LitServe could not resolve them.
 class Writer(litserve.LitAPI):
     """Makes a token for each text of a batch, step by step."""
 
     def setup(self, device: str) -> None: ...
 
-    def decode_request(self, request: Any) -> int:
+    def decode_request(self, request: Request) -> int:
         return int(request["count"])
 
     def batch(self, inputs: list[int]) -> list[int]:
@@ -32,7 +32,7 @@ class Writer(litserve.LitAPI):
     def unbatch(self, output: Iterator[list[str]]) -> Iterator[list[str]]:
         yield from output
 
-    def encode_response(self, outputs: Iterator[list[str]]) -> Iterator[list[str]]:
+    def encode_response(self, outputs: Iterator[list[str]]) -> Any:
         yield from outputs
 
 

@@ -81,7 +81,9 @@ def build_app(models: Mapping[str, Any]) -> Application:
         made = deployment(**options)(ModelServer)
         applications[name] = made.bind(config.engine, config.args, config.token_timeout_s)
         facts[name] = ModelFacts(config.adapters, config.owned_by)
-    server = deployment(max_ongoing_requests=MAX_ONGOING_OF_SERVER)(OpenAIServer)
+    # Cancelled, so that the model stops, also when a client leaves that waits for a whole answer.
+    served = deployment(max_ongoing_requests=MAX_ONGOING_OF_SERVER, on_disconnect="cancel")
+    server = served(OpenAIServer)
     return server.bind(applications, facts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from daskserve.openai.engine import EmbeddingRequest, GenerationRequest
 from daskserve.openai.errors import InvalidRequestError, invalid_request
@@ -45,12 +45,16 @@ def few_fields(found: Any) -> Any:
 # Without fail_fast, a body of many wrong items makes an error for each, which takes seconds and gigabytes.
 Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 Fields: TypeAlias = Annotated[dict[str, ItemT], BeforeValidator(few_fields)]
-Count: TypeAlias = Annotated[int, Field(ge=1)]
+#: Engines count in 32 bits, as NumPy and llama.cpp do.
+MAX_INT32 = 2**31 - 1
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT32)]
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT32)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts: TypeAlias = Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Tools: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
-Tokens: TypeAlias = Items[int]
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
+Tokens: TypeAlias = Items[TokenId]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
 TokenLists: TypeAlias = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
@@ -67,9 +71,15 @@ class Body(BaseModel):
     def parse(cls: type[BodyT], body: bytes) -> BodyT:
         """Return the request of a body; raise `InvalidRequestError` if it is wrong."""
         try:
-            return cls.model_validate_json(body)
+            parsed = cls.model_validate_json(body)
+            if b"NaN" in body or b"Infinity" in body:
+                # Fields for the engine take any value, and an answer that repeats these is no JSON.
+                from_json(body, allow_inf_nan=False)
+            return parsed
         except ValidationError as error:
             raise invalid_request(error) from None
+        except ValueError as error:
+            raise InvalidRequestError(f"The body is no valid JSON: {error}.") from None
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -106,7 +116,7 @@ class Sampling(Body):
     stop: StopText | StopTexts | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Fields[float] | None = None
+    logit_bias: Fields[Bias] | None = None
 
     @classmethod
     def parse(cls: type[SamplingT], body: bytes) -> SamplingT:
@@ -176,7 +186,7 @@ class CompletionBody(Sampling):
 
     prompt: str | Tokens | Texts | TokenLists
     # Plain completions may ask for no token at all, to have the prompt echoed.
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None

@@ -40,6 +40,7 @@ class BackendMetadata(Options):
     is_blocking: bool = Field(True, description="The callable is a plain function, not ``async def``.")
     is_asgi_app: bool = Field(False, description="The callable is an ASGI application.")
     ignores_bodies: bool = Field(False, description="The callable takes no argument, so it reads no body.")
+    docs_path: str = Field("", description="Where a FastAPI application describes itself, below its route.")
     class_name: str = Field("", description="The name of the class, function or import path.")
     autoscaling_config: Annotated[dict[str, Any] | None, Masked(masked)] = Field(
         None, description="Bounds and target of the classic autoscaler."
@@ -447,11 +448,13 @@ class BackendConfig(Options):
         known = {
             name: facts[name] for name in ("accepts_batches", "is_blocking", "is_asgi_app") if name in facts
         }
-        if facts.get("ignores_bodies", False) != self.internal_metadata.ignores_bodies:
-            known["ignores_bodies"] = not self.internal_metadata.ignores_bodies
-        if all(getattr(self.internal_metadata, name) == value for name, value in known.items()):
+        metadata = self.internal_metadata
+        for name, default in (("ignores_bodies", False), ("docs_path", "")):
+            known[name] = facts.get(name, default)
+        known = {name: value for name, value in known.items() if getattr(metadata, name) != value}
+        if not known:
             return self
-        return self.model_copy(update={"internal_metadata": self.internal_metadata.model_copy(update=known)})
+        return self.model_copy(update={"internal_metadata": metadata.model_copy(update=known)})
 
     @property
     def bodies(self) -> BodyUse:

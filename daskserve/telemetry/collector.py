@@ -283,7 +283,7 @@ def _exemplar(example: Example) -> Exemplar:
     from prometheus_client.core import Exemplar
 
     value, trace_id, at_ns = example
-    return Exemplar({"trace_id": f"{trace_id:032x}"}, value, at_ns / 1e9)
+    return Exemplar({"trace_id": trace_id}, value, at_ns / 1e9)
 
 
 def _bound_text(bound: float) -> str:

@@ -66,8 +66,8 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
-#: One value that was counted, the number of its trace, and its time in nanoseconds since the epoch.
-Example: TypeAlias = tuple[float, int, int]
+#: One value that was counted, the id of its trace, and its time in nanoseconds since the epoch.
+Example: TypeAlias = tuple[float, str, int]
 
 
 class HistogramCounts:
@@ -102,7 +102,7 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def note_trace(self, value: float, trace_id: int) -> None:
+    def note_trace(self, value: float, trace_id: str) -> None:
         """Note the trace of a value that was counted."""
         if self.examples is None:
             self.examples = {}

@@ -212,7 +212,7 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                trace_id = 0 if request.span is None else request.span.trace_id
+                trace_id = "" if request.span is None else request.span.trace[3:35]
                 self.metrics.observe(
                     request.route,
                     method,
@@ -228,8 +228,8 @@ class IngressApp:
                     self._responses[response.status // 100 % 10] += 1
                 else:
                     self._unanswered += 1
-            if request.span is not None:
-                end_trace(request.span, request, scope)
+            if request.span is not None and self._tracing is not None:
+                end_trace(self._tracing, request.span, request, scope)
 
     def _answer(self, request: IngressRequest, scope: Scope, receive: Receive) -> Awaitable[None]:
         # Not a coroutine: each step of the request would pass through it.

@@ -76,7 +76,7 @@ class IngressMetrics:
         seconds: float,
         cause: str,
         matched: str = "",
-        trace_id: int = 0,
+        trace_id: str = "",
     ) -> None:
         """Count a request that has ended.
 

@@ -32,50 +32,90 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
         return
     state, baggage = carrier[1:] if carrier else ("", "")
-    span = tracing.span("HTTP", parent, _attributes(request, scope), tracing.server_kind, state)
-    request.span = span
+    # The path may be another one when the request ends.
+    own = {"url.path": scope["path"]}
+    request.span = span = tracing.span("HTTP", parent, own, tracing.server_kind, state)
     request.trace = [span.traceparent, state, baggage]
 
 
-def _attributes(request: IngressRequest, scope: Scope) -> dict[str, Any]:
+def _shared(
+    scheme: str,
+    version: str,
+    method: str,
+    route: str | None,
+    server: tuple[str, int | None] | None,
+    host: bytes,
+    client: str | None,
+    agent: bytes,
+) -> dict[str, Any]:
     found: dict[str, Any] = {
         "daskserve.step": "proxy_http_request",
-        "url.path": scope["path"][:MAX_TEXT],
-        "url.scheme": scope.get("scheme", "http"),
-        "network.protocol.version": scope.get("http_version", "1.1"),
+        "url.scheme": scheme,
+        "network.protocol.version": version,
+        "http.request.method": method,
     }
-    if (server := scope.get("server")) is not None:
-        found["server.address"] = request.host.decode("latin-1").rpartition(":")[0] or server[0]
+    if route is not None:
+        found["http.route"] = route
+    if server is not None:
+        found["server.address"] = host.decode("latin-1").rpartition(":")[0] or server[0]
         found["server.port"] = server[1] or 0
-    if (client := scope.get("client")) is not None:
-        found["client.address"] = client[0]
-    for name, value in scope["headers"]:
-        if name == b"user-agent":
-            found["user_agent.original"] = value.decode("latin-1")[:MAX_TEXT]
+    if client is not None:
+        found["client.address"] = client
+    if agent:
+        found["user_agent.original"] = agent.decode("latin-1")
     return found
 
 
-def end_trace(span: RecordedSpan, request: IngressRequest, scope: Scope) -> None:
-    """End the span of a request."""
+def end_trace(tracing: Tracing, span: RecordedSpan, request: IngressRequest, scope: Scope) -> None:
+    """End the span of a request; most of its attributes are set when it is exported."""
     response = request.response
-    found = span.attributes  # of a span that is not ended, which only this request has
+    status = response.status
+    is_cut = not response.is_complete and not request.is_socket
+    if request.cause or status >= 500 or not status or is_cut:
+        kind = request.cause or (str(status) if status >= 500 else "cancelled")
+        span.set_attribute("error.type", kind)
+        if status >= 500 or not status or is_cut:
+            span.fail(kind)
+    route = None if request.route is NO_ROUTE else request.route.route
+    span.later = _complete, tracing, scope, route, request.host, response.request_id, status
+    span.end()
+
+
+def _complete(
+    span: RecordedSpan,
+    tracing: Tracing,
+    scope: Scope,
+    route: str | None,
+    host: bytes,
+    request_id: bytes,
+    status: int,
+) -> None:
+    found = span.own
+    assert found is not None
+    found["url.path"] = found["url.path"][:MAX_TEXT]
+    found["daskserve.request_id"] = request_id.decode("latin-1")
+    if status:
+        found["http.response.status_code"] = status
     name = method = scope.get("method", "GET")
     if method not in _METHODS:
         found["http.request.method_original"] = method[:MAX_TEXT]
         name, method = "HTTP", "_OTHER"
-    found["http.request.method"] = method
-    found["daskserve.request_id"] = response.request_id.decode("latin-1")
-    if request.route is not NO_ROUTE:
-        found["http.route"] = route = request.route.route
-        name = f"{name} {route}"
-    span.name = name
-    status = response.status
-    if status:
-        found["http.response.status_code"] = status
-    is_cut = not response.is_complete and not request.is_socket
-    if request.cause or status >= 500 or not status or is_cut:
-        kind = request.cause or (str(status) if status >= 500 else "cancelled")
-        found["error.type"] = kind
-        if status >= 500 or not status or is_cut:
-            span.fail(kind)
-    span.end()
+    span.name = name if route is None else f"{name} {route}"
+    agent = b""
+    for header, value in scope["headers"]:
+        if header == b"user-agent":
+            agent = value[:MAX_TEXT]
+    client, server = scope.get("client"), scope.get("server")
+    span.shared = tracing.shared.get(
+        (
+            scope.get("scheme", "http"),
+            scope.get("http_version", "1.1"),
+            method,
+            route,
+            server and tuple(server),
+            host[:MAX_TEXT],
+            client and client[0],
+            agent,
+        ),
+        _shared,
+    )

@@ -117,6 +117,16 @@ def test_only_code_that_uses_a_changed_file_is_a_new_version(folder: Path) -> No
     assert versions(folder, others="page")["Whole"] != first["Whole"], "any code may read other files"
 
 
+def test_a_version_that_the_code_names_depends_on_the_code_too(folder: Path) -> None:
+    named = SHOP.replace("@serve.deployment\nclass Whole", '@serve.deployment(version="1")\nclass Whole')
+    save(folder / "shop.py", named)
+    first = versions(folder)
+    assert str(first["Whole"]).startswith("1-")
+    assert versions(folder) == first
+    save(folder / "shop.py", named.replace("return 1", "return 2"))
+    assert versions(folder)["Whole"] != first["Whole"]
+
+
 def test_code_that_cannot_be_imported_leaves_the_modules_that_run(folder: Path) -> None:
     versions(folder)
     old = sys.modules["shop"], sys.modules["prices"]

@@ -703,11 +703,13 @@ def test_what_routers_learn_about_bodies(
     assert {name: each for name, each in found.items() if name in ("bodies", "max_body_bytes")} == published
 
 
-@each_case("ignores", [True, False])
-def test_a_started_replica_tells_whether_its_callable_reads_bodies(ignores: bool) -> None:
-    config = BackendConfig(internal_metadata={"ignores_bodies": not ignores})  # type: ignore[arg-type]
-    facts = {"is_blocking": True, **({"ignores_bodies": True} if ignores else {})}
-    assert config.with_facts(facts).internal_metadata.ignores_bodies is ignores
+@each_case("reported", [{"ignores_bodies": True}, {"docs_path": "/docs"}, {}])
+def test_a_started_replica_tells_what_is_known_of_its_callable_only_there(reported: dict[str, Any]) -> None:
+    for before in ({}, {"ignores_bodies": True}, {"docs_path": "/old"}):
+        config = BackendConfig(internal_metadata=before)  # type: ignore[arg-type]
+        found = config.with_facts({"is_blocking": True, **reported}).internal_metadata
+        assert found.ignores_bodies is reported.get("ignores_bodies", False)
+        assert found.docs_path == reported.get("docs_path", "")
 
 
 def test_a_replica_above_the_limit_of_each_host_waits_and_the_status_says_so() -> None:

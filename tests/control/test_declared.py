@@ -422,7 +422,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     nodes = details["applications"]["own"]["deployment_topology"]["nodes"]
     assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]
     assert [each["status"] for each in details["proxies"].values()] == ["HEALTHY"]
-    assert [each["route_prefix"] for each in details["target_groups"]] == ["/own", "/shop"]
+    assert [each["route_prefix"] for each in details["target_groups"]] == ["/"]
     only = await stage.call("details", api_type="Imperative")
     assert list(only["details"]["applications"]) == ["own"]
     assert list((await stage.call("details", name="shop"))["details"]["applications"]) == ["shop"]

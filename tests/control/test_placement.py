@@ -6,13 +6,13 @@ import itertools
 from dataclasses import replace
 
 from control_harness import replica, state_of, worker
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
 from daskserve.control.placement.cluster_demand import workers_needed
-from daskserve.control.placement.placement import Demand, capacity, explain, place, room_for
+from daskserve.control.placement.placement import Demand, capacity, explain, place, ranks, room_for
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 
@@ -112,6 +112,35 @@ def test_the_answer_does_not_depend_on_the_order_of_workers() -> None:
     state = state_of(replica("b#1", worker="w1"), replica("other#1", worker="w2"))
     answers = {place(state, order, ONE) for order in itertools.permutations([worker(n) for n in (1, 2, 3)])}
     assert answers == {("w3",)}
+
+
+@settings(max_examples=40)
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 2)), max_size=6),
+    avoided=st.sets(st.integers(1, 6)),
+    is_packed=st.booleans(),
+    most_per_host=st.none() | st.just(2),
+)
+def test_no_worker_with_room_is_better_than_the_one_that_is_found(
+    loads: list[tuple[int, int, int]], avoided: set[int], is_packed: bool, most_per_host: int | None
+) -> None:
+    """The search ends early. Each load is of one worker: threads, replicas of others, and of the backend."""
+    workers = [
+        worker(n, threads=threads, host=f"h{n % 3}", is_available=others != 4)
+        for n, (threads, others, _) in enumerate(loads, 1)
+    ]
+    replicas = [
+        replica(f"{tag}#{n}.{each}", worker=f"w{n}", demand={"CPU": 0.5})
+        for n, (_, others, own) in enumerate(loads, 1)
+        for tag, count in (("other", others), ("b", own))
+        for each in range(count)
+    ]
+    state, avoid = state_of(*replicas), {f"w{n}" for n in avoided}
+    demand = Demand("b", ({"CPU": 0.5},), None, most_per_host, is_packed)
+    rank = ranks(state, workers, demand, avoid)
+    placed_at = {each.address for each in workers if room_for(state, workers, demand, 1, only=each.address)}
+    best = min(placed_at, key=rank, default=None)
+    assert place(state, workers, demand, avoid) == (None if best is None else (best,))
 
 
 # ---- why not

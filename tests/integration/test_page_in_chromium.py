@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,6 +102,9 @@ class Posts(RequestHandler):
         if path.endswith("/stacks"):
             await self._feeds.answers.wait()
             self.write({"threads": [{"name": "late", "frames": []}], "tasks": []})
+        elif "profile" in path and "memory" in self.request.query:
+            lines = [["/a/b/c/d.py", 7, 3 << 20, 12, 1024]]
+            self.write({"was_on": False, "lines": lines, "traced_bytes": 4 << 20, "peak_bytes": 5 << 20})
         elif "profile" in path:
             functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
             self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
@@ -389,6 +394,15 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_fro
         assert await tab.ask("document.querySelector('.flame').innerText.split('\\n').join()") == (
             "all, 100 %,works, 100 %"
         )
+        await tab.ask(press.format("#dialog button", "Memory"))
+        await tab.until("$('dialog').innerText.includes('b/c/d.py:7')")
+        assert await tab.ask("$('dialog').innerText.includes('4 MiB in Python')")
+        await tab.ask("$('dialog').close()")
+        models = {"count": 2, "capacity": 3, "models": ["<b>one</b>", "two"]}
+        shown = deployment("Front")
+        shown["replicas"][0]["models"] = models
+        page.feeds.set(app__shop=application("shop", Front=shown))
+        await tab.until("document.querySelector('.rows').textContent.includes('2 / 3  <b>one</b>, two')")
 
 
 async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:
@@ -531,3 +545,81 @@ async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalClus
             await asyncio.to_thread(client.delete_application, "shop")
             await tab.until("site.deployments.length === 0", 5)
             assert tab.troubles == []
+
+
+PRESS = "[...document.querySelectorAll({!r})].find((each) => each.textContent === {!r}).click()"
+
+
+async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(
+    external: ExternalCluster,
+) -> None:
+    """The page shows each state that the status has, within a second of it."""
+
+    def version(name: str, *, fails: bool = False) -> Any:
+        def front(request: Any) -> str:
+            return str(1 // 0) if fails else name
+
+        plan = {"steps": ["50%", "100%"], "pause_s": 3600}
+        return serve.deployment(front, version=name, rollout=plan).bind()
+
+    def ask() -> str:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            return str(answer.read().decode())
+        return ""
+
+    async def shown(condition: str, is_so: Any, limit_s: float = 40) -> float:
+        """Return how long after the status the page has shown something."""
+        seen: dict[str, float] = {}
+
+        async def watch(name: str, look: Any) -> None:
+            until = time.monotonic() + limit_s
+            while not await look():
+                assert time.monotonic() < until, (name, condition)
+                await asyncio.sleep(0.02)
+            seen[name] = time.monotonic()
+
+        async def status() -> bool:
+            return bool(await asyncio.to_thread(is_so))
+
+        await asyncio.gather(watch("page", lambda: tab.ask(condition)), watch("status", status))
+        return seen["page"] - seen["status"]
+
+    def rollout(state: str) -> bool:
+        return client.rollout_status("front", "shop")["state"] == state
+
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        url = client.http_urls()[0]
+        for name in ("1", "2"):
+            await asyncio.to_thread(client.run, version(name), name="shop", route_prefix="/")
+            await asyncio.to_thread(
+                client.promote_rollout, "front", "shop", full=True
+            ) if name == "2" else None
+        async with chromium() as tab:
+            await tab.resize(1280, 800)
+            name = client.instance_name
+            await tab.open(f"{dashboard(external.client)}/daskserve#/{name}/app/shop/front")
+            await tab.until("document.querySelector('main h1')")
+            running = asyncio.to_thread(client.run, version("3", fails=True), name="shop", route_prefix="/")
+            deploying = asyncio.create_task(running)
+            late = [await shown("!!document.querySelector('.steps .now')", lambda: rollout("SERVING"))]
+
+            async def load() -> None:
+                while True:
+                    await asyncio.to_thread(ask)
+
+            asking = asyncio.create_task(load())
+            back = "document.querySelector('main').innerText.includes('Rolled back')"
+            late.append(await shown(back, lambda: rollout("ROLLED_BACK")))
+            asking.cancel()
+            await deploying
+            assert await tab.ask("document.querySelector('main').innerText.includes('Reason')")
+            await tab.until("document.querySelector('main').innerText.includes('Rollout taken back')")
+            await tab.ask(f"location.hash = '#/{name}/app/shop'")
+            await tab.until("document.querySelector('main h1').textContent === 'shop'")
+            await tab.ask(PRESS.format("main button", "Roll back"))
+            await tab.until("document.querySelectorAll('#dialog input[name=revision]').length")
+            await tab.ask("[...document.querySelectorAll('#dialog input[name=revision]')].at(-1).click()")
+            await tab.ask(PRESS.format("#dialog button", "Roll back"))
+            await tab.until("document.querySelector('main').innerText.includes('rolls back to 1')", 20)
+            assert tab.troubles == []
+        assert max(late) < 1.0, late

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 from clusters import running
-from dask_processes import PATIENCE_S, ExternalCluster, poll_for
+from dask_processes import ExternalCluster, poll_for
+from redis_servers import SECRET, redis_server
 
 import daskserve as serve
-
-SECRET = "s3cr3t"
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """Yield the URL of a Redis server with a password."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    with (folder / "redis.log").open("ab") as log:
-        server = subprocess.Popen([*command, "--requirepass", SECRET], stdout=log, stderr=log)
-    url = f"redis://:{SECRET}@127.0.0.1:{port}/0"
-
-    def answers() -> bool:
-        with suppress(redis.ConnectionError), redis.Redis.from_url(url) as connection:
-            return bool(connection.ping())
-        return False
-
-    try:
-        poll_for(answers, what="redis-server does not answer")
-        yield url
-    finally:
-        server.kill()
-        server.wait(PATIENCE_S)
 
 
 class Worker:
@@ -68,7 +37,6 @@ class Worker:
         self.connection.close()
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's package redis-server")
 def test_a_backlog_in_redis_scales_up_and_back_to_zero(
     client: serve.Client, external: ExternalCluster, tmp_path: Path
 ) -> None:

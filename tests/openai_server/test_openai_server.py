@@ -217,22 +217,25 @@ def test_other_requests_are_refused_in_the_same_form(url: str) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_client_that_leaves_frees_the_engine(url: str, instance: serve.Client) -> None:
-    engine = instance.get_deployment_handle("echo", app_name="llm")
+def test_a_client_that_leaves_frees_the_engine(instance: serve.Client) -> None:
+    model = {"engine": "echo_engine:Echo", "token_timeout_s": None}
+    instance.run(build_app({"echo": model}), name="patient", route_prefix="/patient")
+    url = f"{instance.http_urls()[0]}/patient/v1"
+    engine = instance.get_deployment_handle("echo", app_name="patient")
 
     def count() -> float:
         return float(engine.record_autoscaling_stats.remote().result()["open"])
 
-    poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
-    body = {"model": "echo", "messages": says("slow " * 40), "n": 3}
+    body = {"model": "echo", "messages": says("one hang"), "n": 3}
     with httpx.stream("POST", f"{url}/chat/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         next(answer.iter_lines())
         poll_for(lambda: count() == 3, what=lambda: f"open: {count()}")
     poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/chat/completions", json=body, timeout=0.1)
-    poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
+    for silent in ({}, {"messages": says("hang"), "stream": True}):  # no part of an answer is written
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/chat/completions", json={**body, **silent}, timeout=1)
+        poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
 
 
 def test_a_user_config_needs_an_engine_that_takes_it(instance: serve.Client) -> None:

@@ -19,7 +19,8 @@ from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
-from daskserve.telemetry.tracing.process import MAX_PENDING, Tracing
+from daskserve.telemetry.tracing.process import Tracing
+from daskserve.telemetry.tracing.span import MAX_PENDING
 from daskserve.testing import local_instance
 
 __all__ = ["collected"]
@@ -77,28 +78,59 @@ class Front:
         }
 
 
-@serve.deployment
-class Writer:
+class Steps:
+    """Answers two calls at once, in steps that each have a span of the user's."""
+
     @serve.continuous_batch(max_slots=2)
-    def write(self, active: list[serve.ActiveRequest]) -> list[int]:
-        for each in active:
-            if len(each.outputs) == 2:
-                each.finish()
-        return [1] * len(active)
+    def in_thread(self, active: list[serve.ActiveRequest]) -> list[str]:
+        return self.step(active)
 
-    async def __call__(self, request: Any) -> int:
-        return sum([each async for each in self.write()])
+    @in_thread.prefill
+    def _read(self, new: list[serve.ActiveRequest]) -> None: ...
+
+    @serve.continuous_batch(max_slots=2)
+    async def on_loop(self, active: list[serve.ActiveRequest]) -> list[str]:
+        return self.step(active)
+
+    def step(self, active: list[serve.ActiveRequest]) -> list[str]:
+        with trace.get_tracer("mine").start_as_current_span("step"):
+            for each in active:
+                if len(each.outputs) == each.args[0] - 1:
+                    each.finish()
+            return [current_trace_id()] * len(active)
+
+    async def __call__(self, request: Any) -> Any:
+        function = self.in_thread if request.query_params["place"] == "thread" else self.on_loop
+
+        async def outputs(count: int) -> list[str]:
+            return [each async for each in function(count)]
+
+        return await asyncio.gather(outputs(3), outputs(5))
 
 
-def test_a_call_of_a_continuous_batch_has_a_span(collected: Collected) -> None:
+@pytest.mark.parametrize(("place", "name"), [("thread", "Steps.in_thread"), ("loop", "Steps.on_loop")])
+def test_steps_of_a_continuous_batch_link_to_their_calls(collected: Collected, place: str, name: str) -> None:
     with local_instance(http_options={"port": 0}, tracing_config=CONFIG) as client:
-        client.run(Writer.bind())
-        assert get(client.http_urls()[0], traceparent=PARENT) == 3
-        until(lambda: len(collected.spans) >= 5)
-    (span,) = [each for each in collected.spans if each.name == "batched call Writer.write"]
-    assert span.attributes["daskserve.outputs"] == 3
-    assert [each.name for each in span.events] == ["first output"]
-    assert path_of(span, collected.spans).startswith("batched call Writer.write < user code __call__ < ")
+        client.run(serve.deployment(Steps).bind())
+        url = f"{client.http_urls()[0]}?place={place}"
+        assert get(url, traceparent=PARENT) == [[PARENT[3:35]] * count for count in (3, 5)]
+        until(lambda: any(each.name == "GET /" for each in collected.spans))
+    spans = collected.spans
+    calls = [each for each in spans if each.name == f"batched call {name}"]
+    assert sorted(each.attributes["daskserve.outputs"] for each in calls) == [3, 5]
+    assert all(path_of(each, spans).split(" < ")[1] == "user code __call__" for each in calls)
+    batches = [each for each in spans if each.name == f"batch {name}"]
+    # One for each set of calls, and not for each step; the two calls may have begun one after the other.
+    assert sum(each.attributes["daskserve.batch.steps"] for each in batches) in (5, 6)
+    assert len(batches) in (2, 3)
+    ids = {each.context.span_id for each in calls}
+    both = [each for each in batches if each.attributes["daskserve.batch.size"] == 2]
+    assert [{link.context.span_id for link in each.links} for each in both] == [ids]
+    assert {link.context.span_id for each in calls for link in each.links} >= {both[0].context.span_id}
+    steps = [each for each in spans if each.name == "step"]
+    assert {path_of(each, spans).split(" < ")[1] for each in steps} == {f"batch {name}"}
+    assert any(each.name == f"prefill {name}" for each in spans) == (place == "thread")
+    assert all("first output" in [event.name for event in each.events] for each in calls)
 
 
 def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(collected: Collected) -> None:
@@ -240,10 +272,10 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     tracing.start()
     for _ in range(3 * MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing._pending)
+    until(lambda: not tracing.pending)
     for _ in range(MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing._pending)
+    until(lambda: not tracing.pending)
     samples = {name: value for name, _, value in tracing.samples()}
     assert samples["trace_spans"] == 4 * MAX_PENDING
     assert samples["trace_spans_dropped"] >= 2 * MAX_PENDING
@@ -299,6 +331,6 @@ def test_a_histogram_keeps_one_example_of_each_bucket() -> None:
     histogram = LatencyHistogram()
     for value in (0.3, 0.4, 2.0):
         histogram.observe(value)
-        histogram.note_trace(value, 7)
+        histogram.note_trace(value, "7")
     assert histogram.examples is not None
     assert sorted(value for value, _, _ in histogram.examples.values()) == [0.4, 2.0]

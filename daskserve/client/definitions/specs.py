@@ -217,7 +217,7 @@ def make_spec(
         accepts_batches=facts.accepts_batches,
         is_blocking=facts.is_blocking,
         is_asgi_app=facts.is_asgi_app,
-        **({"ignores_bodies": True} if facts.ignores_bodies else {}),
+        **facts.rare(),
     )
     environment = _environment_of(name, env, wanted)
     isolation: dict[str, Any] = {} if environment is None else {"isolation": "process"}

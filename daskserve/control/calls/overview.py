@@ -15,8 +15,8 @@ from daskserve.control.views.overview import overview
 
 #: Least and greatest time between two looks.
 PAUSE_S, PERIOD_S = 0.1, 0.5
-#: How much longer than a look the pause after it is at least, so that looks take a tenth of the time.
-PAUSE_FACTOR = 9
+#: How much longer than a look the pause after it is at least, so that looks take a fifth of the time.
+PAUSE_FACTOR = 4
 #: Bits of the number of an update; the epoch is above them.
 UPDATE_BITS = 40
 

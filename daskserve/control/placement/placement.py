@@ -18,12 +18,12 @@ is the bundles of all its replicas.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeAlias
 
 from daskserve.common.formatting import counted, shown, shown_size
@@ -167,7 +167,7 @@ def ranks(
     """Return a function that ranks workers; `place` takes the smallest rank, which ends with the address."""
     known = {each.address: each for each in workers}
     same = state.workers_of(demand.backend)
-    rank = _ranks(state, same, _count_on_hosts(known.values(), same), demand, avoid)
+    rank = _ranks(state, same, _count_on_hosts(known.values(), same), demand, set(avoid))
     return lambda worker: rank(known[worker])
 
 
@@ -176,10 +176,10 @@ def _ranks(
     same: Mapping[WorkerAddress, int],
     on_hosts: Mapping[str, int],
     demand: Demand,
-    avoid: Iterable[WorkerAddress],
+    avoided: Collection[WorkerAddress],
 ) -> Callable[[WorkerInfo], WorkerRank]:
     """Return what ranks a worker, given the bundles of the backend by worker and by host."""
-    avoided, total_on = set(avoid), state.bundles_on()
+    total_on = state.bundles_on()
 
     def rank(info: WorkerInfo) -> WorkerRank:
         worker = info.address
@@ -187,12 +187,12 @@ def _ranks(
         crowd, is_avoided = total_on.get(worker, 0), worker in avoided
         if demand.is_packed:
             return (-mine, -near, is_avoided, -crowd, worker)
-        return (mine, near, *crowding(info, crowd, is_avoided=is_avoided), worker)
+        return (mine, near, *crowding(info.threads, crowd, is_avoided=is_avoided), worker)
 
     return rank
 
 
-def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
+def crowding(threads: int, bundles: int, *, is_avoided: bool) -> tuple[int, int]:
     """Return the part of the rank of a worker that does not depend on the backend.
 
     Parameters
@@ -203,7 +203,7 @@ def crowding(worker: WorkerInfo, bundles: int, *, is_avoided: bool) -> tuple[int
         Whether it has the controller or a proxy.
     """
     # Where only busy workers are left, all of them share the load.
-    tier = FULL if bundles >= worker.threads else AVOIDED if is_avoided else FREE
+    tier = FULL if bundles >= threads else AVOIDED if is_avoided else FREE
     return tier, bundles + COMPANY * is_avoided
 
 
@@ -219,19 +219,24 @@ def place(
     """
     known = list(workers)
     if len(demand.bundles) > 1:
-        rank_of = ranks(state, known, demand, avoid)
-        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, rank_of)
+        of_address = ranks(state, known, demand, avoid)
+        return fit(_room_of(state, known, demand), demand.bundles, demand.strategy, of_address)
     same = state.workers_of(demand.backend)
     on_hosts = _count_on_hosts(known, same)
-    rank = _ranks(state, same, on_hosts, demand, avoid)
+    avoided = set(avoid)
+    rank = _ranks(state, same, on_hosts, demand, avoided)
     best: WorkerRank | None = None
-    for crowd, worker in _likely_first(state, known):
-        ranked = rank(worker)
-        # The rank first: it takes less time than the room, and few workers are better than all before them.
-        if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
-            best = ranked
-        if best is not None and not demand.is_packed and best <= (0, 0, FREE, crowd, worker.address):
-            break  # none of the rest is better
+    for is_avoided in (False, True):
+        group = [each for each in known if (each.address in avoided) is is_avoided]
+        most_threads = max(map(attrgetter("threads"), group), default=0)
+        for crowd, worker in _likely_first(state, group):
+            ranked = rank(worker)
+            # The rank first: it takes less time than the room, and few are better than all before them.
+            if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
+                best = ranked
+            least = crowding(most_threads, crowd, is_avoided=is_avoided)
+            if best is not None and not demand.is_packed and best <= (0, 0, *least, worker.address):
+                break  # none of the rest of the group is better
     return None if best is None else (best[-1],)
 
 
@@ -241,15 +246,20 @@ def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterat
     Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
     unless these lack room or have replicas of the same backend.
     """
-    addresses = [each.address for each in workers]
-    crowds = list(map(state.bundles_on().get, addresses, itertools.repeat(0)))
-    if not crowds:
+    if not workers:
         return
-    # Most often, nobody asks for more than the first one, and one pass finds it.
-    least = min(crowds)
-    first = addresses.index(min([each for each, n in zip(addresses, crowds, strict=True) if n == least]))
-    yield least, workers[first]
-    rest = [each for each in zip(crowds, addresses, itertools.count()) if each[2] != first]
+    crowd_of = state.bundles_on().get
+    # Most often, nobody asks for more than the first one, which a loop finds in a third of the time of `min`.
+    first = workers[0]
+    least = crowd_of(first.address, 0)
+    for each in workers:
+        crowd = crowd_of(each.address, 0)
+        if crowd < least or (crowd == least and each.address < first.address):
+            least, first = crowd, each
+    yield least, first
+    rest = [
+        (crowd_of(each.address, 0), each.address, n) for n, each in enumerate(workers) if each is not first
+    ]
     heapq.heapify(rest)
     while rest:
         crowd, _, place = heapq.heappop(rest)

@@ -156,7 +156,7 @@ class _WorkerLoads:
 
     def _crowding(self, worker: WorkerInfo, less: int) -> tuple[int, int]:
         count = self._state.count_on(worker.address) - less
-        return crowding(worker, count, is_avoided=worker.address in self._avoid)
+        return crowding(worker.threads, count, is_avoided=worker.address in self._avoid)
 
 
 def _misplaced(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.copying import replace
@@ -188,7 +189,7 @@ def _is_leaving(state: State, key: str) -> bool:
 
 def next_number(state: State) -> int:
     """Return the number of the next goal."""
-    return 1 + max((each.number for each in state.goals.values()), default=0)
+    return 1 + max(map(attrgetter("number"), state.goals.values()), default=0)
 
 
 def pending(state: State) -> frozenset[GoalId]:
@@ -415,6 +416,8 @@ def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> boo
 
 def sweep(state: State, change: Change) -> None:
     """Add to a change the removal of the oldest finished goals, if there are many."""
+    if len(state.goals) <= SWEEP_AT:
+        return
     finished = [
         each
         for each in state.goals.values()

@@ -106,7 +106,7 @@ def details(
         "proxies": _proxies(state, observed),
         "applications": {name: each for name, each in apps.items() if api_type in (None, each["source"])},
         "target_capacity": state.capacity.percent,
-        "target_groups": _target_groups(state, observed, instance),
+        "target_groups": _target_groups(observed, instance),
     }
 
 
@@ -150,8 +150,8 @@ def _proxies(state: State, observed: Observed) -> dict[str, Any]:
 _PROXY_STATES: Mapping[str, str] = {"RUNNING": "HEALTHY", "DRAINING": "DRAINING", "UNHEALTHY": "UNHEALTHY"}
 
 
-def _target_groups(state: State, observed: Observed, instance: str) -> list[dict[str, Any]]:
-    """Return where requests to each route can be sent: to every proxy that listens."""
+def _target_groups(observed: Observed, instance: str) -> list[dict[str, Any]]:
+    """Return where requests can be sent, whatever their route: to every proxy that listens."""
     targets = []
     for name, facts in sorted(observed.proxies_ready.items()):
         for url in facts["urls"]:
@@ -163,8 +163,7 @@ def _target_groups(state: State, observed: Observed, instance: str) -> list[dict
                 "name": f"{instance}/{name}",
             }
             targets.append(target)
-    routes = sorted(each.route for each in state.apps if each.route is not None and not each.is_deleting)
-    return [{"targets": targets, "route_prefix": route, "protocol": "HTTP"} for route in routes if targets]
+    return [{"targets": targets, "route_prefix": "/", "protocol": "HTTP"}] if targets else []
 
 
 def _application(state: State, observed: Observed, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
     return {
         "name": name,
         "route_prefix": status["route_prefix"],
-        "docs_path": None,
+        "docs_path": _docs_path(None if app is None else state.backends.get(app.ingress)),
         "status": status["status"],
         "message": status["message"],
         "last_deployed_time_s": status["last_deployed_time_s"],
@@ -187,6 +186,10 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
         "external_scaler_enabled": any(each.is_scaled_externally for each in backends.values()),
         "deployment_topology": None if app is None or not backends else _topology(app, backends),
     }
+
+
+def _docs_path(ingress: BackendRecord | None) -> str | None:
+    return None if ingress is None else ingress.config.internal_metadata.docs_path or None
 
 
 def _deployment(

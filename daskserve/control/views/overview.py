@@ -19,6 +19,9 @@ from daskserve.control.views.rollouts import rollout_status
 #: The part about the instance itself, and the names of the parts about applications and other backends.
 INSTANCE, APPLICATION, CLASSIC = "instance", "app/", "classic"
 
+#: How many multiplexed models of a replica are named.
+MAX_MODELS = 20
+
 
 def overview(
     state: State, observed: Observed, instance: Mapping[str, Any], waiting: Mapping[str, str], wall: float
@@ -92,4 +95,10 @@ def _replica(observed: Observed, backend: BackendRecord, replica: ReplicaRecord)
         "since": replica.moved_at,
         "is_old": replica.version != backend.version,
         "message": views.replica_message(observed, replica.tag),
+        "models": _models(observed.multiplexed.of(replica.tag)),
     }
+
+
+def _models(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a replica's multiplexed models, in an order that their use does not change."""
+    return {**found, "models": sorted(found["models"])[:MAX_MODELS]} if found else {}

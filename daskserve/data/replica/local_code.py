@@ -60,6 +60,7 @@ from daskserve.data.replica.user_code.construction import (
 from daskserve.data.replica.user_code.definitions import is_async, takes_rank
 from daskserve.data.replica.user_code.recorded_stats import METADATA, StatsRecorder, as_plain, routing_hook
 from daskserve.data.replica.user_code.servable import Servable, load_definition, run_hook, run_hook_in_thread
+from daskserve.data.tasks.marks import CONSUMER
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
@@ -73,6 +74,7 @@ from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
 from daskserve.payload.packed_errors import PackedError, known_of, packed_here
 from daskserve.payload.parcels import Parcel
+from daskserve.payload.pickling import dump_bytes
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
@@ -206,8 +208,9 @@ class LocalCode:
             "is_asgi_app": facts.is_asgi_app,
             "accepts_batches": facts.accepts_batches,
             "methods": sorted(facts.methods),
-            **({"ignores_bodies": True} if facts.ignores_bodies else {}),
+            **facts.rare(),
             **({"metadata": metadata} if metadata else {}),
+            **({} if facts.consumer is None else {CONSUMER: dump_bytes(facts.consumer)}),
         }
 
     def _serve(self, executor: UserExecutor, servable: Servable, metadata: Mapping[str, Any]) -> None:

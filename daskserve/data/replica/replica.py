@@ -26,7 +26,9 @@ from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, UserCode
 from daskserve.data.replica.health import HealthWatch
 from daskserve.data.replica.inspecting import InspectingVerbs
 from daskserve.data.replica.local_code import LocalCode
+from daskserve.data.replica.tasks import ReplicaTasks
 from daskserve.data.replica.user_code.construction import RECONFIGURING
+from daskserve.data.tasks.marks import CONSUMER
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.process import file_of
@@ -48,6 +50,9 @@ class Replica:
         The `UserCode` to make: where user code runs.
     """
 
+    #: Whether it consumes tasks if its code says so; the replica in a child process leaves that to its actor.
+    consumes_tasks = True
+
     def __init__(
         self, context: ContextWith[HasConnection], place: Callable[..., UserCode] = LocalCode
     ) -> None:
@@ -59,6 +64,7 @@ class Replica:
         #: Takes a request; user code answers it.
         self.handle = self._code.handle
         self._slots = self._code.slots
+        self._tasks = ReplicaTasks(context, start, self._code)
         self._rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
         #: Since when `reconfigure` runs; None while it does not.
@@ -106,12 +112,14 @@ class Replica:
         """
         began = stopwatch()
         try:
-            facts = await self._code.start()
+            facts = dict(await self._code.start())
+            self._slots.is_open = True
+            if self.consumes_tasks and CONSUMER in facts:
+                await self._tasks.start(facts.pop(CONSUMER))
         except BaseException as error:
             self._metrics.start_failures += isinstance(error, Exception)
             await self._end(self._context.clock.now())
             raise
-        self._slots.is_open = True
         self._health.start()
         self._metrics.record_start(stopwatch() - began, self._context.clock.wall())
         return {**facts, "rank_info": self._rank_info}
@@ -282,6 +290,7 @@ class Replica:
         The destructor has what is left of the grace period, and one second at least.
         """
         ends_at = self._context.clock.now() + grace_s
+        self._tasks.pause()
         self._slots.close()
         await self._health.stop()
         try:
@@ -293,6 +302,7 @@ class Replica:
     async def end(self, grace_s: float, *, is_planned: bool) -> None:
         """Refuse requests, cancel the running ones, and destruct within ``grace_s``, or one second."""
         self._is_planned = is_planned
+        self._tasks.pause()
         self._slots.close()
         await self._health.stop()
         await self._end(self._context.clock.now() + grace_s)
@@ -315,6 +325,7 @@ class Replica:
             logger.warning("%r does not end; its threads are abandoned, or its process is killed", self)
         finally:
             self._limit = None
+        await self._tasks.close(CLOSE_GRACE_S)
         await self._code.close()
         self._slots.end_wait()
         self._metrics.shutdowns.observe(stopwatch() - began)

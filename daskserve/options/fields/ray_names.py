@@ -33,7 +33,6 @@ INSTEAD: Mapping[str, str] = {
 _DETAILS = "GET /api/serve/applications/ of the scheduler's HTTP server has it as JSON"
 _SCALING = "use client.explain(), or `daskserve explain`"
 _NO_GRPC = "there are no gRPC proxies; use HTTP, or handles from Python"
-_NO_TASKS = "your own code takes the tasks; the policy 'queue' scales by the length of their queue"
 
 #: Names of Ray Serve's modules that daskserve does not have, with replacements.
 OTHER_NAMES: Mapping[str, str] = {
@@ -84,13 +83,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "EncodingType": "write 'JSON' or 'TEXT'",
     "HTTPOptionsSchema": "use serve.HTTPOptions",
     "gRPCOptionsSchema": _NO_GRPC,
-    "CeleryAdapterConfig": _NO_TASKS,
-    "TaskProcessorAdapter": _NO_TASKS,
-    "TaskProcessorConfig": _NO_TASKS,
-    "TaskResult": _NO_TASKS,
-    "task_consumer": _NO_TASKS,
-    "task_handler": _NO_TASKS,
-    "instantiate_adapter_from_config": _NO_TASKS,
     "AggregationFunction": "write 'mean', 'max' or 'min' as 'aggregation_function' of autoscaling_config",
     "DeploymentID": "the keys that a policy gets have a name and an app_name; leave the annotation out",
     "gang": "use serve.GangContext",

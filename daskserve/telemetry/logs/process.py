@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -308,12 +309,22 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
     if settings is None or settings.folder is None:
         return None
+    return _path_in(
+        settings.folder, tags.component, tags.application, tags.deployment, tags.replica, os.getpid()
+    )
+
+
+@lru_cache(1024)
+def _path_in(
+    folder: str, component: str, application: str, deployment: str, replica: str, process: int
+) -> Path:
+    """Return a path, the same object for each line of a file: making one takes longer than the line."""
     parts: tuple[str, ...]
-    if tags.replica:
-        parts = ("replica", tags.application, tags.deployment, tags.replica.rpartition("#")[2])
+    if replica:
+        parts = ("replica", application, deployment, replica.rpartition("#")[2])
     else:
         # A host may have several workers, and several hosts one folder.
-        parts = (tags.component, socket.gethostname(), str(os.getpid()))
+        parts = (component, socket.gethostname(), str(process))
     *names, last = (_UNSAFE.sub("-", each) for each in parts)
     # The last part is what makes it unique.
-    return Path(settings.folder).expanduser() / f"{'_'.join(names)[:160]}_{last[:60]}.log"
+    return Path(folder).expanduser() / f"{'_'.join(names)[:160]}_{last[:60]}.log"

@@ -47,10 +47,11 @@ class SpansOfBatch:
     The batch runs in the context of whatever call has started it, and leaves the trace of that call.
     """
 
-    __slots__ = ("_batch", "_name", "_size", "_spans")
+    __slots__ = ("_batch", "_kind", "_name", "_size", "_spans")
 
-    def __init__(self, name: str, spans: Sequence[RecordedSpan | None]) -> None:
+    def __init__(self, name: str, spans: Sequence[RecordedSpan | None], kind: str = "batch") -> None:
         self._name = name
+        self._kind = kind
         self._size = len(spans)
         self._spans = [each for each in spans if each is not None]
         self._batch: RecordedSpan | None = None
@@ -68,10 +69,12 @@ class SpansOfBatch:
             return
         first = self._spans[0]
         size = {"daskserve.batch.size": self._size}
-        self._batch = batch = first.child(f"batch {self._name}", {"daskserve.step": "batch", **size})
+        self._batch = batch = first.child(
+            f"{self._kind} {self._name}", {"daskserve.step": self._kind, **size}
+        )
         for each in self._spans:
             batch.add_link(each.get_span_context())
-            each.add_event("batch begins", size)
+            each.add_event(f"{self._kind} begins", size)
             if each is not first:
                 each.add_link(batch.get_span_context())
 
@@ -94,11 +97,54 @@ class SpansOfBatch:
         """End all spans."""
         if self._batch is None:
             return
+        self.end_batch(error)
+        for each in self._spans:
+            each.end()
+
+    def end_batch(self, error: BaseException | None = None, **attributes: int) -> None:
+        """End the span of the batch alone, with further attributes."""
+        if self._batch is None:
+            return
         if error is not None:
             from daskserve.telemetry.tracing.span import error_type, note_failure
 
             self._batch.record_exception(error)
             note_failure(self._batch, error_type(error))
+        self._batch.set_attributes({f"daskserve.batch.{name}": value for name, value in attributes.items()})
         self._batch.end()
-        for each in self._spans:
-            each.end()
+
+
+class SpansOfSteps:
+    """The spans of the steps of a continuous batch: one for all steps in a row with the same calls.
+
+    A span for each step would be thousands for one call. User code runs within these spans, in the context
+    in which they begin.
+    """
+
+    __slots__ = ("_batch", "_calls", "_name", "_steps")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: Sequence[Any] = ()
+        self._batch: SpansOfBatch | None = None
+        self._steps = 0
+
+    def begin(self, kind: str, calls: Sequence[Any]) -> None:
+        """Note that user code is called: with the same list as before, or with another one."""
+        if calls is self._calls:
+            self._steps += 1
+            return
+        was_inside = self._batch is not None
+        self.end()
+        self._calls, self._steps = calls, 1
+        spans = [each.span for each in calls]
+        if was_inside or any(each is not None for each in spans):
+            self._batch = SpansOfBatch(self._name, spans, "batch" if kind == "step" else kind)
+            self._batch.begin()
+            self._batch.enter()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span that is open; idempotent."""
+        if self._batch is not None:
+            self._batch.end_batch(error, steps=self._steps)
+        self._batch, self._calls = None, ()

@@ -87,6 +87,11 @@ def traceparent(parent: Parent) -> str:
     return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"
 
 
+def trace_head(trace_id: int) -> str:
+    """Return the beginning of the ``traceparent`` of all spans of a trace."""
+    return f"00-{trace_id:032x}-"
+
+
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
     """Return the trace context of a request's headers; None without one.
 

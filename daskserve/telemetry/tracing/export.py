@@ -45,18 +45,24 @@ class Batches:
 
     Parameters
     ----------
+    form : callable
+        Returns a span as it waits: bytes take a fifth of the memory.
     send : callable
-        Exports spans, and returns whether that has succeeded.
+        Exports such spans, and returns whether that has succeeded.
     shutdown : callable
         Ends the exporter, and its repetitions.
     """
 
     def __init__(
-        self, send: Callable[[Sequence[RecordedSpan]], bool], shutdown: Callable[[], object]
+        self,
+        form: Callable[[RecordedSpan], Any],
+        send: Callable[[Sequence[Any]], bool],
+        shutdown: Callable[[], object],
     ) -> None:
+        self._form = form
         self._send = send
         self._shutdown = shutdown
-        self._queue: deque[RecordedSpan] = deque()
+        self._queue: deque[Any] = deque()
         self._max_queue = _number("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SIZE)
         self._max_batch = min(_number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", BATCH_SIZE), self._max_queue)
         self._delay_s = _number("OTEL_BSP_SCHEDULE_DELAY", DELAY_MS) / 1000
@@ -70,7 +76,12 @@ class Batches:
     def put(self, spans: Sequence[RecordedSpan]) -> None:
         """Export spans later; drop those that the queue has no room for."""
         room = max(0, self._max_queue - len(self._queue))
-        self._queue.extend(spans[:room])
+        for span in spans[:room]:
+            try:
+                self._queue.append(self._form(span))
+            except Exception as error:
+                self.failed += 1
+                self._errors.log(error, "A span could not be encoded")
         self.dropped += max(0, len(spans) - room)
         if len(self._queue) >= self._max_batch:
             self._wakes.set()
@@ -88,7 +99,7 @@ class Batches:
             if is_last:
                 break
 
-    def _export(self, spans: Sequence[RecordedSpan]) -> None:
+    def _export(self, spans: Sequence[Any]) -> None:
         is_done = False
         try:
             is_done = self._send(spans)
@@ -143,19 +154,24 @@ class Export:
 
     def add(self, exporter: SpanExporter) -> None:
         """Export by this, too."""
-        self.batches.append(Batches(self._sender_of(exporter), exporter.shutdown))
-
-    def _sender_of(self, exporter: SpanExporter) -> Callable[[Sequence[RecordedSpan]], bool]:
         post = self._post_of(exporter)
-        if post is not None:
+        if post is None:
+            readable = self.readable_of
+            batches = Batches(
+                lambda span: span,
+                lambda spans: exporter.export([*map(readable, spans)]).name == "SUCCESS",
+                exporter.shutdown,
+            )
+        else:
             from opentelemetry.sdk.trace import ReadableSpan
 
             from daskserve.telemetry.tracing.otlp import SpanEncoder
 
             shared: Any = {"resource": self._resource, "instrumentation_scope": self._scope}
             encoder = SpanEncoder(self.readable_of, ReadableSpan("", SpanContext(1, 1, False), **shared))
-            return lambda spans: post(encoder.batch(spans))
-        return lambda spans: exporter.export([*map(self.readable_of, spans)]).name == "SUCCESS"
+            send = post
+            batches = Batches(encoder.span, lambda spans: send(encoder.body(spans)), exporter.shutdown)
+        self.batches.append(batches)
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
         """Pass spans on."""

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from daskserve.telemetry.tracing.shared import SharedAttributes
+from daskserve.telemetry.tracing.span import RecordedSpan
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import StatusCode
 
-    from daskserve.telemetry.tracing.span import RecordedSpan
-
-#: How many pairs of a key and a value are kept encoded, and how long a text may be for that.
-MAX_KEPT, MAX_KEPT_LENGTH = 4096, 128
+#: How many keys, names, and numbers with their keys are kept encoded.
+MAX_KEPT = 4096
 #: The numbers of fields of text or messages, with the wire type 2.
 _TRACE_ID, _SPAN_ID, _STATE, _PARENT, _NAME = b"\x0a\x10", b"\x12\x08", b"\x1a", b"\x22\x08", b"\x2a"
 _KIND, _ATTRIBUTE, _STATUS = 0x30, b"\x4a", b"\x7a"
@@ -47,7 +49,7 @@ class SpanEncoder:
         self._readable_of = readable_of
         self._encode_spans: Any = encode_spans
         self._kept: Callable[[str, Any, type], bytes] = lru_cache(MAX_KEPT)(_attribute)
-        self._name = lru_cache(MAX_KEPT)(_name)
+        self._name, self._key = lru_cache(MAX_KEPT)(_name), lru_cache(MAX_KEPT)(_key)
         found = encode_spans([example]).resource_spans[0]
         scope = found.scope_spans[0]
         del scope.spans[:]
@@ -55,18 +57,20 @@ class SpanEncoder:
         del found.scope_spans[:]
         self._resource = found.SerializeToString()
 
-    def batch(self, spans: Sequence[RecordedSpan]) -> bytes:
-        """Return the body of a request to a collector."""
-        one = self._span
-        of_scope = self._scope + b"".join([_field(b"\x12", one(each)) for each in spans])
-        return _field(b"\x0a", self._resource + _field(b"\x12", of_scope))
+    def body(self, spans: Sequence[bytes]) -> bytes:
+        """Return the body of a request to a collector, with spans that `span` has returned."""
+        return _field(b"\x0a", self._resource + _field(b"\x12", self._scope + b"".join(spans)))
+
+    def span(self, span: RecordedSpan) -> bytes:
+        """Return a span as part of a body."""
+        return _field(b"\x12", self._span(span))
 
     def _span(self, span: RecordedSpan, *, is_plain: bool = False) -> bytes:
         if (span.events or span.links) and not is_plain:
             return self._odd(span)
         parts = [
             _TRACE_ID,
-            span.trace_id.to_bytes(16, "big"),
+            bytes.fromhex(span.trace[3:35]),
             _SPAN_ID,
             span.span_id.to_bytes(8, "big"),
             self._name(span.name),
@@ -78,21 +82,34 @@ class SpanEncoder:
             parts.append(_FLAGS)
         if span.tracestate:
             parts.append(_text(_STATE, span.tracestate))
-        kept = self._kept
-        for key, value in span.attributes.items():
+        shared = span.shared
+        parts.append(shared.encoded or self._shared(shared))
+        for key, value in (span.own or {}).items():
             kind = type(value)
             if kind is str:
-                if len(value) <= MAX_KEPT_LENGTH:
-                    parts.append(kept(key, value, str))
-                else:
-                    parts.append(_attribute(key, value, str))
+                parts.append(self._text(key, value))
             elif kind is int or kind is bool or kind is float:
-                parts.append(kept(key, value, kind))
+                parts.append(self._kept(key, value, kind))
             elif not is_plain:
                 return self._odd(span)
-        code, text = span.status
-        parts.append(_field(_STATUS, (_text(b"\x12", text) if text else b"") + bytes((0x18, code.value))))
+        status = span.status
+        parts.append(_UNSET if status is RecordedSpan.status else _status(*status))
         return b"".join(parts)
+
+    def _shared(self, shared: SharedAttributes) -> bytes:
+        values = shared.values.items()
+        encoded = b"".join([_attribute(key, value, type(value)) for key, value in values])
+        shared.encoded = encoded
+        return encoded
+
+    def _text(self, key: str, text: str) -> bytes:
+        """Return an attribute with a text, which is often another one for each span, and so is not kept."""
+        encoded = text.encode("utf-8", "replace")
+        length, prefix = len(encoded), self._key(key)
+        whole = len(prefix) + length + 4
+        if whole > 127:
+            return _attribute(key, text, str)
+        return b"%b%c%b\x12%c\x0a%c%b" % (_ATTRIBUTE, whole, prefix, length + 2, length, encoded)
 
     def _odd(self, span: RecordedSpan) -> bytes:
         try:
@@ -101,6 +118,13 @@ class SpanEncoder:
             return self._span(span, is_plain=True)
         encoded: bytes = found.resource_spans[0].scope_spans[0].spans[0].SerializeToString()
         return encoded
+
+
+def _status(code: StatusCode, text: str) -> bytes:
+    return _field(_STATUS, (_text(b"\x12", text) if text else b"") + bytes((0x18, code.value)))
+
+
+_UNSET = b"\x7a\x02\x18\x00"
 
 
 def _varint(number: int) -> bytes:
@@ -120,6 +144,10 @@ def _field(number: bytes, content: bytes) -> bytes:
 
 def _text(number: bytes, text: str) -> bytes:
     return _field(number, text.encode("utf-8", "replace"))
+
+
+def _key(text: str) -> bytes:
+    return _text(b"\x0a", text)
 
 
 def _name(text: str) -> bytes:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import LENGTH, NEW, NO_PARENT, SAMPLED, Carrier, Parent
+from daskserve.telemetry.tracing.carrier import (
+    LENGTH,
+    NEW,
+    NO_PARENT,
+    SAMPLED,
+    Carrier,
+    Parent,
+)
+from daskserve.telemetry.tracing.shared import NOTHING, KnownAttributes
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -24,10 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.tracing")
 
-#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
-MAX_PENDING = 2048
-#: How long the thread lets spans gather.
-GATHER_S = 0.2
+#: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
+GATHER_S = 0.1
 #: How long the last spans may take when the instance ends.
 FLUSH_S = 5.0
 #: The key of `Tracing` among what the parts of an instance share in a process.
@@ -60,18 +66,18 @@ class Tracing:
         from daskserve.telemetry.tracing.span import RecordedSpan
 
         self._span = RecordedSpan
+        self.shared = KnownAttributes()
         self._internal_kind, self.server_kind = SpanKind.INTERNAL, SpanKind.SERVER
         self.instance = instance
         self.config = config
         self.resource = resource
-        self._call_imported = call_imported
-        self._post_of = post_of
+        self._how = call_imported, post_of
         self.ratio: float = config["sampling_ratio"]
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
-        self._pending: deque[RecordedSpan] = deque()
+        self.pending: deque[RecordedSpan] = deque()
         self._wakes, self._closing = threading.Event(), threading.Event()
-        self._is_awake = False
+        self.is_awake = False
         self.is_closed = False
         self._thread: threading.Thread | None = None
         self.ended = self.dropped = 0
@@ -105,17 +111,24 @@ class Tracing:
         return self._rng.random() < self.ratio
 
     def span(
-        self, name: str, parent: Parent, attributes: dict[str, Any], kind: Any = None, tracestate: str = ""
+        self,
+        name: str,
+        parent: Parent,
+        attributes: dict[str, Any] | None,
+        kind: Any = None,
+        tracestate: str = "",
     ) -> RecordedSpan:
-        """Begin a span; without a parent, it is the first one of a new trace."""
-        trace_id = parent[0] or self.bits(128) | 1
-        found = self._span(self, name, trace_id, parent[1], attributes, kind or self._internal_kind)
+        """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
+        trace = f"00-{parent[0] or self.bits(128) | 1:032x}-"  # as `trace_head`
+        found = self._span(self, name, trace, parent[1], NOTHING, kind or self._internal_kind)
+        if attributes is not None:
+            found.own = attributes
         if tracestate:
             found.tracestate = tracestate
         return found
 
     def under(
-        self, carrier: Carrier, name: str, attributes: dict[str, Any], kind: Any = None
+        self, carrier: Carrier, name: str, own: dict[str, Any] | None = None, kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         text = carrier[0] if carrier else ""
@@ -123,27 +136,27 @@ class Tracing:
             # As `parent_in` and `span`, in a third of the time.
             if not int(text[53:], 16) & SAMPLED:
                 return None
-            ids = int(text[3:35], 16), int(text[36:52], 16)
-            found = self._span(self, name, *ids, attributes, kind or self._internal_kind)
+            parent_id = int(text[36:52], 16)
+            found = self._span(self, name, text[:36], parent_id, NOTHING, kind or self._internal_kind)
             if carrier[1]:
                 found.tracestate = carrier[1]
+            if own is not None:
+                found.own = own
             return found
         if text == NEW:
-            found = self.span(name, NO_PARENT, attributes, kind)
+            found = self.span(name, NO_PARENT, own, kind)
             found.start_ns = int(carrier[3])
             return found
         return None
 
-    def keep(self, span: RecordedSpan) -> None:
-        """Have a span that has ended exported."""
-        if len(self._pending) >= MAX_PENDING or self.is_closed:
-            self.dropped += 1
-            return
-        self.ended += 1
-        self._pending.append(span)
-        if not self._is_awake:
-            self._is_awake = True
-            self._wakes.set()
+    def drop(self) -> None:
+        """Count a span for which there is no room."""
+        self.dropped += 1
+
+    def wake(self) -> None:
+        """Have the ended spans exported soon."""
+        self.is_awake = True
+        self._wakes.set()
 
     # ---- the thread
 
@@ -152,7 +165,7 @@ class Tracing:
 
         try:
             path = self.config["exporter_import_path"]
-            self.export = open_export(self.resource, path, self._call_imported, self._post_of)
+            self.export = open_export(self.resource, path, *self._how)
         except Exception as error:
             logger.error(
                 "The spans of instance %r are dropped: %s",
@@ -165,7 +178,7 @@ class Tracing:
             if not self.is_closed:
                 self._closing.wait(GATHER_S)
             self._wakes.clear()
-            self._is_awake = False
+            self.is_awake = False
             self._drain()
             if self.is_closed:
                 break
@@ -173,7 +186,13 @@ class Tracing:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        spans = [self._pending.popleft() for _ in range(len(self._pending))]
+        spans = [self.pending.popleft() for _ in range(len(self.pending))]
+        self.ended += len(spans)
+        for span in spans:
+            try:
+                span.complete()
+            except Exception:
+                logger.exception("A span has less attributes than it should have")
         if self.export is None:
             self.dropped += len(spans)
         elif spans:
@@ -184,7 +203,7 @@ class Tracing:
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self.ended + self.dropped),
+            ("trace_spans", labels, self.ended + len(self.pending) + self.dropped),
             ("trace_spans_dropped", labels, self.dropped + late),
         ]
         if export is not None:

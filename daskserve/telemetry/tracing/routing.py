@@ -9,7 +9,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from daskserve.telemetry.tracing.carrier import TRACE, Carrier, parent_in
 from daskserve.telemetry.tracing.context import carrier_of, program_span
-from daskserve.telemetry.tracing.process import tracing_of
+from daskserve.telemetry.tracing.process import KEY, Tracing, tracing_of
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type, exception_attributes, note_failure
 
 T = TypeVar("T")
@@ -22,12 +22,19 @@ class Way:
     its SDK.
     """
 
-    def __init__(self, shared: Mapping[str, Any], span: Span, carrier: Carrier) -> None:
+    def __init__(
+        self, shared: Mapping[str, Any], span: Span, carrier: Carrier, facts: tuple[str, Any]
+    ) -> None:
         self._shared = shared
         self._span = span
-        self._own = span if isinstance(span, RecordedSpan) else None
+        #: The deployment and the method; for a recorded span also the replica and its worker.
+        self._facts: tuple[Any, ...] = facts
+        self._own = own = span if type(span) is RecordedSpan else None
+        baggage = carrier[2] if len(carrier) > 2 else ""
         #: The trace context with which the request goes on.
-        self.carrier: Carrier = carrier_of(span, carrier[2] if len(carrier) > 2 else "")
+        self.carrier: Carrier = (
+            carrier_of(span, baggage) if own is None else [own.traceparent, own.tracestate, baggage]
+        )
         self._attempts = 0
 
     async def wait(
@@ -60,11 +67,10 @@ class Way:
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
         """Note that the request is sent to a replica."""
         self._attempts += 1
-        where = {"daskserve.replica": replica, "daskserve.worker": worker}
         if self._own is None:
-            self._span.set_attributes(where)
+            self._span.set_attributes(_place(replica, worker))
         else:
-            self._own.attributes.update(where)
+            self._facts = *self._facts[:2], replica, worker
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 
@@ -77,17 +83,39 @@ class Way:
         """Note the end of the request."""
         if error is not None:
             note_failure(self._span, error_type(error))
+        if self._own is not None:
+            self._own.later = _complete, self._shared[KEY], self._facts
         self._span.end()
+
+
+def _complete(span: RecordedSpan, tracing: Tracing, facts: tuple[Any, ...]) -> None:
+    span.shared = tracing.shared.get(facts, _attributes)
 
 
 def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
     """Begin the way of a request whose head has a trace context; None if its trace is not sampled."""
     carrier: Carrier = head[TRACE]
-    attributes = {"daskserve.step": "route_to_replica", "daskserve.deployment": deployment}
-    if isinstance(method := head.get("method"), str) and "type" not in head:
-        attributes["rpc.method"] = method or "__call__"
-    span = _begin(shared, carrier, f"route_to_replica {deployment}", attributes, SpanKind.CLIENT)
-    return None if span is None else Way(shared, span, carrier)
+    method = None if "type" in head else head.get("method")
+    facts = deployment, (method or "__call__") if isinstance(method, str) else None
+    name = f"route_to_replica {deployment}"
+    span: Span | None
+    tracing: Tracing | None = shared.get(KEY)
+    if tracing is not None:
+        span = tracing.under(carrier, name, kind=SpanKind.CLIENT)
+    else:
+        span = _begin(shared, carrier, name, _attributes(*facts), SpanKind.CLIENT)
+    return None if span is None else Way(shared, span, carrier, facts)
+
+
+def _attributes(deployment: str, method: str | None, replica: str = "", worker: str = "") -> dict[str, Any]:
+    found = {"daskserve.step": "route_to_replica", "daskserve.deployment": deployment}
+    if method is not None:
+        found["rpc.method"] = method
+    return {**found, **_place(replica, worker)} if replica else found
+
+
+def _place(replica: str, worker: str) -> dict[str, Any]:
+    return {"daskserve.replica": replica, "daskserve.worker": worker}
 
 
 def _begin(
@@ -95,5 +123,5 @@ def _begin(
 ) -> Span | None:
     tracing = tracing_of(shared)
     if tracing is not None:
-        return tracing.under(carrier, name, attributes, kind)
+        return tracing.under(carrier, name, own=attributes, kind=kind)
     return program_span(carrier, name, attributes, kind) if parent_in(carrier).is_sampled else None

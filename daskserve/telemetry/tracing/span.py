@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,7 +16,10 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 
 from daskserve.common.clock import wall_ns
 from daskserve.telemetry.tracing.carrier import SAMPLED
+from daskserve.telemetry.tracing.shared import NOTHING, SharedAttributes
 
+#: Ended spans that wait for the thread; as many as the SDK's own queue holds.
+MAX_PENDING = 2048
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
@@ -30,15 +34,23 @@ class SpanMaker(Protocol):
 
     is_closed: bool
 
+    is_awake: bool
+    #: Ended spans, of which nobody keeps more than `MAX_PENDING`.
+    pending: deque[RecordedSpan]
+
     @property
     def bits(self) -> Callable[[int], int]:
         """Returns a random number of so many bits."""
 
-    def keep(self, span: RecordedSpan) -> None: ...
+    def drop(self) -> None:
+        """Count a span for which there is no room."""
+
+    def wake(self) -> None:
+        """Have the ended spans exported soon."""
 
 
 class RecordedSpan(Span):
-    """A span of a sampled trace; ``tracing.keep`` gets it when it ends, once.
+    """A span of a sampled trace; ``tracing.pending`` gets it when it ends, once.
 
     Any thread may use it, as any span of OpenTelemetry.
     """
@@ -50,40 +62,71 @@ class RecordedSpan(Span):
     #: ``(name, attributes, time)`` of each event.
     events: Sequence[tuple[str, Mapping[str, Any], int]] = ()
     links: Sequence[Link] = ()
+    #: Attributes of the span alone.
+    own: dict[str, Any] | None = None
+    #: A function and its arguments after the span, which sets what is not known yet: called when the span is
+    #: exported or read, so that no request waits for it.
+    later: tuple[Any, ...] | None = None
     _context: SpanContext | None = None
 
     def __init__(
         self,
         tracing: SpanMaker,
         name: str,
-        trace_id: int,
+        trace: str,
         parent_id: int,
-        attributes: dict[str, Any],
+        shared: SharedAttributes,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> None:
         self.tracing = tracing
         self.name = name
-        self.trace_id = trace_id
+        #: The beginning of a ``traceparent``, of all spans of its trace.
+        self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
         self.span_id = tracing.bits(64) | 1
-        self.attributes = attributes
+        self.shared = shared
         self.kind = kind
         self.start_ns = wall_ns()
 
     @property
+    def trace_id(self) -> int:
+        """The number of its trace."""
+        return int(self.trace[3:35], 16)
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """All attributes."""
+        if self.later is not None:
+            self.complete()
+        return {**self.shared.values, **(self.own or {})}
+
+    @property
     def traceparent(self) -> str:
         """The text that makes the span the parent of others."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
+        return f"{self.trace}{self.span_id:016x}-01"
 
     def child(
-        self, name: str, attributes: dict[str, Any], kind: SpanKind = SpanKind.INTERNAL
+        self,
+        name: str,
+        attributes: dict[str, Any] | SharedAttributes,
+        kind: SpanKind = SpanKind.INTERNAL,
     ) -> RecordedSpan:
-        """Begin a span under this one."""
-        found = RecordedSpan(self.tracing, name, self.trace_id, self.span_id, attributes, kind)
+        """Begin a span under this one, with attributes that it shares, or of its own."""
+        if isinstance(attributes, SharedAttributes):
+            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, attributes, kind)
+        else:
+            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, NOTHING, kind)
+            found.own = attributes
         if self.tracestate:
             found.tracestate = self.tracestate
         return found
+
+    def complete(self) -> None:
+        """Set what is set `later`, once."""
+        later, self.later = self.later, None
+        if later is not None:
+            later[0](self, *later[1:])
 
     def fail(self, kind: str) -> None:
         """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
@@ -112,11 +155,18 @@ class RecordedSpan(Span):
         self.set_attributes({key: value})
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        known = self.attributes
-        if not self.end_ns:
-            for key, value in _cleaned(attributes).items():
-                if key in known or len(known) < MAX_ATTRIBUTES:
-                    known[key] = value
+        if self.end_ns:
+            return
+        cleaned, known = _cleaned(attributes), self.own
+        if not self.shared.values.keys().isdisjoint(cleaned):
+            known, self.shared = dict(self.attributes), NOTHING
+        if known is None:
+            known = {}
+        most = MAX_ATTRIBUTES - len(self.shared.values)
+        for key, value in cleaned.items():
+            if key in known or len(known) < most:
+                known[key] = value
+        self.own = known
 
     def add_event(
         self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None
@@ -155,7 +205,14 @@ class RecordedSpan(Span):
         if not self.end_ns:
             now, began = end_time or wall_ns(), self.start_ns
             self.end_ns = now if now > began else began  # the clock may have been set
-            self.tracing.keep(self)
+            tracing = self.tracing
+            pending = tracing.pending
+            if tracing.is_closed or len(pending) >= MAX_PENDING:
+                tracing.drop()
+                return
+            pending.append(self)
+            if not tracing.is_awake:
+                tracing.wake()
 
     def __exit__(
         self,

@@ -19,6 +19,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
+from daskserve.telemetry.tracing.carrier import trace_head
+from daskserve.telemetry.tracing.shared import SharedAttributes
 from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
 
 
@@ -27,7 +29,7 @@ class UserTracer(Tracer):
 
     def __init__(self, provider: UserTracerProvider, scope: str) -> None:
         self._provider = provider
-        self._scope = scope
+        self._shared = SharedAttributes({"otel.scope.name": str(scope)})
 
     def start_span(
         self,
@@ -46,9 +48,7 @@ class UserTracer(Tracer):
         if tracing is None or not known.is_valid or not known.trace_flags.sampled:
             # Only requests begin traces: a framework begins a span for each request, sampled or not.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
-        span = RecordedSpan(
-            tracing, name, known.trace_id, known.span_id, {"otel.scope.name": self._scope}, kind
-        )
+        span = RecordedSpan(tracing, name, trace_head(known.trace_id), known.span_id, self._shared, kind)
         span.tracestate = known.trace_state.to_header()
         if start_time:
             span.start_ns = start_time

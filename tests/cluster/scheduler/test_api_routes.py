@@ -193,6 +193,7 @@ async def test_each_kind_of_refusal_has_its_status(site: Site) -> None:
         site.hosts.answer = fail
         reply = await site.send()
         assert (reply.code, message_of(reply)) == (status, str(error))
+        assert json.loads(reply.body)["error"] == str(error)
         assert ("Retry-After" in reply.headers) == (status == 503)
     assert len(site.hosts.calls) == 3
 

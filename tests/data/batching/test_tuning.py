@@ -81,10 +81,10 @@ class Load:
 #: Each load, and what the best of the fixed sizes and waits gets with the same p99 (`search` finds it).
 SHAPES: Mapping[str, tuple[Callable[[Load], Awaitable[None]], float]] = {
     "few clients": (lambda load: load.clients(8), 134.0),
-    "many clients": (lambda load: load.clients(64), 368.0),
-    "clients that think": (lambda load: load.thinking(32, 0.05), 200.8),
-    "bursts": (lambda load: load.arrivals(lambda now: 300.0 if now % 2 < 0.5 else 30.0), 94.5),
-    "waves": (lambda load: load.arrivals(lambda now: 120 + 100 * math.sin(now)), 120.9),
+    "many clients": (lambda load: load.clients(64), 370.7),
+    "clients that think": (lambda load: load.thinking(32, 0.05), 201.4),
+    "bursts": (lambda load: load.arrivals(lambda now: 300.0 if now % 2 < 0.5 else 30.0), 91.5),
+    "waves": (lambda load: load.arrivals(lambda now: 120 + 100 * math.sin(now)), 122.8),
 }
 
 

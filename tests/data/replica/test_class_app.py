@@ -30,7 +30,8 @@ from tables import case
 
 import daskserve as serve
 from daskserve.client.definitions.specs import make_spec
-from daskserve.data.replica.user_code.class_app import APP, has_app, ingress
+from daskserve.data.replica.user_code.class_app import has_app, ingress
+from daskserve.data.replica.user_code.definitions import APP, inspect_definition
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ReplicaStartError, UnpicklableError
 from daskserve.payload.parcels import unpack_code
@@ -979,3 +980,17 @@ def get_url(url: str) -> Any:
     answer = httpx.get(url)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def test_where_an_application_describes_itself() -> None:
+    class Api(FastAPI):
+        pass
+
+    class Answer:
+        pass
+
+    paths = [
+        inspect_definition(each).docs_path
+        for each in (ingress(Api(docs_url="/my-docs"))(Answer), FastAPI(), FastAPI(docs_url=None))
+    ]
+    assert paths == ["/my-docs", "/docs", ""]

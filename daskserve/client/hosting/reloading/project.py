@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.client.definitions.code_digest import names_one_of
+from daskserve.client.definitions.code_digest import code_digest, names_one_of
 from daskserve.client.definitions.graph import digest_of
 from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import BuiltApplication
@@ -92,6 +92,9 @@ class Project:
         facts: list[Any] = [self.others] if self.others else []
         if names_one_of(pickled, modules):
             facts.append(sorted(modules.items()))
+        if spec.user_version is not None:
+            # A version that its user has named is the same whatever was saved.
+            facts.append(code_digest(spec.parts or (spec.code,)))
         changes: dict[str, Any] = {}
         if facts:
             changes["version"] = f"{spec.version}-{digest_of(*facts)}"

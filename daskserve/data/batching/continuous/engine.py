@@ -18,13 +18,13 @@ from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.context import current_replica, current_request
-from daskserve.data.batching.continuous.request import ActiveRequest
+from daskserve.data.batching.continuous.request import ActiveRequest, RequestState
 from daskserve.data.batching.continuous.rounds import Outcome, Rounds
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.loops.threads import start_daemon
-from daskserve.telemetry.tracing.batches import SpansOfBatch, span_of_item
+from daskserve.telemetry.tracing.batches import SpansOfBatch, SpansOfSteps, span_of_item
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -39,12 +39,16 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
     engine, request = begin()
     loop = asyncio.get_running_loop()
     outputs = request.outputs
-    engine.add(request)
-    span = span_of_item(engine.rounds.name)
+    # Before the request is added: a thread may answer it at once.
+    request.span = span = span_of_item(engine.rounds.name)
+    try:
+        engine.add(request)
+    except BaseException as error:
+        if span is not None:
+            span.__exit__(type(error), error, None)
+        raise
     try:
         while True:
-            # Before the outputs: it may end meanwhile, with another one. A late step has lost its callers.
-            has_ended = request.has_ended or request.has_left
             if request.read < len(outputs):
                 output = outputs[request.read]
                 request.read += 1
@@ -54,17 +58,15 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                     engine.go_on(request)
                 yield output
                 del output
-            elif has_ended:
+            elif request.lifecycle is RequestState.ENDED or request.has_left:  # a late step loses its callers
+                if request.read < len(outputs):
+                    continue  # a thread has added an output before the end
                 if request.error is not None:
                     raise request.take_error()
                 return
             else:
                 request.waiter = waiter = loop.create_future()
-                # Checked after the future is known: a thread that adds an output from now on sees it.
-                if request.read == len(outputs) and not (request.has_ended or request.has_left):
-                    # A thread may have paused it for outputs that have been read meanwhile.
-                    if engine.rounds.is_paused(request):
-                        engine.go_on(request)
+                if engine.is_async or engine.is_still_waiting(request):
                     await waiter
     finally:
         request.waiter = None
@@ -99,9 +101,10 @@ class Engine:
         #: When the user code that runs now was called, on the clock of the loop; None while none runs.
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._spans = SpansOfSteps(rounds.name)
         self._functions = functions
         self._instance = instance
-        self._is_async = inspect.iscoroutinefunction(functions["step"])
+        self.is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
         replica = current_replica.get()
         # A weak reference: the replica's context refers to the instance, which a batch must not keep alive.
@@ -142,7 +145,7 @@ class Engine:
             raise UnavailableError(self._late_text(running_s))
         evicted = self.rounds.add(request)
         if evicted is not None:
-            _wake(evicted)
+            _wake_all([evicted])
         try:
             self._wake()
         except BaseException:
@@ -159,6 +162,18 @@ class Engine:
         if not request.has_ended and self.rounds.leave(request):
             self._wake()
             self._cancel_step()
+
+    def is_still_waiting(self, request: ActiveRequest) -> bool:
+        """Return whether a thread has done nothing for a request before its waiter was set.
+
+        From then on, the thread sees the waiter when it adds an output.
+        """
+        if request.read < len(request.outputs) or request.has_ended or request.has_left:
+            return False
+        # The thread may have paused the request for outputs that have been read meanwhile.
+        if self.rounds.is_paused(request):
+            self.go_on(request)
+        return True
 
     # ---- running user code
 
@@ -177,7 +192,7 @@ class Engine:
         """Start the steps again if they have stopped."""
         if self._timer is None and self._step_timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._step_timeout_s, self._watch)
-        if not self._is_async:
+        if not self.is_async:
             if self._wake_thread is None:
                 self._wake_thread = _start_thread(self)
             if self._context is None:
@@ -228,6 +243,7 @@ class Engine:
         except Exception as error:
             self._fail_all(error)
         finally:
+            self._spans.end()
             self._task = None
             _wake_all(self.rounds.take_woken())
 
@@ -235,6 +251,8 @@ class Engine:
         function = self._functions.get(name)
         if function is None:
             return None, None
+        if name != "release":
+            self._spans.begin(name, requests)
         try:
             value = function(*own, list(requests))  # a copy, which user code may change
             if inspect.isawaitable(value):
@@ -279,12 +297,15 @@ class Engine:
                 self._post_woken()
         except Exception as error:
             self._fail_all(error)
+        self._spans.end()
         self._post_woken()
 
     def _answer_plain(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
         function = self._functions.get(name)
         if function is None:
             return None, None
+        if name != "release":
+            self._spans.begin(name, requests)
         try:
             return function(*own, list(requests)), None
         except BaseException as error:  # as above
@@ -297,6 +318,8 @@ class Engine:
     def _logged(self, name: str, error: BaseException) -> BaseException:
         if name == "release":  # there is no caller that would get it
             logger.error("The release of %s raised an error", self.rounds.name, exc_info=error)
+        else:
+            self._spans.end(error)
         return error
 
     def _fail_all(self, error: Exception) -> None:
@@ -304,15 +327,11 @@ class Engine:
         self.rounds.fail_all(ServeError(f"Internal error in the batch of {self.rounds.name}: {error!r}"))
 
 
-def _wake(request: ActiveRequest) -> None:
-    waiter, request.waiter = request.waiter, None
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
-
-
 def _wake_all(requests: list[ActiveRequest]) -> None:
     for request in requests:
-        _wake(request)
+        waiter, request.waiter = request.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def _start_thread(engine: Engine) -> threading.Event:

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.span import RecordedSpan
 
 
 class RequestState(Enum):
@@ -52,7 +55,6 @@ class ActiveRequest:
     """
 
     __slots__ = (
-        "_traceback",
         "account",
         "args",
         "cost",
@@ -69,6 +71,7 @@ class ActiveRequest:
         "read",
         "request_id",
         "slot",
+        "span",
         "state",
         "user",
         "waiter",
@@ -104,12 +107,13 @@ class ActiveRequest:
         self.lifecycle = RequestState.WAITING
         #: Its place in the order of arrival.
         self.number = -1
-        #: The error that ended it, which its caller gets after the outputs.
-        self.error: Exception | None = None
-        self._traceback: TracebackType | None = None
+        #: The error that ended it, with its traceback at the time; its caller gets it after the outputs.
+        self.error: tuple[Exception, TracebackType | None] | None = None
         #: How many outputs its caller has read, and what the caller waits on for the next.
         self.read = len(self.outputs)
         self.waiter: asyncio.Future[None] | None = None
+        #: The span of its call, if that is sampled.
+        self.span: RecordedSpan | None = None
         #: Whether its caller is so far behind that it is left out of steps.
         self.is_paused = False
 
@@ -124,14 +128,12 @@ class ActiveRequest:
     def fail(self, error: Exception) -> None:
         """Set the error that its caller gets, unless there is one."""
         if self.error is None:
-            self.error = error
-            self._traceback = error.__traceback__
+            self.error = error, error.__traceback__
 
     def take_error(self) -> Exception:
         """Return the error to raise. Others may raise the same one, and each would add to its traceback."""
         assert self.error is not None
-        error, traceback = self.error, self._traceback
-        self.error = self._traceback = None
+        (error, traceback), self.error = self.error, None
         return error.with_traceback(traceback)
 
     def move(self, what: str) -> None:

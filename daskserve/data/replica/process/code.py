@@ -101,7 +101,7 @@ class TracedForward(ForwardedRequest):
     def __init__(self, code: ChildCode, envelope: Envelope, tracing: Tracing) -> None:
         super().__init__(code, envelope)
         state = found_at(code.slots, list)
-        self._wait = None if state is None else tracing.under(envelope.head[TRACE], "queue", state)
+        self._wait = None if state is None else tracing.under(envelope.head[TRACE], "queue", own=state)
 
     def granted(self) -> None:
         super().granted()

@@ -45,6 +45,8 @@ LAST_SPANS_S = 1.0
 class ChildReplica(Replica):
     """A replica that reports when the code of a cancelled request has ended."""
 
+    consumes_tasks = False
+
     def __init__(self, context: ContextWith[HasConnection]) -> None:
         super().__init__(context)
         self._slots.on_free = self._note_free

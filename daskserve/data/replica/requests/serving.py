@@ -45,8 +45,8 @@ class ServingCode:
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
         #: The description of the replica for callers that choose it; see `daskserve.ReplicaSelection`.
         self.place: Mapping[str, Any] = {}
-        #: The attributes that the spans of all requests share, once they are known.
-        self.names: Mapping[str, Any] = {}
+        #: The application, deployment, replica and version, for spans; None until they are known.
+        self.names: tuple[str, str, str, str] | None = None
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
         #: Takes the calls that have ended, for the access log; None without one.

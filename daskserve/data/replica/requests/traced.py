@@ -30,6 +30,7 @@ from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import NEW, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
+from daskserve.telemetry.tracing.shared import USER_CODE
 from daskserve.telemetry.tracing.span import RecordedSpan, error_type
 
 #: How many of the requests that run are named.
@@ -65,7 +66,8 @@ class TracedRequest(LocalRequest):
         if span is not None:
             if self.wait is not None:
                 _end_wait(self, span)
-            span.attributes["daskserve.replica.ongoing"] = self.slots.ongoing
+            assert span.own is not None
+            span.own["daskserve.replica.ongoing"] = self.slots.ongoing
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
         if self.span is None:
@@ -86,7 +88,7 @@ class TracedRequest(LocalRequest):
         super().answered()
         span = self.span
         if span is not None:
-            self.metrics.latency.note_trace(stopwatch() - began, span.trace_id)
+            self.metrics.latency.note_trace(stopwatch() - began, span.trace[3:35])
             span.end()
             if self.way is not None:
                 self.way.end()
@@ -154,7 +156,7 @@ def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
     if code is not None:
         enter(request.carrier, code)
         return code
-    code = request.span.child(f"user code {request._method.name}", {"daskserve.step": "user_code"})
+    code = request.span.child(f"user code {request._method.name}", USER_CODE)
     waited_s = stopwatch() - request.ready_at
     if waited_s > LONG_S:
         facts = {"daskserve.wait.for": awaited, "daskserve.wait.seconds": round(waited_s, 6)}
@@ -232,35 +234,52 @@ def traced_request(
     if tracing is None:
         return request
     names = serving.names or _names(serving)
-    attributes = {**names, "daskserve.request_id": request_id_of(head)}
-    called = names["daskserve.deployment"]
+    own = {"daskserve.request_id": request_id_of(head)}
+    called, method = names[1], None
     if envelope.kind is EnvelopeKind.CALL:
-        attributes["rpc.method"] = method = head.get("method") or "__call__"
+        method = head.get("method") or "__call__"
         called = f"{called}.{method}"
     if carrier and carrier[0] == NEW:  # its caller has no spans, so the time until here is not covered
-        way = {**attributes, "daskserve.step": "route_to_replica"}
-        request.way = tracing.under(carrier, f"route_to_replica {called}", way)
+        way = {**own, **_shared(*names, method), "daskserve.step": "route_to_replica"}
+        request.way = tracing.under(carrier, f"route_to_replica {called}", own=way)
         if request.way is not None:
             request.carrier = carrier = [request.way.traceparent, "", ""]
-    request.span = tracing.under(carrier, f"replica {called}", attributes, tracing.server_kind)
-    if request.span is not None:
+    request.span = span = tracing.under(carrier, f"replica {called}", own, tracing.server_kind)
+    if span is not None:
+        span.later = _complete, tracing, (*names, method)
         slots = serving.slots
         if slots.ongoing >= slots.concurrency or slots.waiting:
             request.wait = found_at(slots, lambda: _running(serving))
     return request
 
 
-def _names(serving: ServingCode) -> Mapping[str, Any]:
-    """Return the attributes that all requests of a replica share."""
-    found: dict[str, Any] = {"daskserve.step": "replica", "daskserve.deployment": ""}
+def _names(serving: ServingCode) -> tuple[str, str, str, str]:
+    """Return the application, deployment, replica and version of all requests of a replica."""
     replica = serving.executor.context.get(current_replica)
-    if replica is not None:
-        found["daskserve.application"], found["daskserve.deployment"] = split_deployment_tag(
-            replica.backend_tag
-        )
-        found["daskserve.replica"] = replica.replica_tag
-        found["daskserve.version"] = replica.code_version
-        serving.names = found
+    if replica is None:
+        return ("", "", "", "")
+    deployment = split_deployment_tag(replica.backend_tag)
+    serving.names = found = (*deployment, replica.replica_tag, replica.code_version)
+    return found
+
+
+def _complete(span: RecordedSpan, tracing: Tracing, key: tuple[Any, ...]) -> None:
+    span.shared = tracing.shared.get(key, _shared)
+
+
+def _shared(
+    application: str, deployment: str, replica: str, version: str, method: str | None
+) -> dict[str, Any]:
+    """Return the attributes that the requests to a method of a replica share."""
+    found = {"daskserve.step": "replica", "daskserve.deployment": deployment}
+    if replica:
+        found |= {
+            "daskserve.application": application,
+            "daskserve.replica": replica,
+            "daskserve.version": version,
+        }
+    if method is not None:
+        found["rpc.method"] = method
     return found
 
 

@@ -30,7 +30,7 @@ from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Router
 
 from daskserve.common.types import Message, Receive, Send
-from daskserve.data.replica.user_code.definitions import CALL, REMEDY, inspect_definition
+from daskserve.data.replica.user_code.definitions import APP, CALL, REMEDY, inspect_definition
 from daskserve.data.replica.user_code.json import array_types, plain
 from daskserve.internals.starlette import (
     AppCopier,
@@ -45,8 +45,6 @@ from daskserve.payload.pickling import Substitute
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-#: The attribute of a class with its application or builder, and of an object with its own application.
-APP = "__daskserve_app__"
 #: The attribute of an endpoint with the class that it is a method of.
 OWNER = "__daskserve_class__"
 #: The key of the object in the scope of a request.

@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.datastructures import State
 
+from daskserve.data.tasks.marks import CONSUMER
+
 #: The attribute that `daskserve.data.replica.requests.accept_batch` sets on a callable.
 ACCEPT_BATCH = "_serve_accept_batch"
 
@@ -26,6 +28,8 @@ HOOKS = frozenset(
     }
 )
 
+#: The attribute of a class with its application or builder, and of an object with its own application.
+APP = "__daskserve_app__"
 #: An attribute of classes whose objects hold what can be served: what to do.
 REMEDY = "__daskserve_remedy__"
 ASGI_PARAMETERS = ("scope", "receive", "send")
@@ -64,7 +68,15 @@ class CallableFacts:
     is_asgi_app: bool = False
     accepts_batches: bool = False
     ignores_bodies: bool = False
+    docs_path: str = ""
     methods: Mapping[str, Method] = field(default_factory=dict)
+    #: The queue of tasks that it consumes: a `daskserve.data.tasks.decorator.ConsumerSpec`.
+    consumer: Any = None
+
+    def rare(self) -> dict[str, Any]:
+        """Return the facts that few definitions have, by name; records of the others lack them."""
+        names = ("ignores_bodies", "docs_path")
+        return {name: value for name in names if (value := getattr(self, name))}
 
 
 def inspect_definition(
@@ -105,8 +117,17 @@ def inspect_definition(
         is_asgi_app=call is not None and call.is_asgi,
         accepts_batches=any(each.accepts_batches for each in answering),
         ignores_bodies=call is not None and not (call.is_async or call.takes_argument),
+        docs_path=_docs_path(getattr(definition, APP, definition)),
         methods=methods,
+        consumer=getattr(definition, CONSUMER, None) if inspect.isclass(definition) else None,
     )
+
+
+def _docs_path(app: Any) -> str:
+    """Return where a FastAPI application describes itself, below its route; empty if it does not."""
+    is_fastapi = any(each.__module__.partition(".")[0] == "fastapi" for each in type(app).__mro__)
+    found = getattr(app, "docs_url", "") if is_fastapi else ""
+    return found if isinstance(found, str) else ""
 
 
 def python_methods(definition: Any) -> list[str]:

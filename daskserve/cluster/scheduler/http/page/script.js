@@ -115,6 +115,10 @@ function clock(at) {
   const time = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
   return now() - at > 64800 ? `${date.toLocaleDateString([], { month: "short", day: "numeric" })} ${time.slice(0, 5)}` : time;
 }
+function bytes(value) {
+  const at = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.abs(value) || 1) / 10)));
+  return number(value / 1024 ** at, ["B", "KiB", "MiB", "GiB", "TiB"][at]);
+}
 const plural = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
 const shortId = (id) => String(id).slice(String(id).lastIndexOf("#") + 1);
 
@@ -675,14 +679,15 @@ function deploymentPage() {
       h("p", { class: "note bad" }, firstLines(one.reason)),
       one.user_traceback ? h("details", { open: one === each.dead[each.dead.length - 1] }, h("summary", null, "Traceback"), h("pre", { tabindex: 0, "aria-label": "Traceback" }, one.user_traceback)) : null,
       one.last_lines && one.last_lines.length ? h("details", null, h("summary", null, "Last lines of its log"), h("pre", { tabindex: 0, "aria-label": "Log" }, one.last_lines.join("\n"))) : null)))) : null,
-    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each), rows, { empty: "No replica." })),
+    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each, rows.some((one) => one.models && one.models.count != null)), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
       card("Events", {}, null, eventList(site.events.filter((one) => (each.isThere ? one.deployment === each.tag : one.application === app)), 20))),
   ];
 }
 const logsOf = (each, replica) => `${to("logs")}?${new URLSearchParams({ application: each.app, deployment: each.name, ...(replica ? { replica: replica.id } : {}) })}`;
-const replicaColumns = (deployment) => [
+const modelsColumn = { title: "Models", class: "narrow-off", width: "minmax(88px, 1fr)", value: (each) => each.models && each.models.count, first: -1, cell: (each) => { const it = each.models || {}, names = (it.models || []).join(", "); return h("div", { class: "cut", title: names }, it.count == null ? "–" : `${number(it.count)}${it.capacity ? ` / ${number(it.capacity)}` : ""}`, names ? h("span", { class: "soft small" }, `  ${names}`) : null); } };
+const replicaColumns = (deployment, hasModels) => [
   { title: "Replica", class: "first", width: "minmax(96px, 1.2fr)", value: (each) => each.id, cell: (each) => h("div", { class: "mono", title: each.id }, h("a", { href: logsOf(deployment, each) }, shortId(each.id)), each.is_old ? h("span", { class: "soft" }, " old version") : null) },
   { title: "State", class: "state", width: "120px", value: (each) => each.state, cell: (each) => h("span", { title: each.message || null }, chip(each.message && each.state === "RUNNING" ? "UNHEALTHY" : each.state)) },
   { title: "Worker", width: "minmax(100px, 1.4fr)", value: (each) => each.worker || "", cell: (each) => h("div", { title: each.worker || "" }, each.worker ? each.worker_name || each.worker : "waits for a worker", each.host ? h("span", { class: "soft small" }, `  ${each.host}`) : null) },
@@ -692,6 +697,7 @@ const replicaColumns = (deployment) => [
   { title: "Running", class: "num narrow-off", width: "64px", value: (each) => each.live.ongoing, first: -1, cell: (each) => number(each.live.ongoing) },
   { title: "Queued", class: "num wide narrow-off", width: "64px", value: (each) => each.live.queued, first: -1, cell: (each) => number(each.live.queued) },
   { title: "Age", class: "num narrow-off", width: "56px", value: (each) => each.since, first: -1, cell: (each) => h("span", { title: when(each.since) }, age(each.since)) },
+  ...(hasModels ? [modelsColumn] : []),
   { title: "Look inside", isQuiet: true, label: "", width: "200px", class: "narrow-off", cell: (each) => h("div", { class: "acts tight" }, h("a", { class: "button slim", href: logsOf(deployment, each), "aria-label": `Logs of ${shortId(each.id)}` }, "Logs"), h("button", { class: "slim", type: "button", "aria-label": `Profile ${shortId(each.id)}`, onclick: () => profile(each) }, "Profile"), h("button", { class: "slim", type: "button", "aria-label": `Stacks of ${shortId(each.id)}`, onclick: () => stacks(each) }, "Stacks")) },
 ];
 
@@ -997,19 +1003,20 @@ function rolloutAction(each, verb, text) {
 
 // ---- Inside a replica
 
-async function inspect(each, title, path, body) {
+async function inspect(each, title, path, body, patience = ANSWER_MS) {
   const dialog = $("dialog");
   const show = (content) => render(dialog, h("form", { method: "dialog", key: title }, h("h2", { id: "dialog-title" }, title), content, h("div", { class: "acts" }, h("button", { type: "submit" }, "Close"))));
   show(h("p", { class: "soft", role: "status" }, "Asking the replica. A profile takes five seconds."));
   const isOpen = openDialog("wide");
   try {
-    const answer = await api(`serve/replicas/${encodeURIComponent(each.id)}/${path}`);
+    const answer = await api(`serve/replicas/${encodeURIComponent(each.id)}/${path}`, { patience });
     if (isOpen()) show(body(answer, show));
   } catch (error) {
     if (isOpen()) show(h("p", { class: "note bad", role: "alert" }, error.status === 404 && !error.message.includes("eplica") ? "This version of daskserve has no profiles here." : error.message));
   }
 }
-const profile = (each) => inspect(each, `Profile of ${shortId(each.id)}`, "profile?seconds=5", flame);
+const profile = (each) => inspect(each, `Profile of ${shortId(each.id)}`, "profile?seconds=5", (answer, show) => flame(answer, show, each));
+const memory = (each) => inspect(each, `Memory of ${shortId(each.id)}`, "profile?seconds=5&memory=true", (answer) => memoryOf(answer, each), 3 * ANSWER_MS);
 const stacks = (each) => inspect(each, `Stacks of ${shortId(each.id)}`, "stacks", (answer) => h("pre", { tabindex: 0, "aria-label": "Stacks" }, stacksText(answer)));
 const frameOf = (each) => `  ${each.function}  ${each.file}:${each.line}${each.text ? `\n      ${each.text}` : ""}`;
 function stacksText(answer) {
@@ -1041,9 +1048,9 @@ function treeOf(answer, isRunning) {
   return root;
 }
 /** Show a profile: all of the time, or that on a processor, because a thread that waits would hide what works. */
-function flame(answer, show, isRunning = false) {
-  const pick = (text, value) => h("button", { type: "button", key: text, "aria-pressed": String(value === isRunning), onclick: () => show(flame(answer, show, value)) }, text);
-  const draw = (root) => [h("div", { class: "choices", role: "group", "aria-label": "Which time counts", key: "time" }, pick("All time", false), pick("On a processor", true)), flameOf(root, (one) => show(draw(one)))];
+function flame(answer, show, each, isRunning = false) {
+  const pick = (text, value) => h("button", { type: "button", key: text, "aria-pressed": String(value === isRunning), onclick: () => show(flame(answer, show, each, value)) }, text);
+  const draw = (root) => [h("div", { class: "choices", role: "group", "aria-label": "What is shown", key: "time" }, pick("All time", false), pick("On a processor", true), h("button", { type: "button", key: "memory", "aria-pressed": "false", onclick: () => memory(each) }, "Memory")), flameOf(root, (one) => show(draw(one)))];
   return draw(treeOf(answer, isRunning));
 }
 function flameOf(root, go) {
@@ -1061,6 +1068,15 @@ function flameOf(root, go) {
   place(root, 0, 0);
   const depth = boxes.reduce((most, each) => Math.max(most, parseFloat(each.props.style.top)), 0);
   return [h("p", { class: "soft small" }, "Wider is more time; blue is time that waits. Choose a frame to see it alone, and the first one to go back."), h("div", { class: "flame", style: { height: `${depth + 22}px` } }, boxes)];
+}
+
+/** Show the lines of code that hold memory. */
+function memoryOf(answer, each) {
+  const known = answer.was_on ? "" : " Python did not trace its memory before (PYTHONTRACEMALLOC=1 in the replica's environment would), so only what these seconds allocated is known.";
+  const file = (path) => path.split("/").slice(-3).join("/");
+  return [h("div", { class: "choices", role: "group", "aria-label": "What is shown", key: "time" }, h("button", { type: "button", key: "time", "aria-pressed": "false", onclick: () => profile(each) }, "Time"), h("button", { type: "button", key: "memory", "aria-pressed": "true", onclick: () => memory(each) }, "Memory")),
+    h("p", { class: "soft small", key: "all" }, answer.was_ended ? "Other code has ended the tracing of memory meanwhile." : `${bytes(answer.traced_bytes)} in Python's objects, ${bytes(answer.peak_bytes)} at most.${known}`),
+    answer.lines.length ? h("div", { class: "scroll", key: "lines", tabindex: 0, role: "group", "aria-label": "Lines of code" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "Line"), ["Size", "Change", "Blocks"].map((one) => h("th", { key: one, scope: "col", class: "num" }, one)))), h("tbody", null, answer.lines.map(([path, line, size, count, change]) => h("tr", { key: `${path}:${line}` }, h("td", { class: "mono", title: path }, `${file(path)}:${line}`), [bytes(size), bytes(change), number(count)].map((one, at) => h("td", { key: at, class: "num" }, one))))))) : null];
 }
 
 // ---- Start

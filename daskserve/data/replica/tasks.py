@@ -1,0 +1,163 @@
+"""The tasks of a replica: it takes them from a queue, and answers them like calls of its own.
+
+Each task is a request to the replica, so it has a slot, and runs, is logged, traced, counted, drained and
+cancelled as a call by a handle is, also in a child process. Its id is the id of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from daskserve.cluster.protocols.base import ContextWith
+from daskserve.common.types import (
+    Envelope,
+    EnvelopeKind,
+    Message,
+    Payload,
+    QueueTimeout,
+    nothing_to_receive,
+    short_tag,
+)
+from daskserve.context import HasConnection
+from daskserve.data.replica.code_protocol import UserCode
+from daskserve.data.tasks.adapter import TaskProcessorAdapter, made_adapter
+from daskserve.data.tasks.consumer import Failure, Lost, Released, TaskConsumer
+from daskserve.data.tasks.decorator import ConsumerSpec
+from daskserve.data.tasks.durable import DurableAdapter, checked_result
+from daskserve.data.tasks.payloads import error_text, joined, parted
+from daskserve.data.tasks.states import Task
+from daskserve.errors import ActorLostError, ReplicaBusyError, ReplicaStartError
+from daskserve.options.start_messages import ReplicaStart
+from daskserve.payload.packed_errors import packed_here, unpacked
+from daskserve.payload.pickling import dump, load_bytes
+
+logger = logging.getLogger("daskserve.replica")
+
+#: How long a task waits for a slot of its replica, which requests may have.
+SLOT_PATIENCE_S = 3600.0
+#: The pause after a task found no slot.
+BUSY_PAUSE_S = 0.2
+
+
+class ReplicaTasks:
+    """What one replica consumes; nothing until `start` is called."""
+
+    def __init__(self, context: ContextWith[HasConnection], start: ReplicaStart, code: UserCode) -> None:
+        self._context, self._code = context, code
+        self._tag, self._display_name = start.replica_tag, start.display_name
+        self._spec: ConsumerSpec | None = None
+        self._adapter: TaskProcessorAdapter | None = None
+        self._consumer: TaskConsumer | None = None
+        self._is_stopping = False
+
+    async def start(self, packed: bytes) -> None:
+        """Open the queue of a pickled `ConsumerSpec`, and consume it.
+
+        Raises
+        ------
+        ReplicaStartError
+            It cannot be opened.
+        """
+        concurrency = self._code.slots.concurrency
+        failure: ReplicaStartError | None = None
+        durable: DurableAdapter | None = None
+        try:
+            self._spec = spec = await asyncio.to_thread(load_bytes, packed)
+            self._adapter = adapter = await asyncio.to_thread(made_adapter, spec.config)
+            await asyncio.to_thread(adapter.initialize, concurrency)
+            if isinstance(adapter, DurableAdapter):
+                durable = adapter
+            else:
+                for name, method in spec.handlers.items():
+                    adapter.register_task_handle(self._handler(name, method), name)
+                await asyncio.to_thread(adapter.start_consumer)
+        except Exception as error:
+            packed_error = packed_here(error)
+            text = f"{self._display_name} cannot consume its tasks: {packed_error.summary}"
+            failure = ReplicaStartError(text, user_traceback=packed_error.text)
+        if failure is not None:
+            raise failure
+        if durable is not None:
+            run, clock, rng = partial(self._run, durable), self._context.clock, self._context.rng
+            self._consumer = durable.consumer(self._tag, spec.handlers, run, self._room, clock=clock, rng=rng)
+            self._consumer.start()
+
+    def _room(self) -> int:
+        """Return how many tasks may run: as many as requests leave slots for, but one at least."""
+        slots = self._code.slots
+        running = 0 if self._consumer is None else self._consumer.running
+        others = max(0, slots.ongoing - running)
+        return max(1, slots.concurrency - others) if slots.is_open else 0
+
+    # ---- running
+
+    async def _run(self, adapter: DurableAdapter, task: Task) -> bytes:
+        assert self._spec is not None
+        facts = {"task": (task.id, task.name, task.queue, task.attempts)}
+        try:
+            payload = await self._call(self._spec.handlers[task.name], parted(task.payload), task.id, facts)
+        except ReplicaBusyError:
+            await self._context.clock.sleep(BUSY_PAUSE_S)
+            raise Released from None
+        except ActorLostError as error:
+            if self._is_stopping or not error.begun:
+                raise Released from None
+            raise Lost from None
+        except Exception as error:
+            failure = packed_here(error)
+            raise Failure(error_text(failure.summary, failure.text)) from None
+        return checked_result(task, joined(payload), adapter.config.adapter_config)
+
+    async def _call(self, method: str, payload: Payload, id: str = "", facts: Any = None) -> Payload:
+        answers: list[Message] = []
+
+        async def send(message: Message) -> None:
+            answers.append(message)
+
+        head = {"method": method, "request_id": id, **({} if facts is None else {"facts": facts})}
+        queue_timeout = QueueTimeout(SLOT_PATIENCE_S)
+        envelope = Envelope(EnvelopeKind.CALL, head, payload, has_body=False, queue_timeout=queue_timeout)
+        await self._code.handle(envelope).respond(nothing_to_receive, send)
+        result: Payload = answers[-1]["payload"]
+        return result
+
+    def _handler(self, name: str, method: str) -> Callable[..., Any]:
+        """Return a function that runs a task from any thread, for adapters that call it."""
+        loop = asyncio.get_running_loop()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = self._call(method, dump((args, kwargs)))
+            try:
+                return asyncio.run_coroutine_threadsafe(call, loop).result().load()
+            except Exception as error:
+                raise unpacked(error) from None
+
+        run.__name__ = run.__qualname__ = name
+        return run
+
+    # ---- stop
+
+    def pause(self) -> None:
+        """Take no more tasks."""
+        self._is_stopping = True
+        if self._consumer is not None:
+            self._consumer.pause()
+
+    async def close(self, grace_s: float) -> None:
+        """Give back what still runs, and close the queue."""
+        self.pause()
+        adapter = self._adapter
+        if self._consumer is not None:
+            await self._consumer.close(grace_s)
+        if adapter is None:
+            return
+        try:
+            if self._consumer is None:
+                await asyncio.to_thread(adapter.stop_consumer, grace_s)
+            await asyncio.to_thread(adapter.shutdown)
+        except Exception:  # of an adapter of the user's
+            logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))

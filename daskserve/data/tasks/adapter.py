@@ -1,0 +1,179 @@
+"""The interface of adapters to queues of tasks, with the names that Ray Serve has for it.
+
+daskserve's own queues implement it in `daskserve.data.tasks.durable`. An adapter of yours takes the config in
+its constructor, and calls the registered functions, each of which runs a handler in the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
+from daskserve.payload.importing import import_definition
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AsyncCapability(enum.Enum):
+    """What an adapter can do without blocking the event loop."""
+
+    ENQUEUE_TASK = enum.auto()
+    GET_TASK_STATUS = enum.auto()
+    CANCEL_TASK = enum.auto()
+    GET_METRICS = enum.auto()
+    HEALTH_CHECK = enum.auto()
+
+
+class TaskProcessorAdapter(ABC):
+    """Submits tasks, asks for them, and, in a replica, consumes them."""
+
+    def __init__(self) -> None:
+        self._async_capabilities: set[AsyncCapability] = set()
+
+    @property
+    def async_capabilities(self) -> set[AsyncCapability]:
+        """What it can do without blocking the event loop."""
+        return set(self._async_capabilities)
+
+    def supports_async_capability(self, capability: AsyncCapability) -> bool:
+        """Return whether it can do this without blocking the event loop."""
+        return capability in self._async_capabilities
+
+    def supports_any_async(self) -> bool:
+        """Return whether it can do anything without blocking the event loop."""
+        return bool(self._async_capabilities)
+
+    @abstractmethod
+    def initialize(self, consumer_concurrency: int = 1) -> None:
+        """Connect. A consumer runs up to so many tasks at a time."""
+
+    @abstractmethod
+    def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
+        """Add a handler, which runs the tasks of its name."""
+
+    @abstractmethod
+    def enqueue_task_sync(
+        self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
+    ) -> TaskResult:
+        """Submit a task."""
+
+    @abstractmethod
+    def get_task_status_sync(self, task_id: str) -> TaskResult:
+        """Return what is known of a task."""
+
+    @abstractmethod
+    def cancel_task_sync(self, task_id: str) -> bool:
+        """Cancel a task; return whether it will not run to its end."""
+
+    @abstractmethod
+    def start_consumer(self, **kwargs: Any) -> None:
+        """Begin to consume tasks."""
+
+    @abstractmethod
+    def stop_consumer(self, timeout: float = 10.0) -> None:
+        """Take no more tasks, and wait up to ``timeout`` seconds for those that run."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Disconnect."""
+
+    @abstractmethod
+    def get_metrics_sync(self) -> dict[str, Any]:
+        """Return numbers of the queue."""
+
+    @abstractmethod
+    def health_check_sync(self) -> list[dict[str, Any]]:
+        """Return the health of the queue, or raise."""
+
+    async def enqueue_task_async(
+        self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
+    ) -> TaskResult:
+        """Submit a task."""
+        function = partial(self.enqueue_task_sync, task_name, args, kwargs, **options)
+        return await _in_thread(self, AsyncCapability.ENQUEUE_TASK, function)
+
+    async def get_task_status_async(self, task_id: str) -> TaskResult:
+        """Return what is known of a task."""
+        return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
+
+    async def cancel_task_async(self, task_id: str) -> bool:
+        """Cancel a task."""
+        return await _in_thread(self, AsyncCapability.CANCEL_TASK, self.cancel_task_sync, task_id)
+
+    async def get_metrics_async(self) -> dict[str, Any]:
+        """Return numbers of the queue."""
+        return await _in_thread(self, AsyncCapability.GET_METRICS, self.get_metrics_sync)
+
+    async def health_check_async(self) -> list[dict[str, Any]]:
+        """Return the health of the queue, or raise."""
+        return await _in_thread(self, AsyncCapability.HEALTH_CHECK, self.health_check_sync)
+
+
+async def _in_thread(
+    adapter: TaskProcessorAdapter,
+    capability: AsyncCapability,
+    function: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    if capability not in adapter.async_capabilities:
+        raise NotImplementedError(
+            f"{type(adapter).__name__} cannot {capability.name.lower().replace('_', ' ')} without blocking: "
+            "it has no async capability for that. Call the _sync form in a thread."
+        )
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def made_adapter(config: TaskProcessorConfig) -> TaskProcessorAdapter:
+    """Return the adapter of a config, not initialized.
+
+    Raises
+    ------
+    ValueError
+        It cannot be imported.
+    TypeError
+        It is no adapter.
+    """
+    path = config.adapter_path
+    kind = import_definition(path) if isinstance(path, str) else path
+    if not callable(kind):
+        raise TypeError(f"adapter is {kind!r}; give a class, or its import path")
+    adapter = kind(config)
+    if not isinstance(adapter, TaskProcessorAdapter):
+        raise TypeError(f"adapter is {kind!r}; it must return a TaskProcessorAdapter, not {adapter!r:.200}")
+    return adapter
+
+
+def instantiate_adapter_from_config(task_processor_config: TaskProcessorConfig) -> TaskProcessorAdapter:
+    """Return the adapter of a queue, connected, with which any program submits tasks.
+
+    Parameters
+    ----------
+    task_processor_config : TaskProcessorConfig
+        The config of the consumer.
+
+    Raises
+    ------
+    ValueError
+        The import path of the adapter cannot be imported.
+    TypeError
+        The adapter is no `TaskProcessorAdapter`.
+    TaskQueueError
+        The queue cannot be reached.
+
+    Examples
+    --------
+    >>> config = TaskProcessorConfig(queue_name="mail")  # doctest: +SKIP
+    >>> adapter = serve.instantiate_adapter_from_config(config)  # doctest: +SKIP
+    >>> adapter.enqueue_task_sync("send", args=["Ann"], id="mail-1").status  # doctest: +SKIP
+    'PENDING'
+    """
+    adapter = made_adapter(task_processor_config)
+    adapter.initialize()
+    return adapter

@@ -1,0 +1,273 @@
+"""The options of queues of tasks, each defined once, and what a program learns of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from cronsim import CronSim, CronSimError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from daskserve.data.tasks.states import RetryRules
+from daskserve.options.fields.base import ByteCount, Masked, Options, Secret
+from daskserve.options.fields.secrets import masked, read_secret
+from daskserve.options.queues import REDIS_SCHEMES
+
+#: The adapters by the classes of their options.
+SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
+REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
+CELERY = "daskserve.data.tasks.celery:CeleryTaskProcessorAdapter"
+#: The names that Ray Serve has for adapters.
+RAY_ADAPTERS: Mapping[str, str] = {"ray.serve.task_processor.CeleryTaskProcessorAdapter": CELERY}
+
+MAX_NAME = 200
+
+
+class DurableOptions(Options):
+    """The options that all queues of daskserve's own have."""
+
+    lease_s: float = Field(
+        30.0,
+        ge=0.2,
+        description="Time after which a task is given to another consumer if its consumer does not renew "
+        "its lease, in seconds. Consumers renew leases three times as often.",
+    )
+    poll_interval_s: float = Field(
+        0.1, ge=0.005, le=60.0, description="How often an idle consumer looks for tasks, in seconds."
+    )
+    backoff_s: float = Field(
+        1.0, ge=0.0, description="Delay before the first retry, in seconds; it doubles with each retry."
+    )
+    max_backoff_s: float = Field(60.0, ge=0.0, description="Longest delay before a retry, in seconds.")
+    jitter: float = Field(
+        0.5, ge=0.0, le=1.0, description="Part of a retry's delay that is taken off at random."
+    )
+    max_losses: int = Field(
+        10,
+        ge=0,
+        description="Number of times that a task may lose its consumer, because that was killed; after one "
+        "more, the task is unprocessable.",
+    )
+    result_ttl_s: float = Field(
+        86_400.0,
+        ge=0.0,
+        description="How long results, errors and ids of tasks that ended are kept, in seconds.",
+    )
+    max_queue_length: int = Field(
+        100_000, ge=1, description="Number of waiting tasks from which on submitting fails."
+    )
+    max_payload_bytes: ByteCount = Field(
+        1_048_576, ge=1, description="Size limit of a task's pickled arguments, and of its result, in bytes."
+    )
+
+    def rules(self, max_retries: int) -> RetryRules:
+        """Return the rules of the tasks' states."""
+        return RetryRules(
+            max_retries,
+            self.backoff_s,
+            self.max_backoff_s,
+            self.jitter,
+            self.max_losses,
+            self.result_ttl_s,
+        )
+
+
+class SQLiteAdapterConfig(DurableOptions):
+    """Options of a queue in an SQLite file."""
+
+    path: str = Field(
+        "~/.daskserve/tasks.sqlite",
+        min_length=1,
+        description="The file, which all consumers and all programs that submit tasks must see, on a disk of "
+        "their machine.",
+    )
+    synchronous: bool = Field(
+        False,
+        description="Whether each change waits for the disk, so that it survives a power loss at once. "
+        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
+        "is up to a hundred times as fast.",
+    )
+
+    @property
+    def file(self) -> Path:
+        return Path(self.path).expanduser().absolute()
+
+
+class RedisAdapterConfig(DurableOptions):
+    """Options of a queue in Redis."""
+
+    url: Annotated[Secret, Masked(masked)] = Field(
+        "redis://localhost:6379/0",
+        description="The server, such as `redis://localhost:6379/0`, or a reference to a variable or file.",
+    )
+    prefix: str = Field("daskserve", min_length=1, description="How the names of its keys begin.")
+
+    @model_validator(mode="after")
+    def _has_scheme(self) -> RedisAdapterConfig:
+        if isinstance(self.url, str) and self.url.partition("://")[0] not in REDIS_SCHEMES:
+            shown = ", ".join(f"{each}://" for each in REDIS_SCHEMES)
+            raise ValueError(f"url must begin with one of {shown}")
+        return self
+
+    def read_url(self, variables: Mapping[str, str]) -> str:
+        """Return the URL, if need be read from where it is."""
+        return read_secret(self.url, "url", variables)
+
+
+class CeleryAdapterConfig(Options):
+    """Options of `CeleryTaskProcessorAdapter`, as in Ray Serve."""
+
+    broker_url: str = Field(description="URL of Celery's broker.", repr=False)
+    backend_url: str = Field(description="URL of Celery's result backend.", repr=False)
+    broker_transport_options: dict[str, Any] | None = Field(
+        None, description="The ``broker_transport_options`` of Celery."
+    )
+    app_custom_config: dict[str, Any] | None = Field(None, description="More settings of the Celery app.")
+    task_custom_config: dict[str, Any] | None = Field(None, description="More options of each task.")
+    worker_concurrency: int | None = Field(
+        None, ge=1, description="Threads of a consumer. Default: ``max_ongoing_requests``."
+    )
+
+
+_ADAPTERS: Mapping[type, str] = {
+    SQLiteAdapterConfig: SQLITE,
+    RedisAdapterConfig: REDIS,
+    CeleryAdapterConfig: CELERY,
+}
+
+
+class TaskSchedule(Options):
+    """A task that is made again and again, once each time, however many consumers there are."""
+
+    task: str = Field(min_length=1, description="The handler.")
+    cron: str | None = Field(
+        None, description="When, as a cron expression of five fields, such as `30 8 * * mon-fri`."
+    )
+    every_s: float | None = Field(None, ge=1.0, description="Or every so many seconds.")
+    timezone: str = Field("UTC", description="The time zone of the cron expression, such as Europe/Paris.")
+    args: list[Any] = Field(default_factory=list, description="Positional arguments of the handler.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the handler.")
+    priority: int = Field(0, ge=-100, le=100, description="Priority of its tasks.")
+    catch_up_s: float = Field(
+        60.0,
+        ge=0.0,
+        description="How late its task is still made if no consumer ran at its time, in seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _has_one_time(self) -> TaskSchedule:
+        if (self.cron is None) == (self.every_s is None):
+            raise ValueError("a schedule needs cron or every_s, and not both")
+        try:
+            zone = ZoneInfo(self.timezone)
+        except (ValueError, OSError, ZoneInfoNotFoundError):
+            raise ValueError(f"timezone is {self.timezone!r}; give a name such as Europe/Paris") from None
+        if self.cron is not None:
+            try:
+                if len(self.cron.split()) != 5:
+                    raise CronSimError("it has not five fields")
+                next(CronSim(self.cron, datetime(2000, 1, 1, tzinfo=zone)))
+            except (CronSimError, StopIteration) as error:
+                raise ValueError(
+                    f"cron is {self.cron!r}, which never comes ({error}); give minute, hour, day of month, "
+                    'month and weekday, for example "30 8 * * mon-fri"'
+                ) from None
+        return self
+
+
+class TaskProcessorConfig(Options):
+    """A queue of tasks: which it is, and how its tasks are run. Consumers and submitters share it."""
+
+    queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
+    adapter: str | Callable[..., Any] | None = Field(
+        None,
+        description="The class of the adapter, or its import path. Default: the one that `adapter_config` is "
+        "for.",
+    )
+    adapter_config: Any = Field(
+        None,
+        validate_default=True,
+        description="The options of the adapter: `SQLiteAdapterConfig`, `RedisAdapterConfig`, "
+        "`CeleryAdapterConfig`, or what an adapter of your own takes. Default: `SQLiteAdapterConfig()`.",
+    )
+    max_retries: int | None = Field(
+        3, ge=0, description="How often a task that failed is tried again. None: for ever."
+    )
+    failed_task_queue_name: str | None = Field(
+        None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."
+    )
+    unprocessable_task_queue_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_NAME,
+        description="The queue that gets tasks that no handler can run.",
+    )
+    schedules: dict[str, TaskSchedule] = Field(
+        default_factory=dict, description="Tasks that consumers make at their times, by name."
+    )
+
+    @field_validator("adapter_config")
+    @classmethod
+    def _with_default(cls, value: Any) -> Any:
+        return SQLiteAdapterConfig() if value is None else value
+
+    @model_validator(mode="after")
+    def _has_other_queues(self) -> TaskProcessorConfig:
+        for name in ("failed_task_queue_name", "unprocessable_task_queue_name"):
+            if getattr(self, name) == self.queue_name:
+                raise ValueError(f"{name} is the queue itself; give it another name")
+        return self
+
+    @property
+    def adapter_path(self) -> str | Callable[..., Any]:
+        """The class of the adapter, or its import path."""
+        if self.adapter is None:
+            for kind, path in _ADAPTERS.items():
+                if isinstance(self.adapter_config, kind):
+                    return path
+            raise ValueError(
+                f"adapter_config is of type {type(self.adapter_config).__name__}; give a "
+                "SQLiteAdapterConfig, a RedisAdapterConfig or a CeleryAdapterConfig, or name your own "
+                "class as adapter"
+            )
+        return RAY_ADAPTERS.get(self.adapter, self.adapter) if isinstance(self.adapter, str) else self.adapter
+
+    def rules(self) -> RetryRules:
+        """Return the rules of the tasks' states."""
+        options: DurableOptions = self.adapter_config
+        return options.rules(2**31 if self.max_retries is None else self.max_retries)
+
+
+class TaskResult(BaseModel):
+    """What is known of a task.
+
+    Attributes
+    ----------
+    status : str
+        ``PENDING``, ``STARTED``, ``RETRY``, ``SUCCESS``, ``FAILURE``, ``REVOKED`` (cancelled) or ``REJECTED``
+        (no handler can run it).
+    created_at : float
+        Seconds since the epoch.
+    result : object
+        What the handler returned; with ``FAILURE`` and ``REJECTED``, the error as text.
+    attempts : int
+        How often it was begun.
+    progress : object
+        What the handler reported last, while it runs.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    id: str
+    status: str
+    created_at: float | None = None
+    result: Any = None
+    attempts: int = 0
+    progress: Any = None
+    #: The traceback of its last failure.
+    traceback: str = ""
+    #: False if the id was known before it was submitted.
+    is_new: bool = True

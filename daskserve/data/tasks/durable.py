@@ -1,0 +1,370 @@
+"""The adapters of daskserve's own queues: in an SQLite file, and in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from daskserve.common.clock import LoopClock, system_rng, time_of_day
+from daskserve.common.settings import process_variables
+from daskserve.data.tasks import states
+from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
+from daskserve.data.tasks.config import (
+    MAX_NAME,
+    DurableOptions,
+    RedisAdapterConfig,
+    SQLiteAdapterConfig,
+    TaskProcessorConfig,
+    TaskResult,
+)
+from daskserve.data.tasks.consumer import Failure, TaskConsumer
+from daskserve.data.tasks.errors import TaskConflictError
+from daskserve.data.tasks.payloads import (
+    digest_of,
+    error_parts,
+    error_text,
+    joined,
+    load,
+    packed_arguments,
+)
+from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
+from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.states import Task, TaskState
+from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
+from daskserve.options.fields.priority import MAX_PRIORITY
+from daskserve.payload.packed_errors import packed_here
+from daskserve.payload.pickling import dump
+
+#: How often a change of a task is tried again, if others change it at the same moment.
+TRIES = 20
+
+
+class DurableAdapter(TaskProcessorAdapter):
+    """The adapter of a queue of daskserve's own."""
+
+    options_class: type[DurableOptions]
+    #: Returns the queue of these options.
+    queue_of: Callable[[Any], TaskQueue]
+
+    def __init__(self, config: TaskProcessorConfig) -> None:
+        super().__init__()
+        if not isinstance(config.adapter_config, self.options_class):
+            raise TypeError(
+                f"adapter_config is of type {type(config.adapter_config).__name__}; {type(self).__name__} "
+                f"takes a {self.options_class.__name__}"
+            )
+        self._async_capabilities = set(AsyncCapability)
+        self.config = config
+        self._options: DurableOptions = config.adapter_config
+        self._rules = config.rules()
+        self._name = config.queue_name
+        self.queue = type(self).queue_of(self._options)
+        self._handlers: dict[str, Callable[..., Any]] = {}
+        self._concurrency = 1
+        self._thread: _ConsumerThread | None = None
+
+    def initialize(self, consumer_concurrency: int = 1) -> None:
+        """Open the queue, and create it if need be."""
+        self._concurrency = consumer_concurrency
+        self.queue.open()
+
+    def shutdown(self) -> None:
+        """Close the queue."""
+        self.stop_consumer()
+        self.queue.close()
+
+    # ---- submitting
+
+    def enqueue_task_sync(
+        self,
+        task_name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        id: str | None = None,
+        delay_s: float = 0.0,
+        at: datetime | float | None = None,
+        priority: int = 0,
+        result_ttl_s: float | None = None,
+        **options: Any,
+    ) -> TaskResult:
+        """Submit a task; it is kept when this returns.
+
+        Parameters
+        ----------
+        id : str, optional
+            Makes the task run once: with an id that is known, the task is the one that has it.
+        delay_s, at
+            When it may begin: after so many seconds, or at a time (with a time zone, or seconds since the
+            epoch).
+        priority : int
+            Tasks with a higher one run first.
+        result_ttl_s : float, optional
+            Instead of the option of the queue.
+
+        Raises
+        ------
+        TaskQueueFullError
+            Too many tasks wait.
+        BodyTooLargeError
+            The arguments exceed ``max_payload_bytes``.
+        TaskConflictError
+            The id belongs to a task with another handler or other arguments.
+        TaskQueueError
+            The queue cannot be reached; submit it again, with an id if it must not run twice.
+        """
+        if options:
+            # Celery has many; those that would be ignored would be missed.
+            raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
+        made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
+        return self._submit([made])[0]
+
+    def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
+        """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
+        return self._submit([_made(self.config, **each) for each in tasks])
+
+    def _submit(self, tasks: Sequence[Task]) -> list[TaskResult]:
+        added = self.queue.add(tasks, self._options.max_queue_length, time_of_day())
+        return [result_of(task, is_new=is_new) for task, is_new in added]
+
+    # ---- asking
+
+    def find(self, task_id: str) -> Task:
+        """Return a task as the queue keeps it; raise `NotFoundError` without one."""
+        (task,) = self.queue.get(self._name, [task_id])
+        if task is None or (task.has_ended and task.expires_at <= time_of_day()):
+            raise NotFoundError(
+                f"Queue {self._name!r} has no task with the id {task_id!r:.200}: it was never submitted, or "
+                "it ended so long ago that it is forgotten."
+            )
+        return task
+
+    def get_task_status_sync(self, task_id: str) -> TaskResult:
+        """Return what is known of a task; raise `NotFoundError` if it is unknown or forgotten."""
+        return result_of(self.find(task_id))
+
+    def cancel_task_sync(self, task_id: str) -> bool:
+        """Cancel a task: one that waits at once, async code that runs within a second.
+
+        Returns False if the task has ended otherwise. A plain function cannot be stopped: it runs to its end,
+        but its result is dropped if the task was not done yet.
+        """
+        for _ in range(TRIES):
+            task = self.find(task_id)
+            if task.has_ended or task.is_cancelled:
+                return task.is_cancelled or task.state is TaskState.CANCELLED
+            after = states.cancelled(task, time_of_day(), self._rules)
+            if self.queue.write([Change(after)])[0]:
+                return True
+        raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
+
+    def retry_task_sync(self, task_id: str) -> TaskResult:
+        """Queue a task again that has failed, was cancelled, or could not be run."""
+        for _ in range(TRIES):
+            after = states.requeued(self.find(task_id), time_of_day())
+            if self.queue.write([Change(after)])[0]:
+                return result_of(after)
+        raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
+
+    def stats(self) -> QueueStats:
+        """Return how many tasks there are."""
+        return self.queue.stats(self._name, time_of_day())
+
+    def get_metrics_sync(self) -> dict[str, Any]:
+        """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
+        stats = self.stats()
+        counts = {each.value: stats.counts.get(each, 0) for each in TaskState}
+        return {**counts, "waiting": stats.waiting, "running": stats.running, "oldest_s": stats.oldest_s}
+
+    def health_check_sync(self) -> list[dict[str, Any]]:
+        """Return that the queue answers, or raise `TaskQueueError`."""
+        self.stats()
+        return [{self._name: {"ok": "pong"}}]
+
+    # ---- consuming outside a deployment
+
+    def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
+        """Add a handler: a function, or a coroutine function."""
+        self._handlers[name or func.__name__] = func
+
+    def start_consumer(self, **kwargs: Any) -> None:
+        """Consume tasks in threads of this process."""
+        if self._thread is None:
+            self._thread = _ConsumerThread(self, self._handlers, self._concurrency)
+
+    def stop_consumer(self, timeout: float = 10.0) -> None:
+        """Take no more tasks, and wait for those that run; what runs then goes back to the queue."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(timeout)
+
+    def consumer(
+        self,
+        owner: str,
+        handlers: Collection[str],
+        run: Callable[[Task], Awaitable[bytes]],
+        room: Callable[[], int],
+        **parts: Any,
+    ) -> TaskConsumer:
+        """Return a consumer; see there for the parameters."""
+        return TaskConsumer(self.queue, self.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
+
+
+def _sqlite_queue(options: SQLiteAdapterConfig) -> TaskQueue:
+    return SqliteQueue(options.file, synchronous=options.synchronous)
+
+
+def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
+    from daskserve.data.tasks.redis_queue import RedisQueue  # an optional dependency
+
+    return RedisQueue(options.read_url(process_variables()), options.prefix)
+
+
+class SQLiteTaskProcessorAdapter(DurableAdapter):
+    """The adapter of a queue in an SQLite file."""
+
+    options_class = SQLiteAdapterConfig
+    queue_of = staticmethod(_sqlite_queue)
+
+
+class RedisTaskProcessorAdapter(DurableAdapter):
+    """The adapter of a queue in Redis."""
+
+    options_class = RedisAdapterConfig
+    queue_of = staticmethod(_redis_queue)
+
+
+class _ConsumerThread:
+    """A consumer of functions, with an event loop in a thread of its own."""
+
+    def __init__(
+        self, adapter: DurableAdapter, handlers: Mapping[str, Callable[..., Any]], room: int
+    ) -> None:
+        self._adapter, self._handlers, self._room = adapter, handlers, room
+        self._loop = asyncio.new_event_loop()
+        self._timeout = 10.0
+        self._is_over = asyncio.Event()
+        self._thread = threading.Thread(target=self._work, name="daskserve-task-consumer", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._consume())
+
+    async def _consume(self) -> None:
+        clock, rng = LoopClock(), system_rng()
+        consumer = self._adapter.consumer(
+            "program", self._handlers, self._run, lambda: self._room, clock=clock, rng=rng
+        )
+        consumer.start()
+        await self._is_over.wait()
+        consumer.pause()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await consumer.drained()
+        except TimeoutError:
+            pass  # what still runs goes back to the queue
+        await consumer.close()
+
+    async def _run(self, task: Task) -> bytes:
+        function = self._handlers[task.name]
+        try:
+            args, kwargs = load(task.payload)
+            if inspect.iscoroutinefunction(function):
+                value = await function(*args, **kwargs)
+            else:
+                value = await asyncio.to_thread(function, *args, **kwargs)
+            result = joined(dump(value))
+        except Exception as error:
+            packed = packed_here(error)
+            raise Failure(error_text(packed.summary, packed.text)) from None
+        return checked_result(task, result, self._adapter.config.adapter_config)
+
+    def stop(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._loop.call_soon_threadsafe(self._is_over.set)
+        self._thread.join(timeout + 10.0)
+
+
+def checked_result(task: Task, result: bytes, options: DurableOptions) -> bytes:
+    """Return a result; raise `Failure` if it is too large to be kept."""
+    if len(result) > options.max_payload_bytes:
+        error = BodyTooLargeError(
+            f"The result of task {task.name!r} takes {len(result)} bytes, more than "
+            f"max_payload_bytes={options.max_payload_bytes}; store the data elsewhere, and return its place."
+        )
+        raise Failure(error_text(f"{type(error).__name__}: {error}", ""), is_final=True)
+    return result
+
+
+def result_of(task: Task, *, is_new: bool = True) -> TaskResult:
+    """Return what a program learns of a task."""
+    summary, traceback = error_parts(task.error)
+    result = load(task.result) if task.result else summary or None
+    progress = load(task.progress) if task.progress else None
+    return TaskResult(
+        id=task.id,
+        status=task.state.value,
+        created_at=task.created_at,
+        result=result,
+        attempts=task.attempts,
+        progress=progress,
+        traceback=traceback,
+        is_new=is_new,
+    )
+
+
+def new_id() -> str:
+    """Return an id that no other task or consumer has."""
+    return str(uuid.uuid4())
+
+
+def _made(
+    config: TaskProcessorConfig,
+    task_name: str,
+    args: Any = None,
+    kwargs: Any = None,
+    id: str | None = None,
+    delay_s: float = 0.0,
+    at: datetime | float | None = None,
+    priority: int = 0,
+    result_ttl_s: float | None = None,
+) -> Task:
+    """Return a new task; see `DurableAdapter.enqueue_task_sync`."""
+    for what, text in (("task_name", task_name), ("id", id)):
+        if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_NAME):
+            raise BadRequestError(f"{what} is {text!r:.100}; give a text of up to {MAX_NAME} characters")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise BadRequestError(
+            f"priority is {priority!r}; give a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    options: DurableOptions = config.adapter_config
+    payload = packed_arguments(task_name, args or (), kwargs or {}, options.max_payload_bytes)
+    now = time_of_day()
+    return Task(
+        id or new_id(),
+        config.queue_name,
+        task_name,
+        payload,
+        created_at=now,
+        due_at=_due_at(now, delay_s, at),
+        priority=priority,
+        digest=digest_of(payload) if id else "",
+        result_ttl_s=result_ttl_s,
+    )
+
+
+def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:
+    if isinstance(at, datetime):
+        if at.tzinfo is None:
+            raise BadRequestError(f"at is {at}, without a time zone; use datetime.now(UTC), for example")
+        at = at.timestamp()
+    due_at = now + delay_s if at is None else float(at)
+    if not 0 <= due_at < 2**40 or delay_s < 0 or (at is not None and delay_s):
+        raise BadRequestError(f"delay_s is {delay_s!r} and at is {at!r}; give one of them, not before now")
+    return due_at

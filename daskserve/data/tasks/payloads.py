@@ -1,0 +1,101 @@
+"""Arguments, results and errors of tasks, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from daskserve.common.types import Payload
+from daskserve.errors import BodyTooLargeError, ServeError
+from daskserve.payload.pickling import dump
+from daskserve.payload.unpicklable import arguments_of, unpicklable_error
+
+#: Between the summary of an error and its traceback.
+_BREAK = "\n\n"
+MAX_ERROR = 20_000
+
+
+def joined(payload: Payload) -> bytes:
+    """Return a pickled value and its buffers as one byte string."""
+    parts = [bytes(payload.data), *(bytes(memoryview(each).cast("B")) for each in payload.buffers)]
+    packed: bytes = msgpack.packb(parts)
+    return packed
+
+
+def parted(data: bytes) -> Payload:
+    """Return the pickled value in a result of `joined`."""
+    first, *buffers = msgpack.unpackb(data)
+    return Payload(first, tuple(buffers))
+
+
+def load(data: bytes) -> Any:
+    """Return the value in a result of `joined`. A pickle can run any code."""
+    return parted(data).load()
+
+
+def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit: int) -> bytes:
+    """Return the arguments of a task as bytes.
+
+    Raises
+    ------
+    UnpicklableError
+        An argument cannot be pickled.
+    BodyTooLargeError
+        They exceed the limit.
+    """
+    try:
+        data = joined(dump((tuple(args), dict(kwargs))))
+    except ServeError:
+        raise
+    except Exception as error:  # a foreign object may raise anything
+        remedy = "Pass what it was made from, and create it where it is used."
+        what = f"An argument of task {name!r}"
+        raise unpicklable_error(what, error, (args, kwargs), arguments_of(args, kwargs), remedy) from error
+    if len(data) > limit:
+        raise BodyTooLargeError(
+            f"The arguments of task {name!r} take {len(data)} bytes, more than max_payload_bytes={limit}; "
+            "store the data elsewhere, and pass its place."
+        )
+    return data
+
+
+def digest_of(payload: bytes) -> str:
+    """Return a text that differs for other arguments."""
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+
+
+def error_text(summary: str, traceback: str) -> str:
+    """Return an error as the text that a queue keeps."""
+    return f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
+
+
+def error_parts(text: str) -> tuple[str, str]:
+    """Return the summary and the traceback of an error."""
+    summary, _, traceback = text.partition(_BREAK)
+    return summary, traceback
+
+
+class DeadLetter:
+    """The arguments of a dead letter. Those of the failed task are only unpickled where it is handled."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> Any:
+        return _letter_arguments, self._parts
+
+
+def _letter_arguments(kind: str, id: str, name: str, payload: bytes, error: str) -> Any:
+    args, kwargs = load(payload)
+    summary, traceback = error_parts(error)
+    if kind == "failed":
+        return (id, summary, list(args), kwargs, traceback), {}
+    return (name, id, {"args": list(args), "kwargs": kwargs}, summary, {}), {}
+
+
+def dead_letter(kind: str, id: str, name: str, payload: bytes, error: str) -> bytes:
+    """Return the arguments of the task that a dead letter is, in the order that Ray Serve has for them."""
+    return joined(dump(DeadLetter(kind, id, name, payload, error)))

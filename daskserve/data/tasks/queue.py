@@ -1,0 +1,122 @@
+"""What a queue of tasks must do, whatever it keeps its tasks in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from daskserve.data.tasks.errors import TaskConflictError, TaskQueueFullError
+from daskserve.data.tasks.states import WAITING, Task, TaskState
+
+
+class Change(NamedTuple):
+    """A task after a transition, to be written if its revision is still the one before."""
+
+    task: Task
+
+    @property
+    def revision(self) -> int:
+        return self.task.revision - 1
+
+
+class Lease(NamedTuple):
+    """A task that a consumer still has."""
+
+    id: str
+    attempts: int
+    is_cancelled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """How many tasks a queue has in each state, and the age of the oldest that could run, in seconds."""
+
+    counts: Mapping[str, int]
+    oldest_s: float = 0.0
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.counts.get(state, 0) for state in WAITING)
+
+    @property
+    def running(self) -> int:
+        return self.counts.get(TaskState.RUNNING, 0)
+
+
+class TaskQueue(Protocol):
+    """Keeps tasks, durably. All methods block; any thread may call them.
+
+    Raises
+    ------
+    TaskQueueError
+        Any of them: the queue cannot be reached, read or written.
+    """
+
+    def open(self) -> None:
+        """Connect, and create what is missing."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+    def add(self, tasks: Sequence[Task], max_waiting: int, now: float) -> list[tuple[Task, bool]]:
+        """Add tasks in one step; return each as it is kept, and whether it is new: its id was not there.
+
+        Raises
+        ------
+        TaskQueueFullError
+            More than ``max_waiting`` would wait; none is added.
+        TaskConflictError
+            The id belongs to a task with another handler or other arguments; none is added.
+        """
+
+    def claim(self, queue: str, owner: str, limit: int, now: float, lease_s: float) -> list[Task]:
+        """Give up to ``limit`` due tasks to a consumer: by priority, and those due first."""
+
+    def renew(self, queue: str, owner: str, ids: Iterable[str], until: float) -> None:
+        """Renew those leases that the consumer still has."""
+
+    def held(self, queue: str, owner: str) -> list[Lease]:
+        """Return the tasks that a consumer still has."""
+
+    def write(self, changes: Sequence[Change], copies: Sequence[Task] = ()) -> list[bool]:
+        """Write changes in one step; return which of them were written.
+
+        ``copies`` are added to their queues without a limit, unless their ids are there.
+        """
+
+    def get(self, queue: str, ids: Sequence[str]) -> list[Task | None]:
+        """Return tasks by id."""
+
+    def expired(self, queue: str, now: float, limit: int) -> list[Task]:
+        """Return running tasks whose lease has ended."""
+
+    def purge(self, queue: str, now: float, limit: int) -> int:
+        """Forget tasks that ended long ago; return how many."""
+
+    def note(self, queue: str, id: str, attempts: int, progress: bytes) -> None:
+        """Keep the progress of a task, if this attempt still runs."""
+
+    def tasks(self, queue: str, state: TaskState, limit: int) -> list[Task]:
+        """Return tasks in a state, without order."""
+
+    def stats(self, queue: str, now: float) -> QueueStats:
+        """Return how many tasks there are."""
+
+
+def check_same(kept: Task, given: Task) -> None:
+    """Raise `TaskConflictError` if an id that is known comes with another task."""
+    if (kept.name, kept.digest) != (given.name, given.digest):
+        raise TaskConflictError(
+            f"Queue {given.queue!r} has a task with the id {given.id!r}, with another handler or other "
+            "arguments; give this one an id of its own."
+        )
+
+
+def check_room(queue: str, waiting: int, more: int, limit: int) -> None:
+    """Raise `TaskQueueFullError` if more tasks would wait than are allowed."""
+    if waiting + more > limit:
+        raise TaskQueueFullError(
+            f"{waiting} tasks wait in queue {queue!r}, and {more} more would exceed "
+            f"max_queue_length={limit}; submit later, or add consumers."
+        )

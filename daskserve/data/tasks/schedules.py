@@ -1,0 +1,39 @@
+"""The times of schedules, and their tasks."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim
+
+from daskserve.data.tasks.config import DurableOptions, TaskSchedule
+from daskserve.data.tasks.payloads import digest_of, packed_arguments
+from daskserve.data.tasks.states import Task
+
+
+def next_time(schedule: TaskSchedule, after: float) -> float:
+    """Return the first time of a schedule after a time, in seconds since the epoch."""
+    if schedule.every_s is not None:
+        # Multiples of the period since the epoch, so that all consumers have the same times.
+        return (math.floor(after / schedule.every_s + 1e-9) + 1) * schedule.every_s
+    assert schedule.cron is not None
+    local = datetime.fromtimestamp(after, UTC).astimezone(ZoneInfo(schedule.timezone))
+    return next(CronSim(schedule.cron, local)).timestamp()
+
+
+def due_task(queue: str, name: str, schedule: TaskSchedule, at: float, options: DurableOptions) -> Task:
+    """Return the task of a schedule at one of its times; the id is the same for all consumers."""
+    payload = packed_arguments(schedule.task, schedule.args, schedule.kwargs, options.max_payload_bytes)
+    return Task(
+        f"{name}@{at:.0f}",
+        queue,
+        schedule.task,
+        payload,
+        created_at=at,
+        due_at=at,
+        priority=schedule.priority,
+        digest=digest_of(payload),
+        result_ttl_s=max(options.result_ttl_s, 2 * schedule.catch_up_s + 60.0),
+    )

@@ -1,0 +1,251 @@
+"""The life of a task, as a table of states and events.
+
+A queue keeps tasks, consumers run them. Every queue, in whatever it keeps its tasks, applies the same
+functions of this module to a `Task` and writes the result on the condition that the task's ``revision`` is
+still the one that was read. So of two consumers that run the same task, because the first was taken for dead,
+only one ends it.
+
+Times are seconds since the epoch, because tasks outlive processes; they are arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from daskserve.data.tasks.errors import TaskConflictError
+
+#: The longest delay before a retry, in seconds.
+MAX_BACKOFF_S = 60.0
+
+
+class TaskState(enum.StrEnum):
+    """The state of a task, in the words of Celery, which Ray Serve's programs compare with."""
+
+    #: Waits for a consumer, or for its time.
+    QUEUED = "PENDING"
+    RUNNING = "STARTED"
+    #: Failed, and waits for the next attempt.
+    RETRY = "RETRY"
+    DONE = "SUCCESS"
+    #: Its last attempt failed.
+    FAILED = "FAILURE"
+    CANCELLED = "REVOKED"
+    #: Nothing can run it: no handler has its name, or its consumers were lost again and again.
+    DEAD = "REJECTED"
+
+
+class TaskEvent(enum.StrEnum):
+    """What happens to a task."""
+
+    CLAIMED = "claimed"
+    DONE = "done"
+    FAILED = "failed"
+    EXHAUSTED = "exhausted"
+    #: Given back by a consumer that stops; this is no attempt.
+    RELEASED = "released"
+    #: Its consumer has stopped renewing the lease.
+    LOST = "lost"
+    UNPROCESSABLE = "unprocessable"
+    CANCELLED = "cancelled"
+    #: A cancelled run has ended.
+    STOPPED = "stopped"
+    REQUEUED = "requeued"
+
+
+_S, _E = TaskState, TaskEvent
+TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = {
+    (_S.QUEUED, _E.CLAIMED): _S.RUNNING,
+    (_S.RETRY, _E.CLAIMED): _S.RUNNING,
+    (_S.QUEUED, _E.CANCELLED): _S.CANCELLED,
+    (_S.RETRY, _E.CANCELLED): _S.CANCELLED,
+    # Its consumer sees the mark, and cancels the run.
+    (_S.RUNNING, _E.CANCELLED): _S.RUNNING,
+    (_S.RUNNING, _E.DONE): _S.DONE,
+    (_S.RUNNING, _E.FAILED): _S.RETRY,
+    (_S.RUNNING, _E.EXHAUSTED): _S.FAILED,
+    (_S.RUNNING, _E.RELEASED): _S.QUEUED,
+    (_S.RUNNING, _E.LOST): _S.QUEUED,
+    (_S.RUNNING, _E.UNPROCESSABLE): _S.DEAD,
+    (_S.RUNNING, _E.STOPPED): _S.CANCELLED,
+    (_S.FAILED, _E.REQUEUED): _S.QUEUED,
+    (_S.DEAD, _E.REQUEUED): _S.QUEUED,
+    (_S.CANCELLED, _E.REQUEUED): _S.QUEUED,
+}
+WAITING = frozenset({TaskState.QUEUED, TaskState.RETRY})
+ENDED = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED, TaskState.DEAD})
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task, as its queue keeps it.
+
+    Attributes
+    ----------
+    payload : bytes
+        The pickled arguments.
+    digest : str
+        Tells whether a second task with the same id is the same.
+    revision : int
+        Grows with each transition.
+    attempts, retries, losses : int
+        How often it was begun, has failed, and has lost its consumer.
+    due_at : float
+        Not begun before.
+    owner : str
+        The consumer that runs it, until ``lease_until`` at least.
+    expires_at : float
+        When it is forgotten, once it has ended.
+    """
+
+    id: str
+    queue: str
+    name: str
+    payload: bytes
+    created_at: float
+    due_at: float
+    priority: int = 0
+    digest: str = ""
+    result_ttl_s: float | None = None
+    state: TaskState = TaskState.QUEUED
+    revision: int = 0
+    attempts: int = 0
+    retries: int = 0
+    losses: int = 0
+    owner: str = ""
+    lease_until: float = 0.0
+    is_cancelled: bool = False
+    result: bytes | None = None
+    error: str = ""
+    ended_at: float = 0.0
+    expires_at: float = 0.0
+    progress: bytes | None = field(default=None, compare=False)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRules:
+    """When a task that failed is tried again, and how long its end is remembered."""
+
+    max_retries: int = 3
+    backoff_s: float = 1.0
+    max_backoff_s: float = MAX_BACKOFF_S
+    #: Up to this part of a delay is taken off at random, so that tasks that failed together do not return
+    #: together.
+    jitter: float = 0.5
+    max_losses: int = 10
+    result_ttl_s: float = 86_400.0
+
+    def delay_s(self, retries: int, chance: float) -> float:
+        """Return the delay before the next attempt, after so many; ``chance`` is in [0, 1)."""
+        longest = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(retries, 60))
+        return longest * (1.0 - self.jitter * chance)
+
+
+def move(task: Task, event: TaskEvent, now: float, **changes: object) -> Task:
+    """Return the task after an event.
+
+    Raises
+    ------
+    TaskConflictError
+        The event does not fit the state of the task: it has ended, or nobody runs it.
+    """
+    state = TRANSITIONS.get((task.state, event))
+    if state is None:
+        raise TaskConflictError(f"Task {task.id!r} is {task.state}, so it cannot be {event}.")
+    if state is not TaskState.RUNNING:
+        changes |= {"owner": "", "lease_until": 0.0}
+    if state in ENDED:
+        changes.setdefault("ended_at", now)
+    return replace(task, state=state, revision=task.revision + 1, **changes)  # type: ignore[arg-type]
+
+
+def claimed(task: Task, owner: str, now: float, lease_s: float) -> Task:
+    """Return the task as its consumer begins it."""
+    return move(
+        task,
+        TaskEvent.CLAIMED,
+        now,
+        owner=owner,
+        lease_until=now + lease_s,
+        attempts=task.attempts + 1,
+        progress=None,
+    )
+
+
+def done(task: Task, result: bytes, now: float, rules: RetryRules) -> Task:
+    """Return the task with its result."""
+    return move(task, TaskEvent.DONE, now, result=result, error="", expires_at=_expiry(task, now, rules))
+
+
+def failed(
+    task: Task, error: str, now: float, chance: float, rules: RetryRules, *, is_final: bool = False
+) -> Task:
+    """Return the task after a failed attempt: to be tried again, or failed for good."""
+    if task.is_cancelled:
+        return stopped(task, now, rules)
+    retries = task.retries + 1
+    if is_final or retries > rules.max_retries:
+        expiry = _expiry(task, now, rules)
+        return move(task, TaskEvent.EXHAUSTED, now, retries=retries, error=error, expires_at=expiry)
+    due_at = now + rules.delay_s(task.retries, chance)
+    return move(task, TaskEvent.FAILED, now, retries=retries, error=error, due_at=due_at)
+
+
+def released(task: Task, now: float, rules: RetryRules) -> Task:
+    """Return the task for another consumer, as if this one had not begun it."""
+    if task.is_cancelled:
+        return stopped(task, now, rules)
+    return move(task, TaskEvent.RELEASED, now, attempts=task.attempts - 1)
+
+
+def lost(task: Task, now: float, rules: RetryRules) -> Task:
+    """Return the task after its consumer was lost: for another one, or dead if that happens too often."""
+    if task.is_cancelled:
+        return stopped(task, now, rules)
+    losses = task.losses + 1
+    if losses > rules.max_losses:
+        text = f"Its consumer was lost {losses} times while it ran the task."
+        return replace(unprocessable(task, text, now, rules), losses=losses)
+    return move(task, TaskEvent.LOST, now, losses=losses)
+
+
+def unprocessable(task: Task, error: str, now: float, rules: RetryRules) -> Task:
+    """Return a task that nothing can run."""
+    expiry = _expiry(task, now, rules)
+    return move(task, TaskEvent.UNPROCESSABLE, now, error=error, expires_at=expiry)
+
+
+def cancelled(task: Task, now: float, rules: RetryRules) -> Task:
+    """Return the task cancelled, or if it runs, marked for its consumer."""
+    expiry = 0.0 if task.state is TaskState.RUNNING else _expiry(task, now, rules)
+    return move(task, TaskEvent.CANCELLED, now, is_cancelled=True, expires_at=expiry)
+
+
+def stopped(task: Task, now: float, rules: RetryRules) -> Task:
+    """Return a task that was cancelled while it ran, now that its run has ended."""
+    return move(task, TaskEvent.STOPPED, now, expires_at=_expiry(task, now, rules))
+
+
+def requeued(task: Task, now: float) -> Task:
+    """Return a task that has failed, to be tried again from the beginning."""
+    return move(
+        task,
+        TaskEvent.REQUEUED,
+        now,
+        due_at=now,
+        retries=0,
+        losses=0,
+        is_cancelled=False,
+        error="",
+        ended_at=0.0,
+        expires_at=0.0,
+    )
+
+
+def _expiry(task: Task, now: float, rules: RetryRules) -> float:
+    return now + (rules.result_ttl_s if task.result_ttl_s is None else task.result_ttl_s)

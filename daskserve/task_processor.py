@@ -1,0 +1,17 @@
+"""The adapters to queues of tasks, and their errors, under the names that Ray Serve has for them."""
+
+from __future__ import annotations
+
+from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
+from daskserve.data.tasks.durable import RedisTaskProcessorAdapter, SQLiteTaskProcessorAdapter
+from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
+
+__all__ = [
+    "AsyncCapability",
+    "RedisTaskProcessorAdapter",
+    "SQLiteTaskProcessorAdapter",
+    "TaskConflictError",
+    "TaskProcessorAdapter",
+    "TaskQueueError",
+    "TaskQueueFullError",
+]

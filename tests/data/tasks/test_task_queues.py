@@ -1,0 +1,182 @@
+"""Queues of tasks: each test runs on every kind."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis_servers import redis_server
+
+from daskserve.data.tasks import states
+from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
+from daskserve.data.tasks.queue import Change, Lease, TaskQueue
+from daskserve.data.tasks.redis_queue import RedisQueue
+from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.states import RetryRules, Task, TaskState
+
+RULES = RetryRules(max_retries=1, result_ttl_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("redis")
+    with redis_server(folder) as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TaskQueue]:
+    made: TaskQueue
+    if request.param == "sqlite":
+        made = SqliteQueue(tmp_path / "folder" / "tasks.sqlite")
+    else:
+        made = RedisQueue(request.getfixturevalue("server"), f"test-{tmp_path.name}")
+    made.open()
+    yield made
+    made.close()
+
+
+def task(id: str, due_at: float = 0.0, **changes: object) -> Task:
+    made = Task(id, "q", "work", b"arguments", created_at=0.0, due_at=due_at)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def add(queue: TaskQueue, *tasks: Task, limit: int = 1000, now: float = 0.0) -> list[bool]:
+    return [is_new for _, is_new in queue.add(tasks, limit, now)]
+
+
+def claim(queue: TaskQueue, now: float = 1.0, limit: int = 10, owner: str = "me") -> list[Task]:
+    return queue.claim("q", owner, limit, now, 30.0)
+
+
+def test_tasks_are_claimed_once_by_priority_and_age(queue: TaskQueue) -> None:
+    add(queue, task("a"), task("b", priority=5), task("c"), task("late", due_at=50.0, priority=9))
+    assert [each.id for each in claim(queue, limit=2)] == ["b", "a"]
+    assert [each.id for each in claim(queue, owner="other")] == ["c"]
+    assert claim(queue) == []
+    assert [each.id for each in claim(queue, now=50.0)] == ["late"]
+
+
+def test_what_is_claimed_is_what_was_added(queue: TaskQueue) -> None:
+    for size in (0, 10, 100_000):
+        given = task(f"t{size}", payload=b"x" * size, digest="d", priority=-3, result_ttl_s=5.0)
+        add(queue, given)
+        (found,) = claim(queue)
+        assert found == states.claimed(given, "me", 1.0, 30.0)
+        assert queue.get("q", [given.id]) == [found]
+        assert queue.get("q", ["unknown"]) == [None]
+
+
+def test_an_id_makes_a_task_once_until_it_is_forgotten(queue: TaskQueue) -> None:
+    assert add(queue, task("a", digest="1"), task("a", digest="1")) == [True, False]
+    with pytest.raises(TaskConflictError, match="'a'"):
+        add(queue, task("new"), task("a", digest="2"))
+    assert queue.get("q", ["new"]) == [None]  # all or none
+    (begun,) = claim(queue)
+    queue.write([Change(states.done(begun, b"result", 2.0, RULES))])
+    assert add(queue, task("a", digest="1"), now=61.0) == [False]
+    assert add(queue, task("a", digest="1"), now=62.0) == [True]
+
+
+def test_a_full_queue_refuses_tasks(queue: TaskQueue) -> None:
+    add(queue, task("a"), task("b"), limit=2)
+    with pytest.raises(TaskQueueFullError, match="max_queue_length=2"):
+        add(queue, task("c"), limit=2)
+    assert add(queue, task("a"), limit=2) == [False]  # it is there
+    claim(queue, limit=1)
+    assert add(queue, task("c"), limit=2) == [True]
+
+
+def test_a_change_is_written_only_if_nobody_else_has_changed_the_task(queue: TaskQueue) -> None:
+    add(queue, task("a"))
+    (begun,) = claim(queue)
+    cancelled = states.cancelled(begun, 2.0, RULES)
+    assert queue.write([Change(cancelled)]) == [True]
+    assert queue.write([Change(states.done(begun, b"", 3.0, RULES))]) == [False]
+    stopped = states.stopped(cancelled, 3.0, RULES)
+    assert queue.write([Change(stopped)], [task("letter", queue="dead")]) == [True]
+    assert queue.get("q", ["a"]) == [stopped]
+    assert [each.id for each in queue.claim("dead", "me", 1, 9.0, 30.0)] == ["letter"]
+
+
+def test_a_retry_is_claimed_at_its_time(queue: TaskQueue) -> None:
+    add(queue, task("a"))
+    (begun,) = claim(queue)
+    failed = states.failed(begun, "error", 2.0, 0.0, RULES)
+    queue.write([Change(failed)])
+    assert claim(queue, now=2.5) == []
+    assert [each.attempts for each in claim(queue, now=3.0)] == [2]
+
+
+def test_leases_end_unless_they_are_renewed(queue: TaskQueue) -> None:
+    add(queue, task("a"), task("b"))
+    claim(queue)
+    queue.renew("q", "me", ["b", "unknown"], 100.0)
+    queue.renew("q", "other", ["a"], 100.0)
+    assert queue.held("q", "other") == []
+    assert sorted(queue.held("q", "me")) == [Lease("a", 1, False), Lease("b", 1, False)]
+    assert queue.expired("q", 30.0, 10) == []
+    (expired,) = queue.expired("q", 31.0, 10)
+    assert expired.id == "a"
+    queue.write([Change(states.lost(expired, 31.0, RULES))])
+    assert [each.id for each in claim(queue, now=32.0, owner="other")] == ["a"]
+    assert queue.held("q", "me") == [Lease("b", 1, False)]
+
+
+def test_progress_is_kept_while_the_attempt_runs(queue: TaskQueue) -> None:
+    add(queue, task("a"))
+    (begun,) = claim(queue)
+    queue.note("q", "a", 1, b"half")
+    queue.note("q", "a", 2, b"of another attempt")
+    (kept,) = queue.get("q", ["a"])
+    assert kept is not None
+    assert kept.progress == b"half"
+    assert queue.write([Change(states.done(begun, b"", 2.0, RULES))]) == [True]
+
+
+def test_tasks_are_counted_and_forgotten(queue: TaskQueue) -> None:
+    add(queue, task("a"), task("b", due_at=5.0), task("c", due_at=90.0))
+    assert queue.stats("q", 8.0).oldest_s == 8.0
+    (begun,) = claim(queue)
+    stats = queue.stats("q", 8.0)
+    assert (stats.waiting, stats.running, stats.oldest_s) == (2, 1, 3.0)
+    queue.write([Change(states.done(begun, b"", 2.0, RULES))])
+    assert [each.id for each in queue.tasks("q", TaskState.DONE, 10)] == ["a"]
+    assert queue.purge("q", 61.0, 10) == 0
+    assert queue.purge("q", 62.0, 10) == 1
+    stats = queue.stats("q", 8.0)
+    assert (stats.waiting, stats.running, stats.counts.get(TaskState.DONE, 0)) == (2, 0, 0)
+    assert queue.stats("other", 8.0).waiting == 0
+
+
+def test_consumers_in_many_threads_share_the_tasks(queue: TaskQueue) -> None:
+    add(queue, *(task(str(number)) for number in range(200)))
+    found: list[str] = []
+
+    def consume(owner: str) -> None:
+        while tasks := claim(queue, owner=owner, limit=7):
+            found.extend(each.id for each in tasks)
+
+    threads = [threading.Thread(target=consume, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found, key=int) == [str(number) for number in range(200)]
+
+
+def test_a_file_that_is_no_queue_is_an_error_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, but a longer text than the header of one is" * 5)
+    with pytest.raises(TaskQueueError, match=r"notes\.txt"):
+        SqliteQueue(path).open()
+    newer = tmp_path / "newer.sqlite"
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(TaskQueueError, match="newer daskserve"):
+        SqliteQueue(newer).open()
