@@ -45,10 +45,9 @@ class Network:
         self.second = rng.normal(size=HIDDEN)
 
     def score(self, frame: Any) -> Any:
-        import pandas
-
         hidden = np.maximum(frame.to_numpy() @ self.first, 0.0)
-        return pandas.Series(hidden @ self.second, index=frame.index)
+        column = frame[frame.columns[0]]
+        return type(column)(hidden @ self.second, index=frame.index)
 
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=2)
@@ -86,12 +85,12 @@ def shown(name: str, values: list[float], digits: int = 2) -> str:
 
 
 def bench_frames(client: serve.Client, rounds: int, ray: str | None) -> None:
-    import dask.dataframe
-    import pandas
-
-    handle = client.run(Scorer.bind(), name="scorer", route_prefix=None)
+    dataframes: Any = importlib.import_module("dask.dataframe")
+    pandas: Any = importlib.import_module("pandas")
+    scorer: Any = Scorer
+    handle = client.run(scorer.bind(), name="scorer", route_prefix=None)
     rng = np.random.default_rng(1)
-    frame = dask.dataframe.from_map(
+    frame = dataframes.from_map(
         lambda number: pandas.DataFrame(
             np.random.default_rng(number).normal(size=(ROWS, COLUMNS)),
             columns=[f"c{n}" for n in range(COLUMNS)],
@@ -153,7 +152,8 @@ def p99_ms(took: list[float]) -> float:
 
 
 def bench_live(client: serve.Client, rounds: int) -> None:
-    handle = client.run(Accelerator.bind(), name="accelerator", route_prefix=None)
+    accelerator: Any = Accelerator
+    handle = client.run(accelerator.bind(), name="accelerator", route_prefix=None)
     handle.remote(0).result()
     alone, beside, rates = [], [], []
     for _ in range(rounds):
@@ -184,8 +184,10 @@ def main() -> int:
     parser.add_argument("--ray")
     options = parser.parse_args()
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        _ready(Client(cluster)) as dask_client,
+        LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
+        _ready(Client(cluster)) as dask_client,  # type: ignore[no-untyped-call]
         serve.start(dask_client=dask_client, http_options={"port": 0}) as client,
     ):
         if "frames" in options.cases:
