@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from http_load import Place, System, floor_of, need_wrk, serving, wrk
 
 WORKER_LOOP = {"event_loop": "worker"}
-#: To files, because standard output is the reader's.
+#: To files, because standard output is the reader's; a line costs as much there.
 LOGS = {"logs_dir": os.path.join(tempfile.gettempdir(), "daskserve-bench-logs"), "output": "files"}
 
 

@@ -311,6 +311,8 @@ class RequestContext:
     multiplexed_model_id: ClassVar[str] = ""
     session_id: ClassVar[str] = ""
     priority: ClassVar[int | str] = 0
+    #: The number of that priority, if the caller's deployment knows its name.
+    priority_number: ClassVar[int] = 0
     idempotent: ClassVar[bool] = False
     #: The item of a map, the same for each of its tries, to mark what is done; empty for other calls.
     item_id: ClassVar[str] = ""

@@ -46,6 +46,7 @@ SECTIONS: dict[str, type[Any]] = {
     "daskserve.channel": settings.ChannelSettings,
     "daskserve.controller": settings.ControllerSettings,
     "daskserve.errors": settings.ErrorSettings,
+    "daskserve.routing": settings.RoutingSettings,
 }
 
 

@@ -155,6 +155,15 @@ class ChannelSettings:
     lost_after_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingSettings:
+    """How processes that send requests choose replicas."""
+
+    #: How long a request waits for a free slot of a replica that has its multiplexed model while others have
+    #: one, in seconds; then any replica loads the model.
+    model_matching_timeout_s: float = 1.0
+
+
 #: Limit of ``retry_direct_s`` between workers, which reach each other directly unless the network is broken.
 WORKER_RETRY_S = 30.0
 
@@ -192,6 +201,18 @@ def worker_channel() -> ChannelSettings:
 def errors() -> ErrorSettings:
     """Return the settings of errors, from ``daskserve.errors.*``."""
     return ErrorSettings(**_known("daskserve.errors", ErrorSettings))
+
+
+def routing() -> RoutingSettings:
+    """Return the settings of the choice of replicas, from ``daskserve.routing.*``."""
+    found = RoutingSettings(**_known("daskserve.routing", RoutingSettings))
+    wait_s = found.model_matching_timeout_s
+    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 <= wait_s < math.inf:
+        raise ValueError(
+            f"Dask's configuration has daskserve.routing.model-matching-timeout-s: {wait_s!r}; set it to a "
+            "number of seconds, or to 0 so that no request waits for its model."
+        )
+    return found
 
 
 def controller() -> ControllerSettings:

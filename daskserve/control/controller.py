@@ -299,6 +299,11 @@ class ReadingVerbs:
                 await core.writer.note(core.history.of_routers({tag: known[tag] for tag in new}))
 
     @verb
+    async def note_loading(self, replicas: Sequence[str]) -> None:
+        """Look at replicas that are about to load multiplexed models, until they have."""
+        self._core.observed.multiplexed.look(replicas)
+
+    @verb
     async def get_deployment_info(self, name: str) -> dict[str, Any]:
         return views.deployment_info(self._core.state, name)
 

@@ -282,8 +282,9 @@ def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts)
 def _exemplar(example: Example) -> Exemplar:
     from prometheus_client.core import Exemplar
 
-    value, trace_id, at_ns = example
-    return Exemplar({"trace_id": trace_id}, value, at_ns / 1e9)
+    value, ids, at_ns = example
+    trace_id, _, span_id = ids.partition("-")
+    return Exemplar({"trace_id": trace_id, "span_id": span_id}, value, at_ns / 1e9)
 
 
 def _bound_text(bound: float) -> str:

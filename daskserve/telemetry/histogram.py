@@ -66,7 +66,8 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
-#: One value that was counted, the id of its trace, and its time in nanoseconds since the epoch.
+#: One value that was counted, the ids of its trace and span, ``TRACE-SPAN`` in hexadecimal, and its time in
+#: nanoseconds since the epoch.
 Example: TypeAlias = tuple[float, str, int]
 
 
@@ -102,11 +103,11 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def note_trace(self, value: float, trace_id: str) -> None:
-        """Note the trace of a value that was counted."""
+    def note_trace(self, value: float, ids: str) -> None:
+        """Note the trace and the span of a value that was counted."""
         if self.examples is None:
             self.examples = {}
-        self.examples[bisect_left(self.bounds, value)] = value, trace_id, wall_ns()
+        self.examples[bisect_left(self.bounds, value)] = value, ids, wall_ns()
 
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""

@@ -151,11 +151,12 @@ def metrics_data(families: Iterable[Metric], began: int, now: int) -> MetricsDat
 
 @dataclass(slots=True)
 class _Series:
-    """One series of a histogram: its labels, its cumulative counts by bound, and its sum."""
+    """One series of a histogram: its labels, its cumulative counts by bound, its sum, and its examples."""
 
     labels: Mapping[str, str]
     buckets: list[tuple[float, float]] = field(default_factory=list)
     sum: float = 0.0
+    examples: list[Any] = field(default_factory=list)
 
 
 def _series(family: Metric) -> list[_Series]:
@@ -165,6 +166,8 @@ def _series(family: Metric) -> list[_Series]:
         series = found.setdefault(frozenset(labels.items()), _Series(labels))
         if sample.name.endswith("_bucket"):
             series.buckets.append((float(sample.labels["le"]), sample.value))
+            if sample.exemplar is not None:
+                series.examples.append(sample.exemplar)
         elif sample.name.endswith("_sum"):
             series.sum = sample.value
     return list(found.values())
@@ -177,6 +180,23 @@ def _point(series: _Series, began: int, now: int) -> Any:
     counts = [int(high - low) for low, high in itertools.pairwise(at_most)]
     bounds = [bound for bound, _ in series.buckets[:-1]]
     unknown: Any = None  # the least and the greatest value
+    examples = [*map(_exemplar, series.examples)]
     return HistogramDataPoint(
-        dict(series.labels), began, now, int(at_most[-1]), series.sum, counts, bounds, unknown, unknown
+        dict(series.labels),
+        began,
+        now,
+        int(at_most[-1]),
+        series.sum,
+        counts,
+        bounds,
+        unknown,
+        unknown,
+        examples,
     )
+
+
+def _exemplar(example: Any) -> Any:
+    from opentelemetry.sdk.metrics import Exemplar
+
+    trace_id, span_id = (int(example.labels[name], 16) for name in ("trace_id", "span_id"))
+    return Exemplar({}, example.value, int(1e9 * example.timestamp), span_id, trace_id)

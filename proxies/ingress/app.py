@@ -212,7 +212,7 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                trace_id = "" if request.span is None else request.span.trace[3:35]
+                ids = "" if request.span is None else request.span.ids
                 self.metrics.observe(
                     request.route,
                     method,
@@ -220,7 +220,7 @@ class IngressApp:
                     seconds,
                     request.cause,
                     response.matched_route,
-                    trace_id,
+                    ids,
                 )
                 if self._access_log is not None:
                     self._access_log.note(request, scope, seconds)
@@ -333,6 +333,8 @@ class IngressApp:
             request.model_id = parameter_of(scope, self._options.model_id_parameter)
         if request.model_id:
             head["extensions"]["daskserve"]["model_id"] = request.model_id
+        if request.session_id:
+            head["extensions"]["daskserve"]["session_id"] = request.session_id
         if request.trace is not None:
             head[TRACE] = request.trace
         if has_denial:

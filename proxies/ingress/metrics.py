@@ -76,11 +76,12 @@ class IngressMetrics:
         seconds: float,
         cause: str,
         matched: str = "",
-        trace_id: str = "",
+        ids: str = "",
     ) -> None:
         """Count a request that has ended.
 
-        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route.
+        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route;
+        ``ids`` are those of its trace and span.
         """
         metrics = self._routes.get((route.route, route.endpoint, matched))
         if metrics is None:
@@ -97,8 +98,8 @@ class IngressMetrics:
             metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days
             metrics.latency.observe(seconds)
-            if trace_id:
-                metrics.latency.note_trace(seconds, trace_id)
+            if ids:
+                metrics.latency.note_trace(seconds, ids)
 
     def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
         # An application may make up routes; the first ones of each are counted apart.

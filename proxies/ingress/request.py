@@ -29,6 +29,9 @@ EXPECT = b"expect"
 MODEL_ID = frozenset(
     b"serve%bmultiplexed%bmodel%bid" % each for each in itertools.product((b"_", b"-"), repeat=3)
 )
+#: Names the session, unless an option of the deployment says what does.
+SESSION_ID = b"x-session-id"
+MAX_SESSION = 1024
 _HEADERS_READ = frozenset(
     (
         REQUEST_ID,
@@ -38,6 +41,7 @@ _HEADERS_READ = frozenset(
         CONTENT_LENGTH,
         TRANSFER_ENCODING,
         EXPECT,
+        SESSION_ID,
         *TRACE_HEADERS,
         *MODEL_ID,
     )
@@ -72,6 +76,8 @@ class IngressRequest:
     has_bad_id = False
     #: The multiplexed model that it asks for.
     model_id = ""
+    #: Its session.
+    session_id = ""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], response: Response) -> None:
         self.response = response
@@ -98,6 +104,8 @@ class IngressRequest:
                     self.timeout = value
                 elif name in MODEL_ID:
                     self.model_id = text_of(value)
+                elif name == SESSION_ID:
+                    self.session_id = value.decode("latin-1")[:MAX_SESSION]
                 elif name == EXPECT:
                     self.has_body = ON_DEMAND
                 else:

@@ -35,7 +35,8 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     # The path may be another one when the request ends.
     own = {"url.path": scope["path"]}
     request.span = span = tracing.span("HTTP", parent, own, tracing.server_kind, state)
-    request.trace = [span.traceparent, state, baggage]
+    # As `span.traceparent`, without a call.
+    request.trace = [f"{span.trace}{span.span_id:016x}-01", state, baggage]
 
 
 def _shared(

@@ -273,6 +273,7 @@ MODELS = Row(
             [
                 Query(f"60 * {rate('multiplexed_model_loads')}", "loads"),
                 Query(f"60 * {rate('multiplexed_model_unloads')}", "unloads"),
+                Query(f"60 * {rate('multiplexed_model_load_failures')}", "failed loads"),
             ],
         ),
         Panel(
@@ -307,10 +308,57 @@ MODELS = Row(
     ],
 )
 
+CONTINUOUS = Row(
+    "Continuous batches and payload log (no data without them)",
+    [
+        Panel(
+            "Requests in continuous batches",
+            "Requests with a slot, and those that wait for one.",
+            [
+                Query(gauge("continuous_active_requests", ("method",)), "{{method}}: active"),
+                Query(gauge("continuous_queued_requests", ("method",)), "{{method}}: waiting"),
+            ],
+        ),
+        Panel(
+            "Cost of what waits",
+            "Sum by cost_fn, such as tokens.",
+            [Query(gauge("continuous_queued_cost", ("method",)), "{{method}}")],
+        ),
+        Panel(
+            "Steps of continuous batches",
+            "Time that a step took.",
+            [
+                Query(quantile(0.5, "continuous_step_duration_seconds", ("method",)), "{{method}}: p50"),
+                Query(quantile(0.99, "continuous_step_duration_seconds", ("method",)), "{{method}}: p99"),
+            ],
+            Unit.SECONDS,
+        ),
+        Panel(
+            "Outputs and preemptions",
+            "Outputs, such as tokens, and requests that lost their slot for lack of memory.",
+            [
+                Query(rate("continuous_outputs", ("method",)), "{{method}}: outputs"),
+                Query(rate("continuous_preemptions", ("method",)), "{{method}}: preemptions"),
+            ],
+            Unit.PER_S,
+        ),
+        Panel(
+            "Payload log",
+            "Sampled requests that were written, and that were dropped.",
+            [
+                Query(rate("payload_log_requests"), "written"),
+                Query(rate("payload_log_dropped", ("reason",)), "dropped, {{reason}}"),
+            ],
+            Unit.PER_S,
+            width=16,
+        ),
+    ],
+)
+
 DEPLOYMENT = Dashboard(
     "daskserve-deployment",
     "daskserve: one deployment",
     "One deployment, by replica.",
-    [NOW, REQUESTS, REPLICAS, MODELS],
+    [NOW, REQUESTS, REPLICAS, MODELS, CONTINUOUS],
     is_for_one_deployment=True,
 )

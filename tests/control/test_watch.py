@@ -11,7 +11,7 @@ from controller_harness import ScriptedReplica, Stage, staged
 
 from daskserve.cluster.protocols.base import ANSWER_S, EPOCH_BITS, ActorSpec, TaskRequest
 from daskserve.common.types import ActorKind, Envelope, EnvelopeKind, Load, Location, nothing_to_receive
-from daskserve.control.observed.watch import MISSES, PERIOD_S, SWEEP_S
+from daskserve.control.observed.watch import FOLLOW_S, MISSES, PERIOD_S, SWEEP_S
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.errors import ActorLostError
 from daskserve.options.http import HTTPOptions
@@ -60,6 +60,27 @@ async def test_a_replica_whose_own_process_got_sigterm_is_replaced_first(stage: 
     await stage.until(lambda: victim.tag in dict(stage.stopped), timeout_s=2 * PERIOD_S)
     assert (len(stage.started), dict(stage.stopped)[victim.tag] > 0) == (3, True)
     assert len(stage.running_of("b")) == 2
+
+
+@staged()
+async def test_a_replica_that_loads_models_is_looked_at_until_it_has_them(stage: Stage) -> None:
+    await stage.create(num_replicas=2)
+    replica = await not_on_the_controllers_worker(stage)
+    states = iter(["queued", "loading", "loaded"])
+    looks: list[float] = []
+
+    def health() -> dict[str, Any]:
+        looks.append(stage.clock.now())
+        return {"multiplexed": {"models": {"m": next(states, "loaded")}, "count": 1, "capacity": 3}}
+
+    await stage.clock.sleep(1.5 * PERIOD_S)
+    replica.health = health  # type: ignore[attr-defined]
+    program = stage.cluster.program
+    await program.call(await program.controller(), "note_loading", replicas=[replica.tag, "b#gone"])
+    await stage.clock.sleep(5 * FOLLOW_S)
+    assert len(looks) == 3
+    assert looks[-1] - looks[0] <= 3 * FOLLOW_S < PERIOD_S / 2
+    assert (await stage.published("models/b"))[replica.tag]["loaded"] == ("m",)
 
 
 @staged()

@@ -147,6 +147,24 @@ CASES: Mapping[str, Case] = {
         [("daskserve_deployment_loop_blocks_total", D, "0+2x30")],
         [("daskserve_deployment_loop_blocks_total", D, "0x15 3x15")],
     ),
+    "DaskserveRouterFails": Case(
+        D,
+        "2",
+        [("daskserve_router_fallbacks_total", {**D, "cause": "late"}, "0+2x30")],
+        [("daskserve_router_fallbacks_total", {**D, "cause": "late"}, "0x15 3x15")],
+    ),
+    "DaskserveLogRecordsDropped": Case(
+        {"instance": "w", "reason": "file"},
+        "2",
+        [("daskserve_log_records_dropped_total", {"instance": "w", "reason": "file"}, "0+2x30")],
+        [("daskserve_log_records_dropped_total", {"instance": "w", "reason": "file"}, "0x15 3x15")],
+    ),
+    "DaskservePayloadsDropped": Case(
+        {**D, "reason": "sink"},
+        "2",
+        [("daskserve_payload_log_dropped_total", {**D, "reason": "sink"}, "0+2x30")],
+        [("daskserve_payload_log_dropped_total", {**D, "reason": "sink"}, "0x15 3x15")],
+    ),
     "DaskserveProxyDown": Case(
         {**I, "proxy": "p", "status": "STARTING"},
         "1",

@@ -27,6 +27,7 @@ class Requests:
         latency = LatencyHistogram()
         for seconds in (0.0002, 0.0002, 100.0):
             latency.observe(seconds)
+        latency.note_trace(100.0, f"{7:032x}-{9:016x}")
         labels = ("i", "shop/model")
         return [
             ("deployment_requests", labels, 3),
@@ -83,6 +84,8 @@ def test_a_collector_receives_totals_gauges_and_buckets(received: tuple[str, lis
     assert (latency.count, latency.sum, len(latency.explicit_bounds)) == (3, pytest.approx(100.0004), 18)
     assert [count for count in latency.bucket_counts if count] == [2, 1]
     assert latency.bucket_counts[1] == 2
+    (example,) = latency.exemplars
+    assert (example.as_double, example.trace_id[-1], example.span_id[-1]) == (100.0, 7, 9)
     assert export.failures == 0
 
 

@@ -52,7 +52,7 @@ FLUSH_S = 2.0
 
 #: How long lines of the access log are gathered: each waking of the thread takes the interpreter lock from an
 #: event loop.
-GATHER_S = 0.02
+GATHER_S = 0.05
 
 #: Types of arguments that cannot change before the message is formatted.
 _PLAIN = frozenset({str, int, float, bool, type(None)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from daskserve.common.types import BackendTag, ReplicaTag
@@ -17,6 +17,8 @@ class MultiplexedModels:
     def __init__(self) -> None:
         self._reports: dict[BackendTag, dict[ReplicaTag, Mapping[str, Any]]] = {}
         self._changed: set[BackendTag] = set()
+        #: Looks at replicas at once, and often while they load models.
+        self.look: Callable[[Iterable[ReplicaTag]], object] = bool
 
     def learn(self, backend: BackendTag, tag: ReplicaTag, facts: Mapping[str, Any]) -> bool:
         """Keep a report; return whether routers must get to know of a change."""
@@ -46,6 +48,11 @@ class MultiplexedModels:
             or None
             for backend in sorted(changed)
         }
+
+    def is_loading(self, tag: ReplicaTag) -> bool:
+        """Return whether a replica has models on their way."""
+        facts = self._reports.get(tag.rpartition("#")[0], {}).get(tag, {})
+        return any(state != "loaded" for state in facts.get("models", {}).values())
 
     def of(self, tag: ReplicaTag) -> dict[str, Any]:
         """Return the models of a replica by id, with their states, for its status; empty without any."""

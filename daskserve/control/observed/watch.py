@@ -35,6 +35,11 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
+#: Interval at which a worker is looked at whose replicas load multiplexed models, how often in all, and how
+#: often per second all such workers together.
+FOLLOW_S = 0.08
+FOLLOWED = 50
+MAX_FOLLOW_RATE = 100.0
 MISSES = 3
 #: Pause before a worker that could not be restarted is tried again.
 RESTART_RETRY_S = 2.0
@@ -71,7 +76,10 @@ class WorkerWatch:
         self._newest_incarnation = (epoch + 1) << EPOCH_BITS
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
+        #: The workers that are looked at often.
+        self._followed: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
+        observed.multiplexed.look = self.follow
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -88,6 +96,25 @@ class WorkerWatch:
             if self._observed.live.end(began):
                 self._announce()
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
+
+    def follow(self, tags: Iterable[str]) -> None:
+        """Look at the workers of replicas at once, and often while the replicas load multiplexed models."""
+        replicas = [each for tag in tags if (each := self._state.replicas.get(tag)) is not None]
+        for worker in {each.worker for each in replicas if each.worker} - self._followed:
+            self._followed.add(worker)
+            self._tasks.spawn(self._follow(worker), "watch")
+
+    async def _follow(self, worker: WorkerAddress) -> None:
+        try:
+            for count in range(FOLLOWED):
+                await self._look(worker)
+                tags = [each.tag for each in self._state.replicas_on(worker)]
+                if count > 1 and not any(map(self._observed.multiplexed.is_loading, tags)):
+                    return
+                # Together, no more often than so many times per second.
+                await self._clock.sleep(max(FOLLOW_S, len(self._followed) / MAX_FOLLOW_RATE))
+        finally:
+            self._followed.discard(worker)
 
     async def stop(self) -> None:
         """Cancel the queries in progress."""

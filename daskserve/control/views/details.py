@@ -233,6 +233,7 @@ def _replica(observed: Observed, replica: ReplicaRecord) -> dict[str, Any]:
         "state": _STATES[replica.state],
         "pid": facts.get("pid"),
         "start_time_s": replica.moved_at,
+        "multiplexed": observed.multiplexed.of(replica.tag),
     }
 
 

@@ -25,6 +25,7 @@ def live_metrics(state: State, observed: Observed, now: float, wall: float) -> d
                 "deployment": tag,
                 "worker": state.replicas[replica].worker,
                 **live.of_replica(replica, now),
+                "multiplexed": observed.multiplexed.of(replica),
             }
             for tag, replicas in running.items()
             for replica in replicas

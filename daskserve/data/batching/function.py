@@ -55,6 +55,11 @@ class _Item:
         #: The span of its wait and its batch, if it is sampled.
         self.span: RecordedSpan | None = None
 
+    @property
+    def priority(self) -> int:
+        """The priority of the request."""
+        return 0 if self.request is None else self.request.priority_number
+
 
 RequestQueue = BatchQueue[_Item, Any]
 
@@ -319,14 +324,14 @@ class BatchedFunction(_Settings):
     async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
         queue = self._queue(state)
         item.span = span_of_item(self.__qualname__, waiting=queue.queued)
-        return await queue.submit(item, key)
+        return await queue.submit(item, key, item.priority)
 
     async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
         queue = self._queue(state)
         item.span = span_of_item(self.__qualname__, waiting=queue.queued)
         stream = item.stream
         assert stream is not None
-        entry = queue.add(item, key)
+        entry = queue.add(item, key, item.priority)
         stream.follow(entry.result)
         del item
         try:

@@ -9,6 +9,7 @@ over and when a batch has ended. Each item gets a result or an error, whatever u
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import logging
 import math
@@ -32,26 +33,53 @@ ResultT = TypeVar("ResultT")
 class BatchEntry(Generic[ItemT, ResultT]):
     """An item in a queue or in a batch, and its result."""
 
-    __slots__ = ("added_at", "item", "key", "number", "result")
+    __slots__ = ("added_at", "item", "key", "number", "priority", "result")
 
     def __init__(
-        self, item: ItemT, key: Hashable, added_at: float, number: int, result: asyncio.Future[ResultT]
+        self,
+        item: ItemT,
+        key: Hashable,
+        added_at: float,
+        number: int,
+        result: asyncio.Future[ResultT],
+        priority: int = 0,
     ) -> None:
         self.item = item
         self.key = key
+        self.priority = priority
         self.added_at = added_at
         self.number = number
         self.result = result
 
 
 class _KeyQueue(Generic[ItemT, ResultT]):
-    """Entries of one key, in order; with ``size_of``, also how many of the first entries fit a batch."""
+    """Entries of one key, in order; with ``size_of``, also how many of the first entries fit a batch.
+
+    The order is that of priorities, and that of arrival within each.
+    """
 
     __slots__ = ("entries", "fitting", "is_full", "measured_for")
 
     def __init__(self) -> None:
         self.entries: list[BatchEntry[ItemT, ResultT]] = []
         self.forget(0)
+
+    def put(self, entry: BatchEntry[ItemT, ResultT]) -> None:
+        """Add an entry at its place."""
+        entries = self.entries
+        if not entries or entries[-1].priority >= entry.priority:
+            entries.append(entry)
+            return
+        bisect.insort_right(entries, entry, key=lambda each: -each.priority)
+        self.forget(self.measured_for)
+
+    @property
+    def oldest(self) -> BatchEntry[ItemT, ResultT]:
+        """The entry that has waited longest; there must be one."""
+        entries = self.entries
+        if entries[0].priority == entries[-1].priority:
+            return entries[0]
+        return min(entries, key=lambda each: each.number)
 
     def forget(self, limit: float) -> None:
         """Discard the measured sizes."""
@@ -125,9 +153,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
         """The tasks of running batches, with their start times in seconds since the epoch."""
         return dict(self._tasks)
 
-    async def submit(self, item: ItemT, key: Hashable = None) -> ResultT:
+    async def submit(self, item: ItemT, key: Hashable = None, priority: int = 0) -> ResultT:
         """Return the item's result once its batch has run; cancellation removes the item."""
-        entry = self.add(item, key)
+        entry = self.add(item, key, priority)
         try:
             return await entry.result
         except asyncio.CancelledError:
@@ -136,8 +164,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
         finally:
             del entry  # else an error's traceback holds this frame, and this frame the error
 
-    def add(self, item: ItemT, key: Hashable = None) -> BatchEntry[ItemT, ResultT]:
+    def add(self, item: ItemT, key: Hashable = None, priority: int = 0) -> BatchEntry[ItemT, ResultT]:
         """Add an item and return its entry, which holds its result; only items of equal keys share a batch.
+
+        Those of the greatest ``priority`` go first.
 
         Raises
         ------
@@ -150,12 +180,12 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self._measure([item], self._limits.max_batch_size)
         loop = asyncio.get_running_loop()
         entry: BatchEntry[ItemT, ResultT] = BatchEntry(
-            item, key, loop.time(), next(self._numbers), loop.create_future()
+            item, key, loop.time(), next(self._numbers), loop.create_future(), priority
         )
         key_queue = self._key_queues.get(key)
         if key_queue is None:
             key_queue = self._key_queues[key] = _KeyQueue()
-        key_queue.entries.append(entry)
+        key_queue.put(entry)
         self.reconsider()
         return entry
 
@@ -180,25 +210,28 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
         elif self._key_queues:
-            self._alarm.set(min(self._due_at(each.entries[0]) for each in self._key_queues.values()))
+            self._alarm.set(min(self._due_at(each.oldest) for each in self._key_queues.values()))
 
     def _is_busy(self) -> bool:
         return self._max_running is not None and len(self._tasks) >= self._max_running
 
     def _next_key_queue(self) -> tuple[Hashable, int] | None:
-        """Return the key and size of the batch that is due and has waited longest; None if none is due."""
-        found: tuple[int, Hashable, int] | None = None
+        """Return the key and size of the next batch; None if none is due.
+
+        Of those that are due, the one with the greatest priority, and that has waited longest.
+        """
+        found: tuple[int, int, Hashable, int] | None = None
         now = asyncio.get_running_loop().time()
         for key, key_queue in list(self._key_queues.items()):
             count, is_full = self._count(key_queue)
             if not key_queue.entries:
                 del self._key_queues[key]  # none of its items fits any more
                 continue
+            is_due = is_full or self._due_at(key_queue.oldest) <= now
             first = key_queue.entries[0]
-            is_due = is_full or self._due_at(first) <= now
-            if is_due and (found is None or first.number < found[0]):
-                found = (first.number, key, count)
-        return None if found is None else found[1:]
+            if is_due and (found is None or (-first.priority, first.number) < found[:2]):
+                found = (-first.priority, first.number, key, count)
+        return None if found is None else found[2:]
 
     def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
         """Return when a batch with this first item runs, whatever its size."""

@@ -130,6 +130,7 @@ class ModelLoader:
                 ready: asyncio.Future[None] = loop.create_future()
                 load.waiters.append((loop, ready))
                 load.requesters.update(map(id, requests))
+                load.priority = max([load.priority, *(each.priority_number for each in requests)])
                 entry.waiting += 1
                 self._admit()
             timer = loop.call_later(ROOM_TIMEOUT_S, self._expire, load, ready)
@@ -200,7 +201,8 @@ class ModelLoader:
     def _admit(self) -> None:
         """Begin the loads for which there is room, or a model that can make it. Holds the lock."""
         is_full = False
-        for load in list(self._queue.values()):
+        # Those of the greatest priority first, in the order of their arrival.
+        for load in sorted(self._queue.values(), key=lambda each: -each.priority):
             if all(ready.done() for _, ready in load.waiters):
                 self._forget(load)  # nobody waits any more
                 continue

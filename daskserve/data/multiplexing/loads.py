@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -20,7 +21,7 @@ class Again(Exception):
 class Load:
     """A model on its way: who waits for it, and its task."""
 
-    __slots__ = ("entry", "is_cancelled", "loop", "requesters", "task", "waiters")
+    __slots__ = ("entry", "is_cancelled", "loop", "priority", "requesters", "task", "waiters")
 
     def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
         self.entry = entry
@@ -29,6 +30,8 @@ class Load:
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         #: The numbers of the requests that wait.
         self.requesters: set[int] = set()
+        #: The greatest of their priorities.
+        self.priority: float = -math.inf
         self.is_cancelled = False
 
     def cancel(self) -> None:

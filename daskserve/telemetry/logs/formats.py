@@ -7,6 +7,7 @@ import logging
 import re
 from datetime import datetime
 from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
 from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags
@@ -16,7 +17,6 @@ from daskserve.telemetry.logs.settings import LogSettings
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
 _OURS = frozenset((*TAG_NAMES, "component_name"))
-_encode = json.JSONEncoder(check_circular=False).encode
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
@@ -97,16 +97,16 @@ def access_json(access: Access) -> str:
     parts = [
         f'{{"levelname": "INFO", "asctime": "{clock(access.time)}"',
         f'"timestamp_ns": {int(access.time * 1e9)}',
-        f'"message": {_encode(access.message)}',
+        f'"message": {_quoted(access.message)}',
         _shared_json(access.backend, access.replica, access.route, access.instance),
-        f'"method": {_encode(access.method)}, "path": {_encode(access.path)}, "status": {access.status}',
+        f'"method": {_quoted(access.method)}, "path": {_quoted(access.path)}, "status": {access.status}',
         f'"duration_s": {access.seconds:.6f}',
-        f'"client": {"null" if access.client is None else _encode(access.client[0])}',
+        f'"client": {"null" if access.client is None else _quoted(access.client[0])}',
     ]
     if access.request_id:
-        parts.append(f'"request_id": {_encode(access.request_id)}')
+        parts.append(f'"request_id": {_quoted(access.request_id)}')
     if access.trace_id:
-        parts.append(f'"trace_id": {_encode(access.trace_id)}')
+        parts.append(f'"trace_id": {_quoted(access.trace_id)}')
     return f"{', '.join(parts)}}}"
 
 
@@ -115,7 +115,7 @@ def _shared_json(backend: str, replica: str, route: str, instance: str) -> str:
     """Return the part that all requests of a route or a replica share."""
     empty = Access(0.0, "", b"", b"", 0, 0.0)
     tags = empty._replace(route=route, backend=backend, replica=replica, instance=instance).tags
-    return str(_encode({"logger": ACCESS, **_of_tags(tags)}))[1:-1]
+    return json.dumps({"logger": ACCESS, **_of_tags(tags)})[1:-1]
 
 
 def traceback_of(record: logging.LogRecord) -> str:

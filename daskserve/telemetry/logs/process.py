@@ -221,14 +221,15 @@ class ProcessLogs:
         passes_on = call_handlers is not None and bool(logger.handlers)
         lines: dict[Path | None, list[str]] = defaultdict(list)
         sizes: dict[Path, LogSettings] = {}
+        places: dict[str, tuple[Path | None, bool, LogSettings] | None] = {}
         for access in taken:
             self.keep_access(access)
-            source = self._sources.get(access.replica or access.proxy)
-            settings = None if source is None else source.settings
-            if source is None or settings is None:
+            name = access.replica or access.proxy
+            place = places[name] if name in places else places.setdefault(name, self._place(name))
+            if place is None:
                 continue
-            path = _path(settings, source.tags)
-            to_stdout = settings.to_stdout and not passes_on
+            path, to_stdout, settings = place
+            to_stdout = to_stdout and not passes_on
             if path is not None or to_stdout:
                 line = self._line(access, settings)
                 if path is not None:
@@ -245,6 +246,13 @@ class ProcessLogs:
             except Exception:  # of a filter, or of a handler that does not report its own errors
                 self.dropped["handler"] += 1
         self._forget_leaving()
+
+    def _place(self, name: str) -> tuple[Path | None, bool, LogSettings] | None:
+        """Return where lines of a replica or proxy go: to a file, to standard output; None if nowhere."""
+        source = self._sources.get(name)
+        if source is None or source.settings is None:
+            return None
+        return _path(source.settings, source.tags), source.settings.to_stdout, source.settings
 
     def _settings(self, tags: Tags) -> LogSettings | None:
         if tags.replica:

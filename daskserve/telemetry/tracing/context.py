@@ -37,7 +37,8 @@ def enter(carrier: Carrier, span: Span | None = None) -> None:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
     if span is not None:
         # As `trace.set_span_in_context`, in a third of the time.
-        found = Context(found, **{_span_key(): span})
+        key = _span_key()
+        found = Context(found, **{key: span}) if found else Context(((key, span),))
     elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)

@@ -95,6 +95,11 @@ class RecordedSpan(Span):
         return int(self.trace[3:35], 16)
 
     @property
+    def ids(self) -> str:
+        """The ids of its trace and of the span, as examples of metrics have them."""
+        return f"{self.trace[3:]}{self.span_id:016x}"
+
+    @property
     def attributes(self) -> Mapping[str, Any]:
         """All attributes."""
         if self.later is not None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import dask
 import pytest
 
 from daskserve.common.clock import LoopClock
@@ -16,7 +17,6 @@ from daskserve.common.types import Envelope, EnvelopeKind, Load
 from daskserve.data.caller.routing.multiplexing.demand import WINDOW, ModelDemand
 from daskserve.data.caller.routing.multiplexing.model_routing import (
     ASSUMED_S,
-    MATCHING_TIMEOUT_S,
     ModelRouting,
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
@@ -122,8 +122,8 @@ def test_a_request_waits_for_a_slot_of_the_replica_that_has_its_model() -> None:
     first = backend.take("rare")
     assert first is not None
     assert backend.take("rare") is None
-    assert backend.take("rare", since=backend.now - MATCHING_TIMEOUT_S / 2) is None
-    second = backend.take("rare", since=backend.now - MATCHING_TIMEOUT_S)
+    assert backend.take("rare", since=backend.now - backend.routing.matching_timeout_s / 2) is None
+    second = backend.take("rare", since=backend.now - backend.routing.matching_timeout_s)
     assert second is not None
     assert second is not first
     backend.end(first)
@@ -153,6 +153,26 @@ def test_the_second_copy_is_left_to_others_once_it_is_not_needed() -> None:
         assert each is not None
         backend.end(each)
     assert len({backend.sent("popular") for _ in range(50)}) == 1
+
+
+def test_a_replica_is_told_of_once_for_each_model_that_it_is_about_to_load() -> None:
+    told: list[str] = []
+    routing = ModelRouting(told.append)
+    for model_id in ("a", "a", "b"):
+        routing.assume("d#0", model_id, 1.0)
+    assert told == ["d#0", "d#0"]
+    routing.update({"d#1": {"loaded": ["c"], "coming": ["d"], "capacity": 3}})
+    for model_id in ("c", "d"):
+        routing.assume("d#1", model_id, 1.0)
+    assert told == ["d#0", "d#0"]
+
+
+def test_how_long_a_request_waits_for_its_model_is_an_option() -> None:
+    with dask.config.set({"daskserve.routing.model-matching-timeout-s": 7}):
+        assert ModelRouting().matching_timeout_s == 7
+    with dask.config.set({"daskserve.routing.model-matching-timeout-s": "soon"}):
+        with pytest.raises(ValueError, match="model-matching-timeout-s: 'soon'"):
+            ModelRouting()
 
 
 async def test_a_router_of_an_option_gets_to_know_the_models() -> None:

@@ -13,7 +13,7 @@ from test_router import Stage, quiet
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
 from daskserve.data.caller.request_routers import routing
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
-from daskserve.data.caller.routing.multiplexing.waiting import MAX_ASKED, ROUND_S
+from daskserve.data.caller.routing.multiplexing.waiting import CONSIDERED, MAX_ASKED, ROUND_S
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.errors import ActorLostError
 from daskserve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -72,6 +72,24 @@ def backend_of(stage: Stage, took_s: Callable[[str, Envelope], float], count: in
 
     stage.replicas.handler = answer
     return stage.backend(*(f"r{n}" for n in range(count)), max_queued=10_000, **more)
+
+
+async def test_more_requests_of_a_session_than_are_considered_hide_no_others() -> None:
+    stage = Stage()
+    backend = backend_of(
+        stage,
+        lambda tag, envelope: 100 if envelope.head["facts"]["session_id"] == "hot" else 0.01,
+        4,
+        concurrency=2,
+        router=HASHED,
+    )
+    hot = [stage.send(backend, call("hot")) for _ in range(2 + CONSIDERED)]
+    await quiet()
+    others = [stage.send(backend, call(f"s{number}")) for number in range(40)]
+    await asyncio.sleep(5)
+    assert sum(each.done() for each in others) > 20
+    for each in (*hot, *others):
+        each.cancel()
 
 
 async def test_a_session_whose_replica_is_full_holds_up_no_others() -> None:

@@ -47,6 +47,18 @@ class Order:
         found = next((value for each, value in envelope.head.get("headers", ()) if each == name), None)
         return 0 if found is None else self._read(found.decode("latin-1").strip())
 
+    def note_priority(self, envelope: Envelope) -> None:
+        """Write the number of a request's priority where its replica reads it, for its own queues."""
+        head = envelope.head
+        if envelope.kind is EnvelopeKind.HTTP:
+            ours = head.get("extensions", {}).get("daskserve")
+            if ours is not None and "priority" not in ours and (priority := self.priority_of(envelope)):
+                ours["priority"] = priority
+            return
+        facts = head.get("facts")
+        if facts and type(facts.get("priority")) is str and "priority_number" not in facts:
+            envelope.head = {**head, "facts": {**facts, "priority_number": self.priority_of(envelope)}}
+
     def _read(self, value: Any) -> int:
         if isinstance(value, str):
             if value in self.classes:

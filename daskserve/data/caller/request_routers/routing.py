@@ -340,7 +340,11 @@ class RequestRouting:
     def _session_of(self, envelope: Envelope) -> str:
         if envelope.kind is not EnvelopeKind.HTTP:
             return str(envelope.head.get("facts", {}).get("session_id", ""))
-        return session_in(envelope.head.get("headers", ()), self.setup.session)
+        found = session_in(envelope.head.get("headers", ()), self.setup.session)
+        ours = envelope.head.get("extensions", {}).get("daskserve")
+        if ours is not None and found != ours.get("session_id", ""):
+            ours["session_id"] = found  # for user code
+        return found
 
 
 def bound_by(routing: RequestRouting, envelope: Envelope) -> str:

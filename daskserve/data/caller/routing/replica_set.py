@@ -406,7 +406,7 @@ class ReplicaSet:
         """Fail the requests that still wait."""
         self.availability.update(None)
         self.pool.update({}, 1, str)
-        self._waiting.choose_by(None)
+        self._waiting.close()
         self._alarm.cancel()
         self.fail_waiting()
 

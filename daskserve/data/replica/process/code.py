@@ -46,7 +46,7 @@ from daskserve.data.replica.requests.slots import Slots, found_at
 from daskserve.data.replica.requests.states import RequestEvent
 from daskserve.data.replica.user_code.autoscaling_stats import ChildStats
 from daskserve.data.replica.user_code.construction import CONSTRUCTING, INSTALLING
-from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError
+from daskserve.errors import ActorLostError, BadRequestError, ReplicaStartError, ServeError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ReplicaStart, read_config
 from daskserve.payload.importing import call_imported
@@ -118,8 +118,10 @@ class TracedForward(ForwardedRequest):
 class ChildModels(Models):
     """The models in a child process, as they were when it was last asked."""
 
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, call: Callable[..., Awaitable[Any]], ask: Callable[[], Awaitable[Any]]) -> None:
         self._call = call
+        self._ask = ask
+        self._asking: asyncio.Task[None] | None = None
         self.known: Mapping[str, Any] = {}
         self.known_multiplexed: Mapping[str, Any] = {}
 
@@ -130,7 +132,14 @@ class ChildModels(Models):
         return self.known
 
     def multiplexed(self) -> Mapping[str, Any]:
+        # The controller looks again soon while models load.
+        if self.known_multiplexed and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._refresh(), name="daskserve-child-models")
         return self.known_multiplexed
+
+    async def _refresh(self) -> None:
+        with suppress(ServeError, OSError):  # the child is stopped, or lost, which others note
+            await self._ask()
 
 
 class ChildCode:
@@ -158,7 +167,7 @@ class ChildCode:
         self._queued = 0
         self._reported = ReportedMetrics()
         self._stats = ChildStats(context.clock)
-        self.models = ChildModels(self._call)
+        self.models = ChildModels(self._call, self._ask)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         #: Whether the child's process has got SIGTERM.

@@ -85,7 +85,7 @@ class ReplicaBatches:
         for queue in self.queues.values():
             queue.reconsider()
 
-    async def submit(self, method: Method, item: BatchItem, hold: HoldSlot) -> ItemOutcome:
+    async def submit(self, method: Method, item: BatchItem, hold: HoldSlot, priority: int) -> ItemOutcome:
         """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
@@ -99,7 +99,7 @@ class ReplicaBatches:
                 on_end=counts.ended,
             )
             counts.watch_queue(queue.queued)
-        return await queue.submit((item, hold), model_named_in(item.head))
+        return await queue.submit((item, hold), model_named_in(item.head), priority)
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
         executor, servable = self._running()

@@ -32,7 +32,10 @@ def _request_context(envelope: Envelope) -> RequestContext:
     head = envelope.head
     context = RequestContext(head.get("request_id") or "", deadline=envelope.deadline)
     if "facts" in head:
-        context.add_facts(head["facts"])
+        facts = head["facts"]
+        context.add_facts(facts)
+        if type(number := facts.get("priority")) is int:
+            context.add_facts({"priority_number": number})
     return context
 
 
@@ -91,7 +94,8 @@ async def _submit(request: CallRequest, method: Method) -> None:
     item = BatchItem(
         head, payload=payload, span=None if request.span is None else span_of_item(method.name, request.span)
     )
-    request.accept(await request.code.batches.submit(method, item, request.hold))
+    number = _request_context(request.envelope).priority_number
+    request.accept(await request.code.batches.submit(method, item, request.hold, number))
 
 
 class StreamRequest(CallRequest):

@@ -35,6 +35,10 @@ def _request_context(envelope: Envelope) -> RequestContext:
         context = RequestContext(ours["request_id"], ours["route"], envelope.deadline)
         if "model_id" in ours:
             context.add_facts({"multiplexed_model_id": ours["model_id"]})
+        if "session_id" in ours:
+            context.add_facts({"session_id": ours["session_id"]})
+        if "priority" in ours:
+            context.add_facts({"priority": ours["priority"], "priority_number": ours["priority"]})
         return context
     except (KeyError, TypeError):  # not by way of the ingress
         return RequestContext(deadline=envelope.deadline)
@@ -161,7 +165,8 @@ class LocalHTTPRequest(LocalRequest):
                 span=None if self.span is None else span_of_item(method.name, self.span),
             )
             try:
-                self.accept(await self.code.batches.submit(method, item, self.hold))
+                number = _request_context(self.envelope).priority_number
+                self.accept(await self.code.batches.submit(method, item, self.hold, number))
             except PackedError as error:
                 self.accept(error)
         else:

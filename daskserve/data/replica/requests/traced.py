@@ -88,7 +88,7 @@ class TracedRequest(LocalRequest):
         super().answered()
         span = self.span
         if span is not None:
-            self.metrics.latency.note_trace(stopwatch() - began, span.trace[3:35])
+            self.metrics.latency.note_trace(stopwatch() - began, span.ids)
             span.end()
             if self.way is not None:
                 self.way.end()

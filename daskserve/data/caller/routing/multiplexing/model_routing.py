@@ -3,18 +3,17 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from daskserve.common import settings
 from daskserve.common.types import Reachability, ReplicaTag
 from daskserve.data.caller.routing.multiplexing.demand import ModelDemand
 from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place, hash_of
 from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica
 from daskserve.data.multiplexing.ids import short_id
 
-#: How long a request waits for a free slot of a replica that has its model, while others have one.
-MATCHING_TIMEOUT_S = 1.0
 #: How long a replica is assumed to have a model after a request for it was sent: until it has published that.
 ASSUMED_S = 3.0
 #: How many assumptions there are for each replica.
@@ -26,7 +25,11 @@ SPARE_KNOWN = 16
 class ModelRouting:
     """Chooses replicas by the models that they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_new: Callable[[ReplicaTag], object] = bool) -> None:
+        #: How long a request waits for a free slot of a replica that has its model, while others have one.
+        self.matching_timeout_s = settings.routing().model_matching_timeout_s
+        #: Called with a replica that is about to load a model.
+        self._note_new = note_new
         self._demand = ModelDemand()
         self._known: dict[ReplicaTag, KnownModels] = {}
 
@@ -48,7 +51,7 @@ class ModelRouting:
         key = short_id(model_id)
         if since is None:
             self._demand.note(key)
-        return partial(self._pick, key, now, since is None or now - since < MATCHING_TIMEOUT_S)
+        return partial(self._pick, key, now, since is None or now - since < self.matching_timeout_s)
 
     def _pick(
         self, key: str, now: float, is_patient: bool, entries: Sequence[PooledReplica]
@@ -91,7 +94,10 @@ class ModelRouting:
     def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
         """Note that a request for a model goes to a replica, which has it from now on."""
         key = short_id(model_id)
-        assumed = self._of(tag).assumed
+        known = self._of(tag)
+        assumed = known.assumed
+        if key not in assumed and key not in known.loaded and key not in known.coming:
+            self._note_new(tag)
         assumed.pop(key, None)
         assumed[key] = now + ASSUMED_S
         while len(assumed) > MAX_ASSUMED or next(iter(assumed.values())) <= now:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
+from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
@@ -28,13 +29,14 @@ from daskserve.data.caller.request_routers.routing import (
 )
 from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
-from daskserve.data.caller.routing.multiplexing.model_routing import MATCHING_TIMEOUT_S, ModelRouting
-from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room
+from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
+from daskserve.data.caller.routing.multiplexing.news import ModelNews
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: How many of the requests that wait are considered when a slot becomes free, and for how many models.
+#: How many of the requests that wait are considered whenever a slot becomes free, and for how many models.
 CONSIDERED = 4096
 MAX_MODELS = 256
 #: For how many of them a router may be asked in vain, and after how long it is asked for the next ones.
@@ -62,7 +64,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         clock: Clock,
         rng: random.Random,
         watch: WatchFacts | None,
-        cluster: object = None,
+        cluster: Cluster | None = None,
         reports: LoadReports | None = None,
     ) -> None:
         super().__init__()
@@ -73,6 +75,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._rng = rng
         self._watch = watch
         self._here: str = getattr(cluster, "here", "")
+        self._news = None if cluster is None else ModelNews(cluster, clock)
         #: Chooses by model; made by the first request that names one.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
@@ -80,6 +83,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         #: Sends requests that take long once more, if an option says so.
         self.hedging: Hedging | None = None
         self._order = Order()
+        #: Whether replicas cannot tell the priorities of requests without their order.
+        self._names_priorities = False
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
         #: Those for which the router was asked in vain, since it was last asked for all.
@@ -87,6 +92,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         #: When the first request gives up to wait for a replica with its model, or a router is asked again;
         #: None if none waits for that.
         self.next_at: float | None = None
+        #: When all of them are considered again if they are many.
+        self._all_at = 0.0
 
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
         """Use the router that the controller has published; None for none."""
@@ -175,8 +182,15 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         order = Order() if published is None else Order(**published)
         if order != self._order:
             self._order, self._ranked = order, None
+            self._names_priorities = bool(order.header or order.classes)
             if self:
                 self._rank()
+
+    def close(self) -> None:
+        """Stop to use a router, and to tell of models."""
+        self.choose_by(None)
+        if self._news is not None:
+            self._news.close()
 
     def priority_of(self, envelope: Envelope) -> int:
         """Return the priority of a request; the greatest goes first."""
@@ -185,6 +199,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def put(self, waiter: asyncio.Future[PooledReplica], envelope: Envelope, *, is_first: bool) -> None:
         """Add a request; ``is_first`` is for one that a replica has refused."""
         self[waiter] = envelope, self._clock.now()
+        if self._names_priorities:
+            self._order.note_priority(envelope)
         if is_first:
             self.move_to_end(waiter, last=False)
         priority = self._order.priority_of(envelope)
@@ -223,21 +239,20 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         ``since`` says since when it waits; None if it has just arrived.
         """
         now = self._clock.now()
+        if self._names_priorities:
+            self._order.note_priority(envelope)
         if self.routing is not None:
             return self._routed(self.routing, envelope, now)
-        pick = self._picker(envelope.model_id, now, since) if envelope.model_id else None
+        model_id = envelope.model_id
+        pick = self._known_models().picker(model_id, now, since) if model_id else None
         found = self._pool.take(now, self._rng, pick)
         if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
         return found
 
-    def _picker(self, model_id: str, now: float, since: float | None) -> Pick:
-        """Return what chooses the replica for a request by its model."""
-        return self._known_models().picker(model_id, now, since)
-
     def _known_models(self) -> ModelRouting:
         if self.models is None:
-            self.models = ModelRouting()
+            self.models = ModelRouting() if self._news is None else ModelRouting(self._news.note)
             if self._watch is not None:
                 self._watch("models", self.models.update)
         return self.models
@@ -301,13 +316,24 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             if not self:
                 self._ranked = None  # until a request has a priority again
 
-    def _in_order(self) -> Iterable[asyncio.Future[PooledReplica]]:
-        return islice(self if self._ranked is None else self._ranked.first(), CONSIDERED)
+    def _in_order(self, now: float) -> Iterable[asyncio.Future[PooledReplica]]:
+        """Return the requests to consider: usually the first, and all of them now and then.
+
+        Many of one session or model may stand before others, and most of them are passed over.
+        """
+        found = self if self._ranked is None else self._ranked.first()
+        if len(self) <= CONSIDERED:
+            return found
+        if now >= self._all_at:
+            self._all_at = now + ROUND_S * len(self) / CONSIDERED
+            return found
+        self._wake_at(self._all_at)
+        return islice(found, CONSIDERED)
 
     def _choose_by_model(self, served: Served) -> None:
         now = self._clock.now()
         passed: set[str] = set()
-        for waiter in self._in_order():
+        for waiter in self._in_order(now):
             if len(passed) == MAX_MODELS or not has_room(self._pool):
                 break  # until a request ends
             envelope, since = self[waiter]
@@ -319,15 +345,16 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 served.append((waiter, replica))
                 continue
             passed.add(model_id)
-            if model_id and now - since < MATCHING_TIMEOUT_S:
-                self._wake_at(since + MATCHING_TIMEOUT_S)
+            if model_id and self.models is not None:
+                until = since + self.models.matching_timeout_s
+                self._wake_at(until if now < until else None)
 
     def _ask(self, routing: RequestRouting, served: Served) -> None:
         """Ask the router for replicas, each time for other requests until all that wait had their turn."""
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None
-        for waiter in self._in_order():
+        for waiter in self._in_order(self._clock.now()):
             if not left or not has_room(self._pool):
                 break
             envelope, since = self[waiter]

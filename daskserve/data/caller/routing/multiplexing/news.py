@@ -1,0 +1,60 @@
+"""Tells the controller that replicas are about to load models, so that all processes soon know.
+
+Problem: the controller looks at replicas every second. Until then, other processes that send requests would
+have the same model loaded elsewhere. Choice: the process that sends a request for a model to a replica which
+does not have it says so, and the controller looks at that replica until it has loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from daskserve.cluster.protocols.base import Cluster
+from daskserve.common.clock import Clock
+from daskserve.common.types import ReplicaTag
+from daskserve.errors import ServeError
+
+logger = logging.getLogger("daskserve.router")
+
+#: How long replicas are gathered for one call, and how long that may take.
+GATHER_S = 0.03
+TIMEOUT_S = 5.0
+#: The greatest number of replicas in a call.
+MAX_TOLD = 1000
+
+
+class ModelNews:
+    """Tells the controller of replicas; one call at a time, and none is repeated: it looks anyway later."""
+
+    def __init__(self, cluster: Cluster, clock: Clock) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._replicas: set[ReplicaTag] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def note(self, tag: ReplicaTag) -> None:
+        """Note that a replica is about to load a model."""
+        if len(self._replicas) < MAX_TOLD:
+            self._replicas.add(tag)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._tell(), name="daskserve-model-news")
+
+    async def _tell(self) -> None:
+        try:
+            while self._replicas and not self._cluster.is_ended:
+                await self._clock.sleep(GATHER_S)
+                tags, self._replicas = sorted(self._replicas), set()
+                controller = await self._cluster.controller()
+                call = self._cluster.call(controller, "note_loading", replicas=tags)
+                await self._clock.wait_for(call, TIMEOUT_S)
+        except (ServeError, OSError, TimeoutError) as error:
+            self._cluster.forget_controller()
+            logger.debug("The controller does not know yet that models load: %r", error)
+        finally:
+            self._task = None
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        if self._task is not None:
+            self._task.cancel()
