@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     )
     from daskserve.data.tasks.current import TaskContext, get_task_context
     from daskserve.data.tasks.decorator import task_consumer, task_handler
+    from daskserve.data.tasks.http import task_api
+    from daskserve.data.tasks.sources import SourceItem, source
     from daskserve.errors import ServeError
     from daskserve.options.actor import ActorOptions
     from daskserve.options.autoscaling import AutoscalingConfig
@@ -134,6 +136,8 @@ _NAMES: Mapping[str, str] = {
     "data.tasks.adapter": "instantiate_adapter_from_config",
     "data.tasks.config": "RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig TaskResult TaskSchedule",
     "data.tasks.current": "TaskContext get_task_context",
+    "data.tasks.http": "task_api",
+    "data.tasks.sources": "SourceItem source",
     "data.tasks.decorator": "task_handler",
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
     "ReplicaContext GangContext PlacementBundle PlacementGroup",
@@ -176,6 +180,7 @@ __all__ = [
     "RunTarget",
     "SQLiteAdapterConfig",
     "ServeError",
+    "SourceItem",
     "Status",
     "TaskContext",
     "TaskProcessorConfig",
@@ -227,10 +232,12 @@ __all__ = [
     "set_target_capacity_async",
     "shutdown",
     "shutdown_async",
+    "source",
     "start",
     "start_async",
     "status",
     "status_async",
+    "task_api",
     "task_consumer",
     "task_handler",
 ]

@@ -229,6 +229,9 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
             (*_D, "method"),
             "Times that a request lost its slot for lack of memory.",
         ),
+        MetricSpec(
+            "tasks_ended", _C, (*_D, "queue", "state"), "Tasks whose run ended here, by the state after it."
+        ),
     ),
     "Replicas, while they exist": (
         MetricSpec("replica_requests", _C, _R, "Requests that began."),
@@ -248,6 +251,18 @@ SECTIONS: Mapping[str, Sequence[MetricSpec]] = {
         MetricSpec("continuous_queued_requests", _G, (*_R, "method"), "Requests that wait for such a slot."),
         MetricSpec(
             "continuous_queued_cost", _G, (*_R, "method"), "Sum of their costs by cost_fn, such as tokens."
+        ),
+        MetricSpec(
+            "task_queue_tasks",
+            _G,
+            (*_R, "queue", "state"),
+            "Tasks in the queue that it consumes, which all consumers count: take the maximum.",
+        ),
+        MetricSpec(
+            "task_queue_oldest_seconds",
+            _G,
+            (*_R, "queue"),
+            "Age of the oldest task that could run, in seconds.",
         ),
         MetricSpec("replica_abandoned_requests", _G, _R, "Cancelled calls that still run."),
         MetricSpec("replica_max_ongoing_requests", _G, _R, "Number of slots."),

@@ -56,7 +56,7 @@ def by_result(value: int, handle: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def handle(dask_cluster: ExternalCluster) -> Iterator[Any]:
-    with serve.start(dask_client=dask_cluster.client, http_options=None, name="batch") as client:
+    with serve.start(dask_client=dask_cluster.client, http_options={"port": 0}, name="batch") as client:
         yield client.run(Model.bind())
 
 
@@ -110,7 +110,7 @@ class Marking:
 @pytest.mark.limit_s(180.0)
 def test_kills_in_the_middle_cost_no_item(tmp_path: Any) -> None:
     with nannied_cluster(3) as dask_client:
-        with serve.start(dask_client=dask_client, http_options=None) as client:
+        with serve.start(dask_client=dask_client, http_options={"port": 0}) as client:
             deployment = serve.deployment(Marking, num_replicas=2, health_check_period_s=1)
             handle = client.run(deployment.bind(str(tmp_path)))
 
@@ -137,10 +137,10 @@ def test_kills_in_the_middle_cost_no_item(tmp_path: Any) -> None:
             kill("controller")
             assert future.result(timeout=90) == 2 * sum(range(300))
             bag = handle.map_bag(dask.bag.from_sequence(range(200), npartitions=10))
-            partial = bag.persist()
+            partial = dask_client.compute(bag)
             time.sleep(0.5)
             kill("replica")
-            assert sum(partial.compute()) == 2 * sum(range(200))
+            assert sum(partial.result(timeout=60)) == 2 * sum(range(200))
             tasks = as_completed(dask_client.map(handle, range(1000, 1300)))
             values: Counter[int] = Counter()
             for number, task in enumerate(tasks):
@@ -154,7 +154,7 @@ def test_kills_in_the_middle_cost_no_item(tmp_path: Any) -> None:
 @pytest.mark.limit_s(180.0)
 def test_a_thousand_tasks_on_two_threads_call_what_needs_these_threads() -> None:
     with nannied_cluster(2) as dask_client:
-        with serve.start(dask_client=dask_client, http_options=None) as client:
+        with serve.start(dask_client=dask_client, http_options={"port": 0}) as client:
             handle = client.run(Model.bind())
             futures = dask_client.map(handle.by_task, range(1000))
             assert sum(dask_client.gather(futures)) == 2 * sum(range(1000))

@@ -236,7 +236,7 @@ class Replica:
             probe_failures=self._health.failures_total,
             is_healthy=self._health.is_healthy and not code.loss,
         )
-        return code.samples(own)
+        return code.samples(own + self._tasks.samples(self._labels))
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code; see `daskserve.metrics`."""

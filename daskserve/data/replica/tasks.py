@@ -29,11 +29,12 @@ from daskserve.data.tasks.consumer import Failure, Lost, Released, TaskConsumer
 from daskserve.data.tasks.decorator import ConsumerSpec
 from daskserve.data.tasks.durable import DurableAdapter, checked_result
 from daskserve.data.tasks.payloads import error_text, joined, parted
-from daskserve.data.tasks.states import Task
+from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ActorLostError, ReplicaBusyError, ReplicaStartError
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.packed_errors import packed_here, unpacked
 from daskserve.payload.pickling import dump, load_bytes
+from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -138,6 +139,24 @@ class ReplicaTasks:
 
         run.__name__ = run.__qualname__ = name
         return run
+
+    def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
+        """Return the metrics of its queue; ``labels`` are those of the replica."""
+        consumer = self._consumer
+        if consumer is None or self._spec is None:
+            return []
+        queue, stats = self._spec.config.queue_name, consumer.stats
+        return [
+            *(
+                ("task_queue_tasks", (*labels, queue, state), stats.counts.get(state, 0))
+                for state in TaskState
+            ),
+            ("task_queue_oldest_seconds", (*labels, queue), stats.oldest_s),
+            *(
+                ("tasks_ended", (*labels[:2], queue, state), count)
+                for state, count in list(consumer.totals.items())
+            ),
+        ]
 
     # ---- stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import quick_instance
 from gates import Gates, anew_for_each_test
+from prometheus_client import generate_latest
 from tables import each_case
 
 import daskserve as serve
@@ -120,6 +122,10 @@ def tasks(config: serve.TaskProcessorConfig) -> Iterator[SQLiteTaskProcessorAdap
     adapter.shutdown()
 
 
+def metrics() -> str:
+    return generate_latest().decode()
+
+
 def poll_for(condition: Callable[[], Any]) -> Any:
     return quick_instance.poll_for(condition, what=lambda: "the condition is still false")
 
@@ -161,6 +167,9 @@ def test_plain_and_async_handlers_run_tasks_and_the_class_still_answers_calls(
     assert handle.add.remote(3, y=4).result() == 7
     assert tasks.get_metrics_sync()["SUCCESS"] == 2
     assert tasks.health_check_sync() == [{"q": {"ok": "pong"}}]
+    # Counted once a second, and shown to Prometheus.
+    poll_for(lambda: re.search(r'task_queue_tasks\{.*queue="q".*state="SUCCESS"\} 2.0', metrics()))
+    assert re.search(r'tasks_ended_total\{.*queue="q".*state="SUCCESS"\} 2.0', metrics())
     with pytest.raises(NotFoundError, match="unknown"):
         tasks.get_task_status_sync("unknown")
 

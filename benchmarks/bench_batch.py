@@ -1,0 +1,201 @@
+"""Batch inference through a deployment beside plain Dask and Ray Data, and what live calls see of it.
+
+``frames``: a small neural network scores a dataframe of 40 partitions, by ``dask.dataframe.map_partitions``
+with the model inside the function (made once for each worker), and by ``handle.map_partitions``. In turns.
+``--ray python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
+``live``: the latency of calls that come every 20 ms, with and without ``handle.map`` beside them. The code
+waits 10 ms for an answer, as for an accelerator.
+
+Run: ``python benchmarks/bench_batch.py [frames] [live] [--rounds 5] [--ray /path/to/python]``, with pandas
+and pyarrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Client, LocalCluster, get_worker
+
+import daskserve as serve
+
+PEER = Path(__file__).parent / "peers/ray_batch.py"
+PARTITIONS, ROWS, COLUMNS, HIDDEN = 40, 10_000, 32, 512
+LIVE_CALLS, LIVE_EVERY_S, SERVICE_S = 400, 0.02, 0.01
+
+
+class Network:
+    """A network with one hidden layer; the peer has the same."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.first = rng.normal(size=(COLUMNS, HIDDEN))
+        self.second = rng.normal(size=HIDDEN)
+
+    def score(self, frame: Any) -> Any:
+        hidden = np.maximum(frame.to_numpy() @ self.first, 0.0)
+        column = frame[frame.columns[0]]
+        return type(column)(hidden @ self.second, index=frame.index)
+
+
+@serve.deployment(num_replicas=2, max_ongoing_requests=2)
+class Scorer(Network):
+    """The network as a deployment."""
+
+
+@serve.deployment(max_ongoing_requests=8)
+class Accelerator:
+    """Waits for its answers."""
+
+    async def __call__(self, value: int) -> int:
+        await asyncio.sleep(SERVICE_S)
+        return value
+
+
+def score_in_task(frame: Any) -> Any:
+    worker: Any = get_worker()
+    if not hasattr(worker, "network"):
+        worker.network = Network()
+    return worker.network.score(frame)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def shown(name: str, values: list[float], digits: int = 2) -> str:
+    middle, least, most = (
+        f"{each:.{digits}f}" for each in (statistics.median(values), min(values), max(values))
+    )
+    return f"{name}: {middle} ({least} to {most})"
+
+
+def bench_frames(client: serve.Client, rounds: int, ray: str | None) -> None:
+    dataframes: Any = importlib.import_module("dask.dataframe")
+    pandas: Any = importlib.import_module("pandas")
+    scorer: Any = Scorer
+    handle = client.run(scorer.bind(), name="scorer", route_prefix=None)
+    rng = np.random.default_rng(1)
+    frame = dataframes.from_map(
+        lambda number: pandas.DataFrame(
+            np.random.default_rng(number).normal(size=(ROWS, COLUMNS)),
+            columns=[f"c{n}" for n in range(COLUMNS)],
+        ),
+        range(PARTITIONS),
+    ).persist()
+    meta = ("score", float)
+    ways = {
+        "inside": lambda: frame.map_partitions(score_in_task, meta=meta).sum().compute(),
+        "handle": lambda: handle.score.map_partitions(frame, meta=meta).sum().compute(),
+    }
+    assert np.isclose(ways["inside"](), ways["handle"]())
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name in rng.permutation(list(ways)):
+            took[name].append(seconds(ways[name]))
+    for name, values in took.items():
+        print(shown(f"frames, {name}, s", values))
+    ratios = [inside / handle for inside, handle in zip(took["inside"], took["handle"], strict=True)]
+    print(shown("frames, handle's speed / inside's", ratios), flush=True)
+    if ray is not None:
+        sizes = [str(each) for each in (rounds, PARTITIONS, ROWS, COLUMNS, HIDDEN)]
+        answer = subprocess.run([ray, str(PEER), *sizes], capture_output=True, text=True, check=True)
+        found = json.loads(answer.stdout.splitlines()[-1])
+        print(shown("frames, Ray Data, s", found))
+        ratio = statistics.median(found) / statistics.median(took["handle"])
+        print(f"frames, handle's speed / Ray Data's: {ratio:.2f}", flush=True)
+
+
+def job(handle: Any, has_ended: Any) -> int:
+    """Map until the event is set."""
+
+    def items() -> Any:
+        while not has_ended.is_set():
+            yield 1
+
+    return sum(handle.map(items(), ordered=False))
+
+
+def live_latencies(handle: Any) -> list[float]:
+    async def call(took: list[float]) -> None:
+        began = time.perf_counter()
+        await handle.remote(1)
+        took.append(time.perf_counter() - began)
+
+    async def main() -> list[float]:
+        took: list[float] = []
+        async with asyncio.TaskGroup() as calls:
+            for _ in range(LIVE_CALLS):
+                calls.create_task(call(took))
+                await asyncio.sleep(LIVE_EVERY_S)
+        return took
+
+    return asyncio.run(main())
+
+
+def p99_ms(took: list[float]) -> float:
+    return 1000 * sorted(took)[int(0.99 * len(took))]
+
+
+def bench_live(client: serve.Client, rounds: int) -> None:
+    accelerator: Any = Accelerator
+    handle = client.run(accelerator.bind(), name="accelerator", route_prefix=None)
+    handle.remote(0).result()
+    alone, beside, rates = [], [], []
+    for _ in range(rounds):
+        alone.append(p99_ms(live_latencies(handle)))
+        has_ended = threading.Event()
+        with ThreadPoolExecutor(1) as thread:
+            began = time.perf_counter()
+            answered = thread.submit(job, handle, has_ended)
+            beside.append(p99_ms(live_latencies(handle)))
+            has_ended.set()
+            rates.append(answered.result() / (time.perf_counter() - began))
+    print(shown("live, p99 alone, ms", alone, 1))
+    print(shown("live, p99 beside a map, ms", beside, 1))
+    print(shown("live, items of the map each second", rates, 0))
+    print(shown("live, p99 beside / alone", [b / a for a, b in zip(alone, beside, strict=True)]), flush=True)
+
+
+def _ready(client: Client) -> Client:
+    """Return a client once the workers have imported what takes long."""
+    client.run(importlib.import_module, "pandas")
+    return client
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=["frames", "live"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ray")
+    options = parser.parse_args()
+    with (
+        LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
+        _ready(Client(cluster)) as dask_client,  # type: ignore[no-untyped-call]
+        serve.start(dask_client=dask_client, http_options={"port": 0}) as client,
+    ):
+        if "frames" in options.cases:
+            bench_frames(client, options.rounds, options.ray)
+        if "live" in options.cases:
+            bench_live(client, options.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

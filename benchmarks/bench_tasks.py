@@ -1,0 +1,161 @@
+"""Tasks per second: submitted one by one, and run, through SQLite and Redis, beside Celery on the same Redis.
+
+Each queue gets the same tasks, which return their argument. Measured: submitting them from one process; then
+running them by consumers in two worker processes, from the start of the load to the last result; and both
+at once, as a queue lives: submitted by one process while the consumers run.
+
+Celery runs in an environment of its own: ``--celery FOLDER`` names a virtual environment with ``celery`` and
+``redis``, whose worker has two processes, acknowledges late and keeps results.
+
+Needs ``redis-server``. Run: ``python benchmarks/bench_tasks.py [--tasks N] [--celery FOLDER]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import daskserve as serve
+from daskserve.cluster.dask.launch import start_local_cluster
+from daskserve.common.settings import LocalClusterSize
+
+DEADLINE_S = 300.0
+CONCURRENCY = 20
+
+#: A program for the other environment: it makes Celery's application, and submits tasks.
+CELERY = """
+import sys, time
+from celery import Celery
+app = Celery("bench", broker=sys.argv[-1], backend=sys.argv[-1])
+app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True, worker_prefetch_multiplier=1)
+
+@app.task(name="echo")
+def echo(value):
+    return value
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        app.worker_main(["worker", "--loglevel=warning", "--concurrency=2"])
+    else:
+        count = int(sys.argv[2])
+        began = time.perf_counter()
+        results = [echo.delay(number) for number in range(count)]
+        submitted = time.perf_counter()
+        assert [each.get(timeout=300) for each in results] == list(range(count))
+        print(submitted - began, time.perf_counter() - began)
+"""
+
+
+class Echo:
+    """Returns what it gets."""
+
+    @serve.task_handler
+    def echo(self, value: int) -> int:
+        return value
+
+
+@contextlib.contextmanager
+def redis_server(folder: str) -> Iterator[str]:
+    """Yield the URL of a server that writes each second to its disk."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "yes", "--dir", folder]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        time.sleep(1)
+        try:
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            server.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + DEADLINE_S
+    while not condition():
+        if time.perf_counter() > deadline:
+            raise TimeoutError("the tasks are not done")
+        time.sleep(0.02)
+
+
+def measure(name: str, kept: Any, count: int) -> None:
+    """Print what one kind of queue does."""
+    config = serve.TaskProcessorConfig(queue_name="bench", adapter_config=kept)
+    tasks: Any = serve.instantiate_adapter_from_config(config)
+
+    def done() -> int:
+        return int(tasks.get_metrics_sync()["SUCCESS"])
+
+    began = time.perf_counter()
+    for number in range(count):
+        tasks.enqueue_task_sync("echo", [number])
+    submitted = time.perf_counter() - began
+    consumer = serve.task_consumer(task_processor_config=config)(Echo)
+    app = serve.deployment(num_replicas=2, max_ongoing_requests=CONCURRENCY)(consumer).bind()
+    began = time.perf_counter()
+    serve.run(app, name="bench", route_prefix=None)
+    wait_for(lambda: done() > 0)
+    first, began = done(), time.perf_counter()
+    wait_for(lambda: done() == count)
+    ran = (count - first) / (time.perf_counter() - began)
+    began = time.perf_counter()
+    ids = [tasks.enqueue_task_sync("echo", [number]).id for number in range(count)]
+    wait_for(lambda: done() == 2 * count)
+    both = count / (time.perf_counter() - began)
+    assert tasks.get_task_status_sync(ids[7]).result == 7
+    serve.delete("bench")
+    tasks.shutdown()
+    print(f"{name:24} {count / submitted:8.0f} {ran:8.0f} {both:8.0f}")
+
+
+def measure_celery(folder: str, url: str, count: int, place: str) -> None:
+    """Print what Celery does on the same server."""
+    program = Path(place) / "celery_bench.py"
+    program.write_text(CELERY)
+    python = str(Path(folder) / "bin" / "python")
+    worker = subprocess.Popen([python, str(program), "worker", url], stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(5)
+        command = [python, str(program), "submit", str(count), url]
+        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+        submitted, both = map(float, found.stdout.split())
+        print(f"{'celery + redis':24} {count / submitted:8.0f} {'':8} {count / both:8.0f}")
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=3000)
+    parser.add_argument("--celery", default="", help="a virtual environment with celery and redis")
+    options = parser.parse_args()
+    if shutil.which("redis-server") is None:
+        sys.exit("needs redis-server")
+    with tempfile.TemporaryDirectory() as place, redis_server(place) as url:
+        cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+        try:
+            with serve.start(dask_client=dask, http_options={"location": "NoServer"}):
+                print(f"{'tasks per second':24} {'submit':>8} {'run':>8} {'both':>8}")
+                path = os.path.join(place, "tasks.sqlite")
+                measure("SQLite", serve.SQLiteAdapterConfig(path=path), options.tasks)
+                measure("Redis", serve.RedisAdapterConfig(url=url), options.tasks)
+                if options.celery:
+                    measure_celery(options.celery, url, options.tasks, place)
+        finally:
+            dask.close()
+            cluster.close()
+
+
+if __name__ == "__main__":
+    main()

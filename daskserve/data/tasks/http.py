@@ -1,0 +1,267 @@
+"""Tasks over HTTP: an ASGI application that submits tasks, asks for them, streams progress, and cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from daskserve.common.clock import LoopClock
+from daskserve.data.tasks.adapter import TaskProcessorAdapter, made_adapter
+from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
+from daskserve.data.tasks.errors import TaskConflictError
+from daskserve.data.tasks.marks import CONSUMER
+from daskserve.data.tasks.states import ENDED, TaskState
+from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, ServeError
+from daskserve.options.fields.priority import MAX_PRIORITY
+
+#: How often a task that someone waits for is looked at.
+POLL_S = 0.1
+MAX_WAIT_S = 300.0
+#: How often a stream of events without news has a comment, so that nothing takes it for dead.
+HEARTBEAT_S = 15.0
+#: The limit of a body if the queue has none.
+MAX_BODY = 1_048_576
+
+
+class _UnsupportedMediaTypeError(BadRequestError):
+    http_status = 415
+
+
+class TaskAPI:
+    """The ASGI application of one queue; see `task_api`."""
+
+    def __init__(self, config: TaskProcessorConfig, handlers: tuple[str, ...] | None) -> None:
+        self._config, self._handlers = config, handlers
+        self._made: tuple[Router, TaskProcessorAdapter] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": None}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._made is None:
+            adapter = await asyncio.to_thread(made_adapter, self._config)
+            await asyncio.to_thread(adapter.initialize)
+            if self._made is None:  # another request may have been quicker
+                self._made = self._router(), adapter
+        await self._made[0](scope, receive, send)
+
+    def _router(self) -> Router:
+        routes = [
+            Route("/tasks/{name}", _answering(self._submit), methods=["POST"]),
+            Route("/tasks/{id}", _answering(self._status), methods=["GET"]),
+            Route("/tasks/{id}", _answering(self._cancel), methods=["DELETE"]),
+            Route("/tasks/{id}/events", _answering(self._events), methods=["GET"]),
+            Route("/{path:path}", _answering(_no_path)),
+        ]
+        return Router(routes, redirect_slashes=False)
+
+    @property
+    def _adapter(self) -> TaskProcessorAdapter:
+        assert self._made is not None
+        return self._made[1]
+
+    # ---- the requests
+
+    async def _submit(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if self._handlers is not None and name not in self._handlers:
+            raise NotFoundError(f"No handler has the name {name!r}; there are: {', '.join(self._handlers)}.")
+        wait_s = _number(request, "wait_s", 0.0, MAX_WAIT_S)
+        options: dict[str, Any] = {}
+        if "idempotency-key" in request.headers:
+            options["id"] = _checked_id(request.headers["idempotency-key"])
+        if "delay_s" in request.query_params:
+            options["delay_s"] = _number(request, "delay_s", 0.0, 10**9)
+        if "priority" in request.query_params:
+            options["priority"] = int(_number(request, "priority", -MAX_PRIORITY, MAX_PRIORITY))
+        args, kwargs = await self._arguments(request)
+        found = await self._adapter.enqueue_task_async(name, args, kwargs, **options)
+        if wait_s:
+            found = await self._awaited(found.id, wait_s)
+        root = request.scope.get("root_path", "").rstrip("/")
+        headers = {"location": f"{root}/tasks/{quote(found.id, safe='')}"}
+        return _json(_shown(found), 200 if _has_ended(found) else 202, headers)
+
+    async def _arguments(self, request: Request) -> tuple[list[Any], dict[str, Any]]:
+        limit = getattr(self._config.adapter_config, "max_payload_bytes", MAX_BODY)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise BodyTooLargeError(f"The body exceeds {limit} bytes; store the data elsewhere.")
+        if not body:
+            return [], {}
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Forms of web pages of other sites can send text, but no JSON.
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise _UnsupportedMediaTypeError(f"The body must be application/json, not {kind[:100]!r}.")
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequestError(f"The body is not JSON: {error}") from None
+        if isinstance(value, dict):
+            return [], value
+        if isinstance(value, list):
+            return value, {}
+        raise BadRequestError("The body must be an object of keyword arguments, or an array of arguments.")
+
+    async def _status(self, request: Request) -> Response:
+        id, wait_s = request.path_params["id"], _number(request, "wait_s", 0.0, MAX_WAIT_S)
+        return _json(_shown(await self._awaited(id, wait_s)))
+
+    async def _awaited(self, id: str, wait_s: float) -> TaskResult:
+        """Return a task, once it has ended or after some time."""
+        clock = LoopClock()
+        deadline = clock.now() + wait_s
+        while True:
+            found = await self._adapter.get_task_status_async(id)
+            left_s = deadline - clock.now()
+            if _has_ended(found) or left_s <= 0:
+                return found
+            await clock.sleep(min(POLL_S, left_s))
+
+    async def _cancel(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        if not await self._adapter.cancel_task_async(id):
+            found = await self._adapter.get_task_status_async(id)
+            raise TaskConflictError(f"Task {id!r} is {found.status}, so it cannot be cancelled.")
+        return _json(_shown(await self._adapter.get_task_status_async(id)), 202)
+
+    async def _events(self, request: Request) -> Response:
+        first = await self._adapter.get_task_status_async(request.path_params["id"])
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(self._told(first), media_type="text/event-stream", headers=headers)
+
+    async def _told(self, found: TaskResult) -> AsyncIterator[str]:
+        clock = LoopClock()
+        before, told_at = "", clock.now()
+        while True:
+            text = json.dumps(_shown(found))
+            if text != before:
+                kind = "end" if _has_ended(found) else "progress"
+                yield f"event: {kind}\ndata: {text}\n\n"
+                before, told_at = text, clock.now()
+            elif clock.now() - told_at > HEARTBEAT_S:
+                yield ": waiting\n\n"
+                told_at = clock.now()
+            if _has_ended(found):
+                return
+            await clock.sleep(POLL_S)
+            try:
+                found = await self._adapter.get_task_status_async(found.id)
+            except ServeError as error:
+                yield f"event: error\ndata: {json.dumps(_error(error))}\n\n"
+                return
+
+
+def task_api(consumer: type[Any] | TaskProcessorConfig) -> TaskAPI:
+    """Return an ASGI application that offers a queue of tasks over HTTP.
+
+    - ``POST /tasks/{handler}`` with a JSON object (or array) of arguments submits a task: 202, with its
+      ``id`` and a ``Location``. The header ``Idempotency-Key`` is the id, which makes it run once. The
+      query may have ``delay_s``, ``priority`` and ``wait_s``.
+    - ``GET /tasks/{id}`` returns its status and result; ``?wait_s=30`` waits for its end so long.
+    - ``GET /tasks/{id}/events`` streams its status and progress as server-sent events.
+    - ``DELETE /tasks/{id}`` cancels it.
+
+    Parameters
+    ----------
+    consumer : type or TaskProcessorConfig
+        The class with `task_consumer`, whose handlers are known then, or the config of the queue.
+
+    Examples
+    --------
+    >>> serve.run(serve.task_api(Mail), name="mail-api", route_prefix="/mail")  # doctest: +SKIP
+    """
+    if isinstance(consumer, TaskProcessorConfig):
+        return TaskAPI(consumer, None)
+    is_class = isinstance(consumer, type)  # otherwise it is a deployment
+    spec = getattr(consumer if is_class else getattr(consumer, "definition", None), CONSUMER, None)
+    if spec is None:
+        raise TypeError(
+            f"task_api takes a class with @serve.task_consumer, or its config; got {consumer!r:.100}"
+        )
+    return TaskAPI(spec.config, tuple(sorted(spec.handlers)))
+
+
+def _answering(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except ServeError as error:
+            headers = {"retry-after": "1"} if error.is_retryable else {}
+            return _json(_error(error), error.http_status, headers)
+
+    return endpoint
+
+
+async def _no_path(request: Request) -> Response:
+    raise NotFoundError(f"There is nothing at {request.url.path}; tasks are at /tasks/.")
+
+
+def _number(request: Request, name: str, least: float, most: float) -> float:
+    text = request.query_params.get(name)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise BadRequestError(f"{name} is {text!r:.100}; give a number from {least:g} to {most:g}.")
+    return value
+
+
+def _checked_id(id: str) -> str:
+    if not id or "/" in id:
+        raise BadRequestError(f"Idempotency-Key is {id!r:.100}; give a text without slashes.")
+    return id
+
+
+def _has_ended(found: TaskResult) -> bool:
+    return found.status in ENDED
+
+
+def _shown(found: TaskResult) -> dict[str, Any]:
+    """Return a task as JSON shows it; tracebacks are for programs with access to the queue."""
+    shown = {
+        "id": found.id,
+        "status": found.status,
+        "created_at": found.created_at,
+        "attempts": found.attempts,
+        "progress": _plain(found.progress),
+    }
+    if found.status == TaskState.DONE:
+        shown["result"] = _plain(found.result)
+    elif found.result is not None:
+        shown["error"] = str(found.result)
+    return shown
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON: arrays as lists, and what JSON does not have as text."""
+    return json.loads(json.dumps(value, default=_as_plain))
+
+
+def _as_plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return list(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _error(error: ServeError) -> dict[str, Any]:
+    return {"error": {"type": type(error).__name__.lstrip("_"), "message": str(error)}}
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(value), status, headers=headers, media_type="application/json")
