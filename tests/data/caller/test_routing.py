@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.value_places import ValuePlaces
-from daskserve.data.caller.routing.choice import PlacedCandidate, TrafficPolicy, choose, nearest, shard_draw
+from daskserve.data.caller.routing.choice import (
+    Candidate,
+    PlacedCandidate,
+    TrafficPolicy,
+    choose,
+    nearest,
+    shard_draw,
+)
 
 
 @dataclass
-class Replica(PlacedCandidate):
+class Replica(Candidate):
     name: str
     load: float = 0
-    pace_s: float = 0.01
-
-    @property
-    def worker(self) -> str:
-        return self.name
 
     def score(self, now: float) -> float:
         return self.load
@@ -134,6 +136,15 @@ def test_a_single_replica_needs_no_random_draw() -> None:
 MB = 10**6
 
 
+@dataclass
+class Placed(Replica, PlacedCandidate):
+    pace_s: float = 0.01
+
+    @property
+    def worker(self) -> str:
+        return self.name
+
+
 @each_case(
     "replicas, held, total, expected",
     [
@@ -160,7 +171,7 @@ def test_values_draw_their_request_unless_waiting_takes_longer_than_the_transfer
     replicas: str, held: dict[str, int], total: int, expected: set[str]
 ) -> None:
     found = [each.split() for each in replicas.split(", ")]
-    candidates = [Replica(name, float(load), float(pace_s)) for name, load, pace_s in found]
+    candidates = [Placed(name, float(load), float(pace_s)) for name, load, pace_s in found]
     rng = random.Random(1)
     drawn = {nearest(candidates, ValuePlaces(held, total), 0.0, rng).name for _ in range(40)}
     assert drawn == expected
