@@ -449,8 +449,7 @@ class Envelope:
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
     ``queue_timeout``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
     between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
-    any thread, with the seconds for which user code worked on each message of a WebSocket. Neither crosses a
-    channel.
+    any thread, with the seconds that user code took for each message of a WebSocket. Neither leaves here.
     """
 
     kind: EnvelopeKind
@@ -465,9 +464,10 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
-    #: The model that it asks for, and what routers know of it; they stay in this process, too.
+    #: What it asks for, what routers know of it, and its `ValuePlaces`; they stay in this process, too.
     model_id: str = ""
     routed: Any = None
+    places: Any = None
 
 
 @dataclass(slots=True)

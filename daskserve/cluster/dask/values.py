@@ -8,17 +8,19 @@ it has the answer, so that the cluster keeps the values.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from dask.base import is_dask_collection
-from distributed import Client, Future
+from distributed import Client, Future, Worker
 
 from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
 from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
-from daskserve.common.types import Payload
+from daskserve.common.types import Payload, WorkerAddress
+from daskserve.common.value_places import ValuePlaces
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.loops.event_loop import on_loop
 from daskserve.payload.arguments import take_out
@@ -28,6 +30,8 @@ from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
 #: and the depth.
 MAX_ITEMS = 100
 MAX_DEPTH = 3
+#: How many values of one call count for the choice of its replica.
+MAX_PLACED = 1000
 
 _PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
 _CONTAINERS = (list, tuple, set, frozenset)
@@ -71,6 +75,7 @@ class DaskValues:
             if future.client is None:
                 raise BadRequestError(f"{future!r} belongs to no client; pass it where it was made.")
         self._scheduler = scheduler
+        self._client = client
         self.keys = pickle.dumps([future.key for future in self._futures])
 
     async def wait(self) -> None:
@@ -85,6 +90,22 @@ class DaskValues:
                     raise error
                 finally:
                     del error
+
+    async def places(self) -> ValuePlaces | None:
+        """Ask the scheduler where the values are, once; call this on the client's loop."""
+        keys = list({future.key for future in self._futures[:MAX_PLACED]})
+        try:
+            who_has, nbytes = await asyncio.gather(
+                call_scheduler(self._client, "who_has", keys=keys),
+                call_scheduler(self._client, "nbytes", keys=keys, summary=False),
+            )
+        except OSError:  # whoever fetches the values reports it
+            return None
+        held: dict[WorkerAddress, int] = {}
+        for key, workers in who_has.items():
+            for worker in workers:
+                held[worker] = held.get(worker, 0) + nbytes.get(key, 0)
+        return ValuePlaces(held, sum(nbytes.values())) if held else None
 
 
 async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
@@ -123,8 +144,9 @@ class TakenValues(ValueTransfer):
 class DaskTransfer(TakenValues):
     """Values that are computed on a Dask cluster, and fetched from its workers by their keys."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, worker: Worker | None = None) -> None:
         self._client = client
+        self._worker = worker
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
         """Have values computed that were taken out of a call's arguments."""
@@ -133,11 +155,13 @@ class DaskTransfer(TakenValues):
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out in another process."""
         loop: Any = self._client.loop
-        return await on_loop(loop.asyncio_loop, fetch(self._client, keys))
+        return await on_loop(loop.asyncio_loop, fetch(self._client, keys, self._worker))
 
 
-async def fetch(client: Client, keys: bytes) -> list[Any]:
+async def fetch(client: Client, keys: bytes, worker: Worker | None = None) -> list[Any]:
     """Return the values of keys that exist on the cluster; call this on the client's loop.
+
+    Those that the worker of this process holds are the objects in its memory, not copies.
 
     Raises
     ------
@@ -145,6 +169,16 @@ async def fetch(client: Client, keys: bytes) -> list[Any]:
         The cluster has released one of them.
     """
     names = load_bytes(keys)
+    found: dict[Any, Any] = {}
+    if worker is not None:
+        found = {name: worker.data[name] for name in names if name in worker.data}
+    missing = list({name for name in names if name not in found})
+    if missing:
+        found |= zip(missing, await _fetch_from_others(client, missing), strict=True)
+    return [found[name] for name in names]
+
+
+async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
     states = await call_scheduler(client, "get_task_status", keys=names)
     gone = [name for name in names if states.get(name) in (None, "released", "forgotten")]
     if gone:

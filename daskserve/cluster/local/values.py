@@ -25,6 +25,9 @@ class LocalValues:
     async def wait(self) -> None:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
 
+    async def places(self) -> None:
+        """Return None: there is one process."""
+
 
 class LocalTransfer(TakenValues):
     """Values that are computed in this process, and travel with the calls."""

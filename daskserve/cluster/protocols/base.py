@@ -35,6 +35,7 @@ from daskserve.common.types import (
     WorkerAddress,
     WorkerInfo,
 )
+from daskserve.common.value_places import ValuePlaces
 from daskserve.context import HasConnection
 from daskserve.errors import ServeError
 from daskserve.loops.thread_calls import CallInbox, LoopQueues, ThreadCalls
@@ -346,6 +347,9 @@ class RemoteValues(Protocol):
 
     async def wait(self) -> None:
         """Return when all values exist; raise the error of a task that failed."""
+
+    async def places(self) -> ValuePlaces | None:
+        """Return where the values are; None if that is not known, or does not matter."""
 
 
 class ValueTransfer(Protocol):

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import each_case
 
-from daskserve.data.caller.routing.choice import Candidate, TrafficPolicy, choose, shard_draw
+from daskserve.common.value_places import ValuePlaces
+from daskserve.data.caller.routing.choice import (
+    Candidate,
+    PlacedCandidate,
+    TrafficPolicy,
+    choose,
+    nearest,
+    shard_draw,
+)
 
 
 @dataclass
@@ -121,3 +129,49 @@ def test_a_single_replica_needs_no_random_draw() -> None:
 
     only = Replica("only")
     assert choose([only], 0, NoChance()) is only
+
+
+# ---- where the values of a request are
+
+MB = 10**6
+
+
+@dataclass
+class Placed(Replica, PlacedCandidate):
+    pace_s: float = 0.01
+
+    @property
+    def worker(self) -> str:
+        return self.name
+
+
+@each_case(
+    "replicas, held, total, expected",
+    [
+        # idle: where most of the bytes are, even if that is not all of them
+        ("near 0 0.01, far 0 0.01", {"near": 100 * MB}, 100 * MB, {"near"}),
+        ("more 0 0.01, less 0 0.01", {"more": 60 * MB, "less": 40 * MB}, 100 * MB, {"more"}),
+        ("near 0 0.01, far 0 0.01", {"near": 1}, 1, {"near"}),
+        # busy: what its requests take against what the transfer takes
+        ("near 1 0.01, far 0 0.01", {"near": 100 * MB}, 100 * MB, {"near"}),
+        ("near 1 1.00, far 0 1.00", {"near": 100 * MB}, 100 * MB, {"far"}),
+        ("near 1 0.01, far 0 0.01", {"near": 1000}, 1000, {"far"}),
+        ("near 9 0.0001, far 0 0.0001", {"near": 1000}, 1000, {"near"}),
+        ("near 2 0.01, far 2 0.01", {"near": 1000}, 1000, {"near"}),
+        # nothing is known of a replica that has not answered yet
+        ("near 0 inf, far 0 0.01", {"near": 100 * MB}, 100 * MB, {"near"}),
+        ("near 9 inf, far 0 inf", {"near": 100 * MB}, 100 * MB, {"far"}),
+        # equal ones share the requests
+        ("one 0 0.01, two 0 0.01", {"one": MB, "two": MB}, MB, {"one", "two"}),
+        ("one 0 0.01, two 0 0.01, far 0 0.01", {"one": MB, "two": MB}, MB, {"one", "two"}),
+        ("one 0 0.01, two 0 0.01", {"elsewhere": MB}, MB, {"one", "two"}),
+    ],
+)
+def test_values_draw_their_request_unless_waiting_takes_longer_than_the_transfer(
+    replicas: str, held: dict[str, int], total: int, expected: set[str]
+) -> None:
+    found = [each.split() for each in replicas.split(", ")]
+    candidates = [Placed(name, float(load), float(pace_s)) for name, load, pace_s in found]
+    rng = random.Random(1)
+    drawn = {nearest(candidates, ValuePlaces(held, total), 0.0, rng).name for _ in range(40)}
+    assert drawn == expected

@@ -21,6 +21,7 @@ from typing import Any
 
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.types import KeptPayload, Payload
+from daskserve.common.value_places import ValuePlaces
 from daskserve.data.caller.calls.arriving import ArrivingRequest
 from daskserve.data.caller.calls.response import Response
 from daskserve.internals.handed_requests import is_unread
@@ -91,6 +92,15 @@ class ChainedArguments:
             "dask": None if self._dask is None else self._dask.keys,
         }
         self.payload = Payload(self.payload.data, tuple(buffers))
+
+    async def places(self) -> ValuePlaces | None:
+        """Return where those values are that the caller does not have; None if there are none."""
+        found = None if self._dask is None else await self._dask.places()
+        nbytes, total = ({}, 0) if found is None else (dict(found.nbytes), found.total)
+        for kept in self._kept:
+            nbytes[kept.worker] = nbytes.get(kept.worker, 0) + kept.nbytes
+            total += kept.nbytes
+        return ValuePlaces(nbytes, total) if total else None
 
     async def _wait_for_pending(self) -> None:
         waiting = {each.wake_when_done() for each in self._pending if not each.done()}

@@ -415,6 +415,8 @@ class Handle(BatchCalls):
         router = await self._known_router(cluster)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, deadline, call=future)
         envelope.model_id = self._options.multiplexed_model_id
+        if values is not None and router.has_choice:
+            envelope.places = await values.places()
         shard_key = self._options.shard_key or self._options.session_id
 
         def send(keep: Send) -> Coroutine[Any, Any, None]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from daskserve.common.types import BackendTag
+from daskserve.common.types import BackendTag, WorkerAddress
+from daskserve.common.value_places import ValuePlaces
 
 #: The number of hash bits that a float in [0, 1) can hold exactly.
 _HASH_BITS = 53
+#: How values of Dask reach a worker that does not hold them, for `nearest`: a rate that processes of one host
+#: and a network of 10 Gbit/s both have, and the time of the questions and answers before.
+TRANSFER_BYTES_PER_S = 1e9
+TRANSFER_S = 0.002
+#: The assumed pace of a replica that is busy with its first request.
+UNKNOWN_PACE_S = 0.05
 
 
 def shard_draw(shard_key: str) -> float:
@@ -74,3 +82,34 @@ def choose(candidates: Sequence[C], now: float, rng: random.Random) -> C:
     other = int(rng.random() * (count - 1))
     first, second = candidates[place], candidates[other + (other >= place)]
     return second if second.score(now) < first.score(now) else first
+
+
+class PlacedCandidate(Candidate, Protocol):
+    """A candidate for `nearest`."""
+
+    @property
+    def worker(self) -> WorkerAddress: ...
+
+    @property
+    def pace_s(self) -> float: ...
+
+
+P = TypeVar("P", bound=PlacedCandidate)
+
+
+def nearest(candidates: Sequence[P], places: ValuePlaces, now: float, rng: random.Random) -> P:
+    """Return the candidate at which a request can begin first; ``candidates`` must not be empty."""
+    costs = [_ready_s(each, places.total - places.nbytes.get(each.worker, 0), now) for each in candidates]
+    least = min(costs)
+    return choose(
+        [each for each, cost in zip(candidates, costs, strict=True) if cost - least < TRANSFER_S / 2],
+        now,
+        rng,
+    )
+
+
+def _ready_s(candidate: PlacedCandidate, missing: int, now: float) -> float:
+    """Return the estimated time until a candidate has done what it has to do, and has the missing bytes."""
+    score = candidate.score(now)
+    pace_s = UNKNOWN_PACE_S if candidate.pace_s == math.inf else candidate.pace_s
+    return score * pace_s + (TRANSFER_S + missing / TRANSFER_BYTES_PER_S if missing > 0 else 0.0)

@@ -45,7 +45,8 @@ from daskserve.common.types import (
     ReplicaTag,
     WorkerAddress,
 )
-from daskserve.data.caller.routing.choice import choose
+from daskserve.common.value_places import ValuePlaces
+from daskserve.data.caller.routing.choice import choose, nearest
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 
 #: Load reports older than this are ignored.
@@ -117,6 +118,11 @@ class PooledReplica:
         self.is_hinted = False
         #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
         self.index = -1
+
+    @property
+    def worker(self) -> WorkerAddress:
+        """The address of its worker."""
+        return self.address.worker
 
     def score(self, now: float) -> float:
         """Return the number of requests at the replica, as far as this process knows."""
@@ -426,6 +432,18 @@ def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
 def has_room(pool: ReplicaPool) -> bool:
     """Return whether any replica may take a request, or queue it."""
     return bool(pool._local or pool._remote or pool._relayed or pool._full)
+
+
+def near(pool: ReplicaPool, places: ValuePlaces, now: float, rng: random.Random) -> Pick | None:
+    """Return the choice by where a request's values are; None if no replica is on a worker that has any."""
+    if not any(pool.has_worker(worker) for worker in places.nbytes):
+        return None
+
+    def pick(_: Sequence[PooledReplica]) -> PooledReplica | None:
+        with_room = [*pool._local, *pool._remote] or pool._relayed or pool._full
+        return nearest(with_room, places, now, rng) if with_room else None
+
+    return pick
 
 
 def _refuse(envelope: Envelope) -> ActorRequest:

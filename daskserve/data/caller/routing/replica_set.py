@@ -452,6 +452,7 @@ def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:
         envelope.has_started,
         envelope.model_id,
         envelope.routed,
+        envelope.places,
     )
 
 

@@ -128,6 +128,11 @@ class Router:
             check_queue(self.only)
 
     @property
+    def has_choice(self) -> bool:
+        """Whether a request may go to one of several replicas."""
+        return self.only is None or self.only.pool.size > 1
+
+    @property
     def is_crowded(self) -> bool:
         """Whether requests wait for a slot."""
         return any(self._routers.replica_set(each).waiting for each in self.backends)

@@ -31,7 +31,7 @@ from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room
+from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -245,6 +245,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             return self._routed(self.routing, envelope, now)
         model_id = envelope.model_id
         pick = self._known_models().picker(model_id, now, since) if model_id else None
+        if pick is None and envelope.places is not None:
+            pick = near(self._pool, envelope.places, now, self._rng)
         found = self._pool.take(now, self._rng, pick)
         if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
