@@ -354,7 +354,7 @@ def _made(
         created_at=now,
         due_at=_due_at(now, delay_s, at),
         priority=priority,
-        digest=digest_of(payload) if id else "",
+        digest=digest_of(args or (), kwargs or {}) if id else "",
         result_ttl_s=result_ttl_s,
     )
 
