@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import ContextWith
 from daskserve.common.types import (
@@ -25,10 +25,7 @@ from daskserve.common.types import (
 )
 from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import UserCode
-from daskserve.data.tasks.adapter import TaskProcessorAdapter, made_adapter
 from daskserve.data.tasks.consumer import Failure, Lost, Released, TaskConsumer
-from daskserve.data.tasks.decorator import ConsumerSpec
-from daskserve.data.tasks.durable import DurableAdapter, checked_result
 from daskserve.data.tasks.payloads import error_text, joined, parted
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ActorLostError, ReplicaBusyError, ReplicaStartError
@@ -37,10 +34,17 @@ from daskserve.payload.packed_errors import packed_here, unpacked
 from daskserve.payload.pickling import dump, load_bytes
 from daskserve.telemetry.table import MetricSample
 
+if TYPE_CHECKING:  # they take long to import, and few replicas consume tasks
+    from daskserve.data.tasks.adapter import TaskProcessorAdapter
+    from daskserve.data.tasks.decorator import ConsumerSpec
+    from daskserve.data.tasks.durable import DurableAdapter
+
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a task waits for a slot of its replica, which requests may have.
-SLOT_PATIENCE_S = 3600.0
+#: How long a task waits for a slot that a request took first; then another replica may have it.
+SLOT_PATIENCE_S = 2.0
+#: The same for a task that cannot be given back, because the adapter is not daskserve's.
+LONG_PATIENCE_S = 3600.0
 #: The pause after a task found no slot.
 BUSY_PAUSE_S = 0.2
 
@@ -68,13 +72,14 @@ class ReplicaTasks:
         concurrency = self._code.slots.concurrency
         failure: ReplicaStartError | None = None
         durable: DurableAdapter | None = None
+        # Threads of its own: a queue that does not answer must not hold those of the worker.
+        self._threads = ThreadPoolExecutor(2, "daskserve-task-queue")
+        call = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         try:
-            self._spec = spec = await asyncio.to_thread(load_bytes, packed)
-            self._adapter = adapter = await asyncio.to_thread(made_adapter, spec.config)
-            await asyncio.to_thread(adapter.initialize, concurrency)
-            if isinstance(adapter, DurableAdapter):
-                durable = adapter
-            else:
+            spec, adapter, durable = await call(_opened, packed)
+            self._spec, self._adapter = spec, adapter
+            await call(adapter.initialize, concurrency)
+            if durable is None:
                 for name, method in spec.handlers.items():
                     adapter.register_task_handle(self._handler(name, method), name)
                 await asyncio.to_thread(adapter.start_consumer)
@@ -86,24 +91,23 @@ class ReplicaTasks:
             raise failure
         if durable is not None:
             run, clock, rng = partial(self._run, durable), self._context.clock, self._context.rng
-            # Threads of its own: a queue that does not answer must not hold those of the worker.
-            self._threads = ThreadPoolExecutor(2, "daskserve-task-queue")
-            call = partial(asyncio.get_running_loop().run_in_executor, self._threads)
             self._consumer = durable.consumer(
                 self._tag, spec.handlers, run, self._room, clock=clock, rng=rng, call=call
             )
             self._consumer.start()
 
     def _room(self) -> int:
-        """Return how many tasks may run: as many as requests leave slots for, but one at least."""
+        """Return how many tasks may run: as many as requests leave slots for."""
         slots = self._code.slots
         running = 0 if self._consumer is None else self._consumer.running
         others = max(0, slots.ongoing - running)
-        return max(1, slots.concurrency - others) if slots.is_open else 0
+        return max(0, slots.concurrency - others) if slots.is_open else 0
 
     # ---- running
 
     async def _run(self, adapter: DurableAdapter, task: Task) -> bytes:
+        from daskserve.data.tasks.durable import checked_result
+
         assert self._spec is not None
         facts = {"task": (task.id, task.name, task.queue, task.attempts)}
         try:
@@ -127,7 +131,7 @@ class ReplicaTasks:
             answers.append(message)
 
         head = {"method": method, "request_id": id, **({} if facts is None else {"facts": facts})}
-        queue_timeout = QueueTimeout(SLOT_PATIENCE_S)
+        queue_timeout = QueueTimeout(LONG_PATIENCE_S if facts is None else SLOT_PATIENCE_S)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, has_body=False, queue_timeout=queue_timeout)
         await self._code.handle(envelope).respond(nothing_to_receive, send)
         result: Payload = answers[-1]["payload"]
@@ -189,3 +193,13 @@ class ReplicaTasks:
             await asyncio.to_thread(adapter.shutdown)
         except Exception:  # of an adapter of the user's
             logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
+
+
+def _opened(packed: bytes) -> tuple[ConsumerSpec, TaskProcessorAdapter, DurableAdapter | None]:
+    """Return what a pickled `ConsumerSpec` says, its adapter, and that again if its queue is daskserve's."""
+    from daskserve.data.tasks.adapter import made_adapter
+    from daskserve.data.tasks.durable import DurableAdapter
+
+    spec: ConsumerSpec = load_bytes(packed)
+    adapter = made_adapter(spec.config)
+    return spec, adapter, adapter if isinstance(adapter, DurableAdapter) else None

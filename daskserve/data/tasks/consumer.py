@@ -17,19 +17,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from daskserve.common.clock import Clock
 from daskserve.data.tasks import states
-from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
 from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
 from daskserve.data.tasks.schedules import due_task, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
-from daskserve.loops.tasks import TaskSet
+from daskserve.loops.tasks import TaskSet, pause
+
+if TYPE_CHECKING:  # takes long to import
+    from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
 
 logger = logging.getLogger("daskserve.tasks")
 
@@ -45,8 +49,19 @@ BATCH = 500
 MAX_PAUSE_S = 5.0
 
 
-#: The id of a task, and the number of the attempt.
+#: The id of a task, and its revision once claimed: one that was given back has the same attempt again.
 Key: TypeAlias = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Held:
+    """A task that a consumer has."""
+
+    task: Task
+    #: What runs it; None if it is only given back.
+    run: asyncio.Task[None] | None = None
+    #: Whether its end could not be written, and another one is written instead.
+    is_replaced: bool = False
 
 
 class Released(Exception):
@@ -96,11 +111,13 @@ class TaskConsumer:
         self._queue, self._config, self._owner = queue, config, owner
         self._handlers, self._run, self._room = handlers, run, room
         self._clock, self._rng, self._call = clock, rng, call
-        #: The tasks that run, or whose end is not yet written, and what runs them.
-        self._held: dict[Key, tuple[Task, asyncio.Task[None]]] = {}
+        #: The tasks that run, or whose end is not yet written.
+        self._held: dict[Key, Held] = {}
         #: Those that have another consumer: their end is not written.
         self._dropped: set[Key] = set()
-        self._ended: list[tuple[Key, Task]] = []
+        self._ended: dict[Key, Task] = {}
+        #: When leases were renewed; an error does not postpone the next time.
+        self._renewed_at = clock.now()
         self._has_ended, self._has_room = asyncio.Event(), asyncio.Event()
         self._loops = TaskSet(logger)
         self._runs = TaskSet(logger)
@@ -149,7 +166,7 @@ class TaskConsumer:
     async def drained(self) -> None:
         """Return when no task runs, and all ends are written."""
         while self._held:
-            runs = [each for _, each in self._held.values() if not each.done()]
+            runs = [each.run for each in self._held.values() if each.run is not None and not each.run.done()]
             if runs:
                 await asyncio.wait(runs)
             else:
@@ -214,8 +231,14 @@ class TaskConsumer:
             pass
 
     def _begin(self, task: Task) -> None:
-        key = task.id, task.attempts
-        self._held[key] = task, self._runs.spawn(self._carry(key, task), f"task-{task.id}")
+        key = task.id, task.revision
+        if not self._held:
+            self._renewed_at = self._clock.now()
+        held = self._held[key] = Held(task)
+        if self._closing.is_set():
+            self._end(key, states.released(task, self._clock.wall(), self._rules))
+            return
+        held.run = self._runs.spawn(self._carry(key, task), f"task-{task.id}")
 
     async def _carry(self, key: Key, task: Task) -> None:
         rules, now = self._rules, self._clock.wall
@@ -236,15 +259,27 @@ class TaskConsumer:
             after = states.released(task, now(), rules)
         except asyncio.CancelledError:
             # Nothing waits for this run, so it may end in its own way.
-            after = states.released(self._held[key][0], now(), rules)
+            after = states.released(self._held[key].task, now(), rules)
+        except Exception as error:  # of the replica, or of a result that cannot be kept
+            logger.exception("Queue %r: task %r has no end", self._name, task.id)
+            after = self._without_end(task, error)
         if key in self._dropped:
             self._dropped.discard(key)
             del self._held[key]
             self._has_room.set()
             self._discard(task.id)
             return
-        self._ended.append((key, after))
+        self._end(key, after)
+
+    def _end(self, key: Key, after: Task) -> None:
+        self._ended[key] = after
         self._has_ended.set()
+
+    def _without_end(self, task: Task, error: Exception) -> Task:
+        """Return a task whose end cannot be kept, without anything that user code has made."""
+        text = f"The end of the task cannot be kept: {type(error).__name__}."
+        task = replace(task, result_ttl_s=None)
+        return states.unprocessable(task, text, self._clock.wall(), self._rules)
 
     def _discard(self, id: str) -> None:
         logger.warning("Queue %r: the end of task %r is discarded: it has another consumer", self._name, id)
@@ -272,69 +307,105 @@ class TaskConsumer:
             if not self._ended:
                 self._has_ended.clear()
                 await self._has_ended.wait()
-            batch = self._ended[:BATCH]
-            changes = [Change(task, self._letter(task)) for _, task in batch]
-            written = await self._call(self._queue.write, changes)
-            # Only now, so that nothing is lost if the queue could not be reached.
-            del self._ended[: len(batch)]
-            for (key, task), is_written in zip(batch, written, strict=True):
-                if not is_written and await self._end_changed(key, task):
-                    continue
-                del self._held[key]
-                if is_written:
-                    self.totals[task.state] = self.totals.get(task.state, 0) + 1
-            self._has_room.set()
+            batch = list(islice(self._ended.items(), BATCH))
+            try:
+                await self._write_batch(batch)
+            except TaskQueueError:
+                raise
+            except Exception:
+                # One of them cannot be written, whatever the queue does.
+                for each in batch:
+                    await self._write_alone(*each)
 
-    async def _end_changed(self, key: Key, after: Task) -> bool:
-        """End a task that has changed meanwhile, if it was only cancelled; return whether that is to do."""
+    async def _write_batch(self, batch: Sequence[tuple[Key, Task]]) -> None:
+        changes = [Change(task, self._letter(task)) for _, task in batch]
+        written = await self._call(self._queue.write, changes)
+        changed = []
+        for (key, task), is_written in zip(batch, written, strict=True):
+            if is_written:
+                self._forget(key)
+                self.totals[task.state] = self.totals.get(task.state, 0) + 1
+            else:
+                changed.append((key, task))
+        for key, task in changed:
+            await self._end_changed(key, task)
+
+    async def _write_alone(self, key: Key, after: Task) -> None:
+        held = self._held.get(key)
+        if held is None or key not in self._ended:
+            return  # it was written before the error
+        try:
+            await self._write_batch([(key, self._ended[key])])
+        except TaskQueueError:
+            raise
+        except Exception as error:
+            logger.exception("Queue %r: the end of task %r cannot be written", self._name, after.id)
+            if held.is_replaced:
+                self._forget(key)  # it is left to its lease
+            else:
+                held.is_replaced = True
+                self._ended[key] = self._without_end(held.task, error)
+
+    def _forget(self, key: Key) -> None:
+        """Have room for another task: the end of this one is written, or has become another's."""
+        self._ended.pop(key, None)
+        self._held.pop(key, None)
+        self._has_room.set()
+
+    async def _end_changed(self, key: Key, after: Task) -> None:
+        """End a task otherwise that has changed meanwhile, if it was only cancelled."""
         (kept,) = await self._call(self._queue.get, self._name, [after.id])
-        has_it = kept is not None and kept.owner == self._owner and kept.attempts == key[1]
-        if not has_it or kept.state is not TaskState.RUNNING:
+        if kept is None or not self._is_held(key, kept) or kept.state is not TaskState.RUNNING:
             self._discard(after.id)
-            return False
+            self._forget(key)
+            return
         now = self._clock.wall()
         if after.state is TaskState.DONE:
             again = states.done(kept, after.result or b"", now, self._rules)
         else:
             again = states.released(kept, now, self._rules)
-        self._ended.append((key, again))
-        return True
+        self._ended[key] = again
+
+    def _is_held(self, key: Key, kept: Task) -> bool:
+        """Return whether a task, as the queue keeps it, is the one that this consumer has."""
+        held = self._held.get(key)
+        return held is not None and (kept.owner, kept.attempts) == (self._owner, held.task.attempts)
 
     # ---- leases
 
     async def _renew(self) -> None:
-        renewed_at = self._clock.now()
         interval_s = self._options.lease_s / 3
         while True:
-            await self._clock.sleep(min(CANCEL_POLL_S, interval_s))
-            if not self._held:
-                renewed_at = self._clock.now()
-                continue
-            if self._clock.now() - renewed_at >= interval_s:
+            now = self._clock.now()
+            if self._held and now - self._renewed_at >= interval_s:
                 until = self._clock.wall() + self._options.lease_s
                 await self._call(
                     self._queue.renew, self._name, self._owner, [id for id, _ in self._held], until
                 )
-                renewed_at = self._clock.now()
+                self._renewed_at = now
+            await self._clock.sleep(min(CANCEL_POLL_S, interval_s))
+            if not self._held:
+                continue
             before = list(self._held)
             held = await self._call(self._queue.held, self._name, self._owner)
             leases = {(each.id, each.attempts): each for each in held}
             for key in before:
-                task, run = self._held.get(key, (None, None))
-                if task is None or run is None or run.done():
+                found = self._held.get(key)
+                if found is None or found.run is None or found.run.done():
                     continue  # it has ended meanwhile
-                if key not in leases:
+                lease = leases.get((key[0], found.task.attempts))
+                if lease is None:
                     self._dropped.add(key)
-                    run.cancel()
-                elif leases[key].is_cancelled and not task.is_cancelled:
+                    found.run.cancel()
+                elif lease.is_cancelled and not found.task.is_cancelled:
                     await self._cancel(key)
 
     async def _cancel(self, key: Key) -> None:
         (kept,) = await self._call(self._queue.get, self._name, [key[0]])
-        _, run = self._held.get(key, (None, None))
-        if kept is not None and run is not None and kept.owner == self._owner and kept.attempts == key[1]:
-            self._held[key] = kept, run
-            run.cancel()
+        held = self._held.get(key)
+        if kept is not None and held is not None and held.run is not None and self._is_held(key, kept):
+            held.task = kept
+            held.run.cancel()
 
     # ---- upkeep
 
@@ -362,6 +433,7 @@ class TaskConsumer:
             following = next_time(schedule, at)
             if following <= now:  # only the last one is caught up
                 at = following
+                await pause()
                 continue
             if at > now:
                 await self._clock.sleep(min(at - now, 60.0))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
+import math
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from daskserve.common.clock import LoopClock, system_rng, time_of_day
@@ -36,6 +40,7 @@ from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
 from daskserve.data.tasks.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
+from daskserve.loops.tasks import is_cancelling
 from daskserve.options.fields.priority import MAX_PRIORITY
 from daskserve.payload.packed_errors import packed_here
 from daskserve.payload.pickling import dump
@@ -247,6 +252,8 @@ class _ConsumerThread:
     ) -> None:
         self._adapter, self._handlers, self._room = adapter, handlers, room
         self._loop = asyncio.new_event_loop()
+        # Functions that take long must not keep the queue waiting, or their leases would end.
+        self._functions = ThreadPoolExecutor(room, "daskserve-task")
         self._timeout = 10.0
         self._is_over = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="daskserve-task-consumer", daemon=True)
@@ -257,9 +264,10 @@ class _ConsumerThread:
             runner.run(self._consume())
 
     async def _consume(self) -> None:
-        clock, rng = LoopClock(), system_rng()
+        clock, rng, threads = LoopClock(), system_rng(), ThreadPoolExecutor(2, "daskserve-task-queue")
+        call = partial(self._loop.run_in_executor, threads)
         consumer = self._adapter.consumer(
-            "program", self._handlers, self._run, lambda: self._room, clock=clock, rng=rng
+            "program", self._handlers, self._run, lambda: self._room, clock=clock, rng=rng, call=call
         )
         consumer.start()
         await self._is_over.wait()
@@ -270,6 +278,8 @@ class _ConsumerThread:
         except TimeoutError:
             pass  # what still runs goes back to the queue
         await consumer.close()
+        for each in (threads, self._functions):
+            each.shutdown(wait=False)
 
     async def _run(self, task: Task) -> bytes:
         function = self._handlers[task.name]
@@ -278,9 +288,12 @@ class _ConsumerThread:
             if inspect.iscoroutinefunction(function):
                 value = await function(*args, **kwargs)
             else:
-                value = await asyncio.to_thread(function, *args, **kwargs)
+                call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+                value = await self._loop.run_in_executor(self._functions, call)
             result = joined(dump(value))
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelling():
+                raise
             packed = packed_here(error)
             raise Failure(error_text(packed.summary, packed.text)) from None
         return checked_result(task, result, self._adapter.config.adapter_config)
@@ -343,6 +356,8 @@ def _made(
         raise BadRequestError(
             f"priority is {priority!r}; give a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         )
+    if result_ttl_s is not None and not _is_duration(result_ttl_s):
+        raise BadRequestError(f"result_ttl_s is {result_ttl_s!r:.100}; give a number of seconds, from 0 on")
     options: DurableOptions = config.adapter_config
     payload = packed_arguments(task_name, args or (), kwargs or {}, options.max_payload_bytes)
     now = time_of_day()
@@ -357,6 +372,11 @@ def _made(
         digest=digest_of(args or (), kwargs or {}) if id else "",
         result_ttl_s=result_ttl_s,
     )
+
+
+def _is_duration(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and 0 <= value < 2**40
 
 
 def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:

@@ -92,7 +92,9 @@ def _canonical(value: Any) -> str:
 
 def error_text(summary: str, traceback: str) -> str:
     """Return an error as the text that a queue keeps."""
-    return f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
+    text = f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
+    # Names of files may have surrogates, which no queue can keep.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_parts(text: str) -> tuple[str, str]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim
 
-from daskserve.data.tasks.config import DurableOptions, TaskSchedule
 from daskserve.data.tasks.payloads import digest_of, packed_arguments
 from daskserve.data.tasks.states import Task
+
+if TYPE_CHECKING:
+    from daskserve.data.tasks.config import DurableOptions, TaskSchedule
 
 
 def next_time(schedule: TaskSchedule, after: float) -> float:
     """Return the first time of a schedule after a time, in seconds since the epoch."""
     if schedule.every_s is not None:
         # Multiples of the period since the epoch, so that all consumers have the same times.
-        return (math.floor(after / schedule.every_s + 1e-9) + 1) * schedule.every_s
+        number = math.floor(after / schedule.every_s)
+        while number * schedule.every_s <= after:  # rounding may leave the quotient one too small
+            number += 1
+        return number * schedule.every_s
     assert schedule.cron is not None
     local = datetime.fromtimestamp(after, UTC).astimezone(ZoneInfo(schedule.timezone))
     return next(CronSim(schedule.cron, local)).timestamp()

@@ -303,6 +303,25 @@ def test_a_replica_runs_as_many_tasks_as_it_has_slots(
     assert MEETING.most == 3
 
 
+def test_a_replica_that_is_busy_with_requests_leaves_tasks_to_the_others(
+    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+) -> None:
+    class Busy(Work):
+        def __call__(self) -> None:
+            MEETING.running += 1
+            MEETING.go.wait(10)
+
+    handle = run(config, Busy, max_ongoing_requests=1)
+    answer = handle.remote()
+    poll_for(lambda: MEETING.running)
+    task = tasks.enqueue_task_sync("note", [1])
+    threading.Event().wait(0.05)  # five times as long as an idle consumer takes
+    assert tasks.get_task_status_sync(task.id).status == "PENDING"
+    MEETING.go.set()
+    answer.result()
+    ended(tasks, task.id)
+
+
 def test_a_replica_that_stops_finishes_its_tasks_and_leaves_the_others(
     config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:

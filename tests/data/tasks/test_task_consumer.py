@@ -1,0 +1,228 @@
+"""One consumer of a queue: what it does if handlers, ends and the queue itself go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import until
+
+import daskserve as serve
+from daskserve.common.clock import LoopClock
+from daskserve.data.tasks import states
+from daskserve.data.tasks.consumer import Released, TaskConsumer
+from daskserve.data.tasks.errors import TaskQueueError
+from daskserve.data.tasks.queue import Change
+from daskserve.data.tasks.schedules import next_time
+from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.states import RetryRules, Task, TaskState
+from daskserve.errors import BadRequestError
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SqliteQueue]:
+    made = SqliteQueue(tmp_path / "tasks.sqlite")
+    made.open()
+    yield made
+    made.close()
+
+
+async def inline(function: Callable[..., Any], *args: Any) -> Any:
+    await asyncio.sleep(0)
+    return function(*args)
+
+
+def consumer(
+    queue: SqliteQueue, run: Callable[[Task], Awaitable[bytes]], call: Any = inline, lease_s: float = 30.0
+) -> TaskConsumer:
+    options = serve.SQLiteAdapterConfig(poll_interval_s=0.005, lease_s=lease_s)
+    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=options)
+    clock, rng = LoopClock(), random.Random(1)
+    return TaskConsumer(queue, config, "me", ["work"], run, lambda: 4, clock=clock, rng=rng, call=call)
+
+
+def add(queue: SqliteQueue, *ids: str, **changes: Any) -> None:
+    now = time.time()
+    queue.add([Task(id, "q", "work", b"", now, now, **changes) for id in ids], 100, now)
+
+
+def kept(queue: SqliteQueue, id: str) -> Task:
+    (found,) = queue.get("q", [id])
+    assert found is not None
+    return found
+
+
+async def test_an_end_that_cannot_be_kept_stops_no_other(queue: SqliteQueue) -> None:
+    async def run(task: Task) -> bytes:
+        if task.id == "odd":
+            raise RuntimeError("no error that a run should have")
+        return {"bad": "text \udc80", "large": 2**70}.get(task.id, b"r")  # type: ignore[return-value]
+
+    made = consumer(queue, run)
+    add(queue, "bad", "good", "odd", "large")
+    add(queue, "forever", result_ttl_s="1h")  # a program of an older version may have submitted it
+    made.start()
+    await until(lambda: all(kept(queue, id).has_ended for id in ("bad", "good", "odd", "large", "forever")))
+    assert kept(queue, "good").state is TaskState.DONE
+    for id in ("bad", "odd", "large", "forever"):
+        assert kept(queue, id).state is TaskState.DEAD
+        assert "cannot be kept" in kept(queue, id).error
+    await made.drained()
+    await made.close(1.0)
+
+
+async def test_an_error_while_a_changed_task_is_read_loses_no_end(queue: SqliteQueue) -> None:
+    go, failures = asyncio.Event(), [1]
+
+    async def run(task: Task) -> bytes:
+        await go.wait()
+        return b"r"
+
+    async def call(function: Any, *args: Any) -> Any:
+        if go.is_set() and function == queue.get and failures:
+            raise TaskQueueError(f"away {failures.pop()}")
+        return await inline(function, *args)
+
+    made = consumer(queue, run, call)
+    add(queue, "a", "b")
+    made.start()
+    await until(lambda: made.running == 2)
+    queue.write([Change(states.cancelled(kept(queue, "a"), time.time(), RetryRules()))])
+    go.set()
+    await until(lambda: kept(queue, "a").has_ended and kept(queue, "b").has_ended)
+    assert not failures
+    await made.drained()
+    await made.close(1.0)
+
+
+async def test_a_task_given_back_and_claimed_again_at_once_runs_once_more(queue: SqliteQueue) -> None:
+    runs: list[int] = []
+    go = asyncio.Event()
+
+    async def run(task: Task) -> bytes:
+        runs.append(task.revision)
+        if len(runs) == 1:
+            raise Released
+        await go.wait()
+        return b"r"
+
+    async def call(function: Any, *args: Any) -> Any:
+        found = await inline(function, *args)
+        if function == queue.write:
+            await asyncio.sleep(0.03)  # the other loops go on first
+        return found
+
+    made = consumer(queue, run, call)
+    add(queue, "a")
+    made.start()
+    await until(lambda: len(runs) == 2)
+    await asyncio.sleep(0.05)
+    assert made.running == 1
+    go.set()
+    await until(lambda: kept(queue, "a").has_ended)
+    await made.close(1.0)
+    assert len(runs) == 2
+
+
+async def test_what_is_claimed_while_it_stops_is_not_begun(queue: SqliteQueue) -> None:
+    claimed, go = asyncio.Event(), asyncio.Event()
+    runs: list[str] = []
+
+    async def run(task: Task) -> bytes:
+        runs.append(task.id)
+        return b"r"
+
+    async def call(function: Any, *args: Any) -> Any:
+        found = await inline(function, *args)
+        if function == queue.claim and found:
+            claimed.set()
+            await go.wait()
+        return found
+
+    made = consumer(queue, run, call)
+    add(queue, "a")
+    made.start()
+    await claimed.wait()
+    made.pause()
+    go.set()
+    await made.close(1.0)
+    task = kept(queue, "a")
+    assert (task.state, task.attempts, task.losses, runs) == (TaskState.QUEUED, 0, 0, [])
+
+
+async def test_errors_of_the_queue_do_not_postpone_the_renewal_of_leases(queue: SqliteQueue) -> None:
+    go = asyncio.Event()
+
+    async def run(task: Task) -> bytes:
+        await go.wait()
+        return b"r"
+
+    async def call(function: Any, *args: Any) -> Any:
+        if function == queue.held:
+            raise TaskQueueError("away")
+        return await inline(function, *args)
+
+    made = consumer(queue, run, call, lease_s=0.3)
+    add(queue, "a")
+    made.start()
+    await until(lambda: made.running)
+    await asyncio.sleep(0.5)
+    go.set()
+    await until(lambda: kept(queue, "a").has_ended)
+    assert (kept(queue, "a").attempts, kept(queue, "a").losses) == (1, 0)
+    await made.close(1.0)
+
+
+def test_the_next_time_of_a_period_is_later() -> None:
+    for period in (1.68, 1.72, 86_400 / 7, 3_600 / 11):
+        schedule = serve.TaskSchedule(task="work", every_s=period)
+        at = next_time(schedule, 1.7e9)
+        for _ in range(20_000):
+            following = next_time(schedule, at)
+            assert at < following < at + 1.5 * period
+            at = following
+
+
+def test_a_program_s_functions_keep_neither_the_queue_nor_its_consumer_from_work(tmp_path: Path) -> None:
+    options = serve.SQLiteAdapterConfig(path=str(tmp_path / "t.sqlite"), poll_interval_s=0.005, lease_s=0.3)
+    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=options, max_retries=0)
+    adapter: Any = serve.instantiate_adapter_from_config(config)
+    adapter.initialize(40)
+    runs: list[int] = []
+    go = threading.Event()
+
+    def slow(number: int) -> None:
+        runs.append(number)
+        go.wait(5)
+
+    def leaves() -> None:
+        raise SystemExit(3)
+
+    async def cancels() -> None:
+        raise asyncio.CancelledError
+
+    def surrogate() -> None:
+        raise ValueError("file \udc80 is not there")
+
+    for function in (slow, leaves, cancels, surrogate):
+        adapter.register_task_handle(function)
+    adapter.start_consumer()
+    bad = [adapter.enqueue_task_sync(name) for name in ("leaves", "cancels", "surrogate")]
+    found = [adapter.wait_for_task_sync(each.id, 5) for each in bad]
+    assert [each.status for each in found] == ["FAILURE"] * 3
+    assert "\\udc80" in found[2].result
+    slow_ones = [adapter.enqueue_task_sync("slow", [number]) for number in range(38)]
+    threading.Timer(0.8, go.set).start()
+    found = [adapter.wait_for_task_sync(each.id, 5) for each in slow_ones]
+    assert {each.status for each in found} == {"SUCCESS"}
+    assert sorted(runs) == list(range(38))
+    for ttl in ("1h", -1, float("nan"), True):
+        with pytest.raises(BadRequestError, match="result_ttl_s"):
+            adapter.enqueue_task_sync("slow", [1], result_ttl_s=ttl)
+    adapter.shutdown()
