@@ -33,6 +33,7 @@ from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutc
 from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
+from daskserve.data.caller.calls.future_response import response_class
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
@@ -201,7 +202,8 @@ class Handle(BatchCalls):
 
         The arguments are pickled before this returns, so later changes to them have no effect.
         """
-        return Response(*self._start(args, kwargs), self._cluster or self._process)
+        make = response_class(self._options)
+        return make(*self._start(args, kwargs), self._cluster or self._process)
 
     # ---- chosen replicas, all replicas
 
@@ -245,7 +247,7 @@ class Handle(BatchCalls):
         ReplicaUnavailableError
             The replica has stopped, or was lost.
         """
-        return Response(*self._dispatch(selection, args, kwargs), self._process)
+        return response_class(self._options)(*self._dispatch(selection, args, kwargs), self._process)
 
     def _dispatch(
         self,
