@@ -89,7 +89,7 @@ class CallOptions:
             raise BadRequestError(f"result must be 'value' or 'future'; got {self.result!r}.")
         if self.result == "future" and self.stream:
             raise BadRequestError(
-                "A stream has items and no result: result='future' and stream=True exclude each other."
+                "result='future' and stream=True exclude each other: a stream has no result."
             )
         check_serialization("request_serialization", self.request_serialization)
         check_serialization("response_serialization", self.response_serialization)

@@ -1,8 +1,8 @@
 """Responses whose results stay on the cluster: ``handle.options(result="future")``.
 
-Choice: a large result stays with its replica as any other one that nobody reads, until the first reader of the
-response has it put into the memory of that worker, as a value of Dask. An error is thus raised to that reader,
-and a future exists only for what has succeeded.
+Choice: a large result stays with its replica as any other one that nobody reads, until the first reader of
+the response has it put into the memory of that worker, as a value of Dask. An error is thus raised to that
+reader, and a future exists only for what has succeeded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FutureResponse(Response):
         return self._read(placing)
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return a future of the result; wait up to ``timeout_s`` seconds. Otherwise like `Response.result`."""
+        """Return a future of the result; otherwise like `Response.result`."""
         self._wait(self._future, timeout_s)
         placing = self._placed()
         self._wait(placing, timeout_s)
