@@ -73,6 +73,6 @@ def test_results_stay_on_the_cluster_as_futures(client: serve.Client, external: 
             assert caller.plain.remote(number).result(LIMIT_S) == number
         key = future.key
         del future
-        poll_for(lambda key=key: not dask.who_has([key])[key], what="the value is released")
+        poll_for(lambda key=key: not dask.who_has([key]).get(key), what="the value is released")
     with pytest.raises(ValueError, match="negative"):
         handle.options(method_name="make", result="future").remote(-1).result(LIMIT_S)
