@@ -3,8 +3,8 @@
 ``frames``: a small neural network scores a dataframe of 40 partitions, by ``dask.dataframe.map_partitions``
 with the model inside the function (made once for each worker), and by ``handle.map_partitions``. In turns.
 ``--ray python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
-``live``: the latency of calls that come every 20 ms, with and without ``handle.map`` beside them. The code
-waits 10 ms for an answer, as for an accelerator.
+``live``: the latency of calls that come every 50 ms, with and without ``handle.map`` beside them. The code
+waits 100 ms for an answer, as for an accelerator.
 
 Run: ``python benchmarks/bench_batch.py [frames] [live] [--rounds 5] [--ray /path/to/python]``, with pandas
 and pyarrow.
@@ -33,7 +33,7 @@ import daskserve as serve
 
 PEER = Path(__file__).parent / "peers/ray_batch.py"
 PARTITIONS, ROWS, COLUMNS, HIDDEN = 40, 10_000, 32, 512
-LIVE_CALLS, LIVE_EVERY_S, SERVICE_S = 400, 0.02, 0.01
+LIVE_CALLS, LIVE_EVERY_S, SERVICE_S = 150, 0.05, 0.1
 
 
 class Network:

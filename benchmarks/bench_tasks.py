@@ -122,7 +122,9 @@ def measure_celery(folder: str, url: str, count: int, place: str) -> None:
     program = Path(place) / "celery_bench.py"
     program.write_text(CELERY)
     python = str(Path(folder) / "bin" / "python")
-    worker = subprocess.Popen([python, str(program), "worker", url], stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        [python, str(program), "worker", url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         time.sleep(5)
         command = [python, str(program), "submit", str(count), url]

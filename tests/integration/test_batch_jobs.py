@@ -141,7 +141,7 @@ def test_kills_in_the_middle_cost_no_item(tmp_path: Any) -> None:
             time.sleep(0.5)
             kill("replica")
             assert sum(partial.result(timeout=60)) == 2 * sum(range(200))
-            tasks = as_completed(dask_client.map(handle, range(1000, 1300)))
+            tasks = as_completed(dask_client.map(handle, range(1000, 1300)), loop=dask_client.loop)
             values: Counter[int] = Counter()
             for number, task in enumerate(tasks):
                 values[task.result()] += 1

@@ -26,16 +26,18 @@ def open_queue(options: QueueOptions, fetch: FetchAs) -> QueueLength:
 
 
 class RedisQueue:
-    """A Redis list, together with Kombu's priority lists."""
+    """A Redis list, together with Kombu's priority lists, and a queue of tasks of daskserve's own."""
 
     def __init__(self, options: QueueOptions) -> None:
         name = options.queue_name
         self._url = options.url
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
+        #: The tasks of `daskserve.data.tasks.redis_queue`, with the default prefix, that could run.
+        self._tasks = f"{{daskserve}}:ready:{name}"
         self._client: Any = None
 
     async def read(self) -> float:
-        """Return how many tasks are in the lists; a missing list counts as empty."""
+        """Return how many tasks wait; a missing list counts as empty."""
         redis = await _redis()
         try:
             if self._client is None:
@@ -45,6 +47,7 @@ class RedisQueue:
             pipeline = self._client.pipeline(transaction=False)
             for key in self._keys:
                 pipeline.llen(key)
+            pipeline.zcard(self._tasks)
             return float(sum(await pipeline.execute()))
         except redis.RedisError as error:
             raise OSError(f"{type(error).__name__}: {error}") from error

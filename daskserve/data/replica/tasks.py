@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ class ReplicaTasks:
         self._spec: ConsumerSpec | None = None
         self._adapter: TaskProcessorAdapter | None = None
         self._consumer: TaskConsumer | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._is_stopping = False
 
     async def start(self, packed: bytes) -> None:
@@ -84,7 +86,12 @@ class ReplicaTasks:
             raise failure
         if durable is not None:
             run, clock, rng = partial(self._run, durable), self._context.clock, self._context.rng
-            self._consumer = durable.consumer(self._tag, spec.handlers, run, self._room, clock=clock, rng=rng)
+            # Threads of its own: a queue that does not answer must not hold those of the worker.
+            self._threads = ThreadPoolExecutor(2, "daskserve-task-queue")
+            call = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+            self._consumer = durable.consumer(
+                self._tag, spec.handlers, run, self._room, clock=clock, rng=rng, call=call
+            )
             self._consumer.start()
 
     def _room(self) -> int:
@@ -172,6 +179,8 @@ class ReplicaTasks:
         adapter = self._adapter
         if self._consumer is not None:
             await self._consumer.close(grace_s)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         if adapter is None:
             return
         try:

@@ -98,14 +98,14 @@ class TaskConsumer:
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written, and what runs them.
         self._held: dict[Key, tuple[Task, asyncio.Task[None]]] = {}
-        self._running = 0
         #: Those that have another consumer: their end is not written.
         self._dropped: set[Key] = set()
         self._ended: list[tuple[Key, Task]] = []
         self._has_ended, self._has_room = asyncio.Event(), asyncio.Event()
         self._loops = TaskSet(logger)
         self._runs = TaskSet(logger)
-        self._is_open = False
+        self._closing = asyncio.Event()
+        self._claiming: asyncio.Task[None] | None = None
         #: The number of tasks in the queue, as last counted.
         self.stats = QueueStats({})
         #: How many tasks ended here, by state.
@@ -128,8 +128,8 @@ class TaskConsumer:
 
     def start(self) -> None:
         """Begin to take tasks."""
-        self._is_open = True
-        loops = (self._claim, self._write, self._renew, self._keep_up)
+        self._claiming = self._loops.spawn(self._supervised(self._claim), "tasks-claim")
+        loops = (self._write, self._renew, self._keep_up)
         for loop in loops:
             self._loops.spawn(self._supervised(loop), f"tasks-{loop.__name__.strip('_')}")
         for name, schedule in self._config.schedules.items():
@@ -138,13 +138,13 @@ class TaskConsumer:
 
     def pause(self) -> None:
         """Take no more tasks."""
-        self._is_open = False
+        self._closing.set()
         self._has_room.set()
 
     @property
     def running(self) -> int:
         """How many tasks run."""
-        return self._running
+        return len(self._held) - len(self._ended)
 
     async def drained(self) -> None:
         """Return when no task runs, and all ends are written."""
@@ -158,9 +158,12 @@ class TaskConsumer:
     async def close(self, grace_s: float = 5.0) -> None:
         """Cancel what runs, give it back to the queue, write what has ended, and stop."""
         self.pause()
-        self._runs.cancel()
         try:
-            await self._clock.wait_for(self.drained(), grace_s)
+            async with asyncio.timeout(grace_s):
+                if self._claiming is not None:
+                    await asyncio.wait([self._claiming])  # what it has claimed just now is given back, too
+                self._runs.cancel()
+                await self.drained()
         except TimeoutError:
             logger.warning("Queue %r: %d tasks are left to their leases", self._name, len(self._held))
         await self._loops.close(grace_s)
@@ -180,31 +183,37 @@ class TaskConsumer:
             if self._clock.now() - began > 2 * MAX_PAUSE_S:
                 pause_s = self._options.poll_interval_s
             has_failed = pause_s >= MAX_PAUSE_S
-            await self._clock.sleep(pause_s)
+            await self._elapsed(self._closing, pause_s)
+            if self._closing.is_set():
+                await self._clock.sleep(self._options.poll_interval_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
     # ---- taking
 
     async def _claim(self) -> None:
         interval_s = self._options.poll_interval_s
-        while self._is_open:
-            room = self._room() - self._running - len(self._ended)
+        while not self._closing.is_set():
+            room = self._room() - len(self._held)
             if room > 0:
                 now, lease_s = self._clock.wall(), self._options.lease_s
                 tasks = await self._call(self._queue.claim, self._name, self._owner, room, now, lease_s)
                 for task in tasks:
                     self._begin(task)
                 if not tasks:
-                    await self._clock.sleep(interval_s)
+                    await self._elapsed(self._closing, interval_s)
                 continue
             self._has_room.clear()
-            try:
-                await self._clock.wait_for(self._has_room.wait(), interval_s)
-            except TimeoutError:
-                pass  # the replica may have been given more room
+            # Not longer: the replica may have been given more room.
+            await self._elapsed(self._has_room, interval_s)
+
+    async def _elapsed(self, event: asyncio.Event, time_s: float) -> None:
+        """Return after some time, or once an event is set."""
+        try:
+            await self._clock.wait_for(event.wait(), time_s)
+        except TimeoutError:
+            pass
 
     def _begin(self, task: Task) -> None:
-        self._running += 1
         key = task.id, task.attempts
         self._held[key] = task, self._runs.spawn(self._carry(key, task), f"task-{task.id}")
 
@@ -228,12 +237,10 @@ class TaskConsumer:
         except asyncio.CancelledError:
             # Nothing waits for this run, so it may end in its own way.
             after = states.released(self._held[key][0], now(), rules)
-        finally:
-            self._running -= 1
-            self._has_room.set()
         if key in self._dropped:
             self._dropped.discard(key)
             del self._held[key]
+            self._has_room.set()
             self._discard(task.id)
             return
         self._ended.append((key, after))
@@ -268,13 +275,13 @@ class TaskConsumer:
             written = await self._call(self._queue.write, [Change(task) for _, task in batch], letters)
             # Only now, so that nothing is lost if the queue could not be reached.
             del self._ended[: len(batch)]
-            self._has_room.set()
             for (key, task), is_written in zip(batch, written, strict=True):
                 if not is_written and await self._end_changed(key, task):
                     continue
                 del self._held[key]
                 if is_written:
                     self.totals[task.state] = self.totals.get(task.state, 0) + 1
+            self._has_room.set()
 
     async def _end_changed(self, key: Key, after: Task) -> bool:
         """End a task that has changed meanwhile, if it was only cancelled; return whether that is to do."""

@@ -91,6 +91,17 @@ async def test_load_is_reported_every_second_and_its_end_once() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_the_items_of_maps_count_as_waiting() -> None:
+    controller, left = Controller(), {"b": 1000}
+    queues = {"b": Queue(waiting=1, in_flight=8)}
+    reports = LoadReports(cast(Cluster, controller), LoopClock(), queues, backlogs=lambda: left)
+    reports.poke(is_urgent=False)
+    await asyncio.sleep(PERIOD_S / 2)
+    assert controller.reports == [(0.0, {"b": [1001, 8]})]
+    reports.close()
+
+
+@pytest.mark.virtual_time
 async def test_nothing_is_reported_if_no_backend_is_autoscaled() -> None:
     queue = Queue(waiting=1, is_autoscaled=False)
     controller, reports = make(b=queue)

@@ -159,9 +159,10 @@ def test_an_item_that_ends_its_replicas_fails_for_good() -> None:
 
 def test_the_items_that_wait_count_for_their_backends() -> None:
     calls = Calls()
-    first, second = window_of(calls, 0), window_of(calls, 0)
-    first.backlog, second.backlog = 5, 2
-    assert backlogs([first, second], lambda _: ["a", "b"]) == {"a": 4, "b": 4}
+    first, second, paused = window_of(calls, 1), window_of(calls, 1), window_of(calls, 1)
+    first.backlog, second.backlog, paused.backlog = 5, 2, 9
+    calls[2].end()  # nobody reads its result
+    assert backlogs([first, second, paused], lambda _: ["a", "b"]) == {"a": 4, "b": 4}
     assert backlogs([first], lambda _: []) == {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 from redis_servers import redis_server
 
+from daskserve.control.scaling import brokers
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
 from daskserve.data.tasks.queue import Change, Lease, TaskQueue
 from daskserve.data.tasks.redis_queue import RedisQueue
 from daskserve.data.tasks.sqlite import SqliteQueue
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
+from daskserve.options.queues import QueueOptions
 
 RULES = RetryRules(max_retries=1, result_ttl_s=60.0)
 
@@ -167,6 +170,22 @@ def test_consumers_in_many_threads_share_the_tasks(queue: TaskQueue) -> None:
     for thread in threads:
         thread.join()
     assert sorted(found, key=int) == [str(number) for number in range(200)]
+
+
+def test_the_policy_queue_sees_the_tasks_in_redis(server: str) -> None:
+    queue = RedisQueue(server, "daskserve")
+    add(queue, task("a"), task("b"), task("c", due_at=90.0))
+    options = QueueOptions(server, "q")
+
+    async def length() -> float:
+        backlog = brokers.RedisQueue(options)
+        try:
+            return await backlog.read()
+        finally:
+            await backlog.close()
+
+    assert asyncio.run(length()) == 2.0
+    queue.close()
 
 
 def test_a_file_that_is_no_queue_is_an_error_with_its_path(tmp_path: Path) -> None:

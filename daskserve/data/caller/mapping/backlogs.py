@@ -34,7 +34,10 @@ class Batch(Protocol):
     """The items of one map; a `daskserve.data.caller.mapping.window.Window`."""
 
     endpoint: EndpointTag
-    backlog: int
+
+    @property
+    def waiting(self) -> int:
+        """How many items are still to be sent."""
 
 
 def batches_of(shared: MutableMapping[str, Any]) -> WeakSet[Batch]:
@@ -49,7 +52,8 @@ def backlogs(
     """Return the number of items that wait in maps, by backend."""
     found: dict[BackendTag, int] = {}
     for each in batches:
-        backends = backends_of(each.endpoint) if each.backlog else ()
+        waiting = each.waiting
+        backends = backends_of(each.endpoint) if waiting else ()
         for tag in backends:
-            found[tag] = found.get(tag, 0) + -(-each.backlog // len(backends))
+            found[tag] = found.get(tag, 0) + -(-waiting // len(backends))
     return found

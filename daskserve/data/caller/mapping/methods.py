@@ -180,8 +180,13 @@ class BatchCalls:
         """Return a Dask array of the results of a call for each block of an array.
 
         The further arguments are those of ``dask.array.Array.map_blocks``, such as ``dtype``, ``meta`` and
-        ``chunks``; without ``dtype`` or ``meta``, the deployment is called with an empty block.
+        ``chunks``. With ``dtype`` and without ``meta``, the blocks are taken to be arrays of NumPy. Without
+        both, the deployment is called with an empty block.
         """
+        if kwargs.get("dtype") is not None and kwargs.get("meta") is None:
+            import numpy
+
+            kwargs["meta"] = numpy.empty((0,) * array.ndim, kwargs["dtype"])
         return array.map_blocks(MappedPart(batch_handle(self), Rules(retries)), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

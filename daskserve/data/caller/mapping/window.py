@@ -67,7 +67,7 @@ class Window:
     ) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
-        #: How many items wait in the source, as far as that is known; autoscaling counts them as queued.
+        #: How many items are left in the source, as far as that is known.
         self.backlog = 0
         #: Wakes the reader, from any thread.
         self.wake: Callable[[], object] | None = None
@@ -90,6 +90,11 @@ class Window:
     def is_empty(self) -> bool:
         """Whether nothing is under way or can be read."""
         return not (self._items or self._calls or self._again or self._suspects)
+
+    @property
+    def waiting(self) -> int:
+        """The backlog, as long as calls are under way: a reader that has paused needs no replicas."""
+        return self.backlog if self.in_flight > len(self._ended) else 0
 
     def has_news(self) -> bool:
         """Return whether a call has ended since `advance`."""
