@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
 import pytest
+from clusters import nannied_cluster, pids
 from dask_processes import ExternalCluster, poll_for
-from distributed import get_client, get_worker
+from distributed import get_client, get_worker, wait
 
 import daskserve as serve
+from daskserve.errors import UnavailableError
 
 LIMIT_S = 30
 
@@ -75,3 +80,20 @@ def test_results_stay_on_the_cluster_as_futures(client: serve.Client, external: 
         poll_for(lambda key=key: not dask.who_has([key]).get(key), what="the value is released")
     with pytest.raises(ValueError, match="negative"):
         handle.options(method_name="make", result="future").remote(-1).result(LIMIT_S)
+
+
+@pytest.mark.nightly
+def test_lost_values_are_computed_again_or_fail_the_call() -> None:
+    with nannied_cluster() as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
+        client.deploy("model", Model)
+        handle, processes = client.get_handle("model"), pids(dask)
+        here = handle.place.remote(1).result(LIMIT_S)[0]
+        first, second = (worker for worker in processes if worker != here)
+        computed = dask.submit(np.ones, 1_000_000, workers=[first], allow_other_workers=True)
+        scattered = dask.scatter(np.ones(1_000_000), workers=[second], hash=False)
+        wait([computed, scattered])
+        os.kill(processes[first], signal.SIGKILL)
+        assert handle.place.remote(computed).result(LIMIT_S)[0] == here
+        os.kill(processes[second], signal.SIGKILL)
+        with pytest.raises((UnavailableError, CancelledError), match="lost|cancelled"):
+            handle.place.remote(scattered).result(LIMIT_S)

@@ -18,6 +18,7 @@ from typing import Any
 from dask.base import is_dask_collection
 from dask.sizeof import sizeof
 from distributed import Client, Future, Worker, get_client
+from distributed.client import FutureCancelledError
 
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.distributed_internals import actors_on, call_scheduler, desire_keys, scheduler_address
@@ -244,5 +245,10 @@ async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
         raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
-    found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    try:
+        found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    except FutureCancelledError as error:
+        raise UnavailableError(
+            f"A Dask value was released or lost before a replica had it, and Dask cannot compute it again: {error}"
+        ) from None
     return found
