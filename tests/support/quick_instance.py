@@ -42,7 +42,7 @@ def quick_instance(
     *, workers: int = 2, http_options: Mapping[str, Any] | None = None
 ) -> Iterator[serve.Client]:
     """Yield the client of an instance on a `QuickLoop`."""
-    with loop_in_thread(QuickLoop) as loop, _instance_on(loop, workers, http_options, 60.0, None) as client:
+    with loop_in_thread(QuickLoop) as loop, _instance_on(loop, workers, http_options, 60.0, {}) as client:
         yield client
 
 
