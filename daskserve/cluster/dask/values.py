@@ -249,6 +249,6 @@ async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
         found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
     except FutureCancelledError as error:
         raise UnavailableError(
-            f"A Dask value was released or lost before a replica had it, and Dask cannot compute it again: {error}"
+            f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
     return found
