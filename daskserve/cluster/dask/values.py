@@ -12,13 +12,13 @@ import asyncio
 import pickle
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from itertools import islice
 from typing import Any
 
 from dask.base import is_dask_collection
 from dask.sizeof import sizeof
 from distributed import Client, Future, Worker, get_client
-from distributed.client import FutureCancelledError
 
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.distributed_internals import actors_on, call_scheduler, desire_keys, scheduler_address
@@ -247,7 +247,7 @@ async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
     desire_keys(client, names)
     try:
         found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
-    except FutureCancelledError as error:
+    except CancelledError as error:  # of the future
         raise UnavailableError(
             f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
