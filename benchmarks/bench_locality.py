@@ -48,15 +48,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
-    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as dask:
+    make_cluster: Any = LocalCluster  # Dask has no types
+    make_client: Any = Client
+    until_done: Any = wait
+    model: Any = Model
+    with make_cluster(n_workers=2, threads_per_worker=1) as cluster, make_client(cluster) as dask:
         serve.start(http_options={"port": 0})
-        handle = serve.run(Model.bind(), route_prefix=None)
+        handle = serve.run(model.bind(), route_prefix=None)
         here = handle.place.remote().result()
         other = next(each for each in dask.scheduler_info()["workers"] if each != here)
 
         def made(worker: str, numbers: int = NUMBERS) -> Any:
             future = dask.submit(np.ones, numbers, workers=[worker], pure=False)
-            wait(future)
+            until_done(future)
             return future
 
         def call(value: Any) -> Any:
