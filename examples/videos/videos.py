@@ -7,6 +7,7 @@ file in a bucket, because tasks should carry places, not data.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import daskserve as serve
 
 queue = serve.TaskProcessorConfig(
     queue_name="videos",
-    adapter_config=serve.SQLiteAdapterConfig(path="videos.sqlite", lease_s=10),
+    adapter_config=serve.SQLiteAdapterConfig(path=str(Path.cwd() / "videos.sqlite"), lease_s=10),
     max_retries=2,
     failed_task_queue_name="failed-videos",
 )

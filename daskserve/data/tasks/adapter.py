@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from daskserve.common.clock import LoopClock, time_of_day
 from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
+from daskserve.data.tasks.states import ENDED
 from daskserve.payload.importing import import_definition
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How often a task that someone waits for is looked at.
+POLL_S = 0.1
 
 
 class AsyncCapability(enum.Enum):
@@ -101,6 +108,28 @@ class TaskProcessorAdapter(ABC):
     async def get_task_status_async(self, task_id: str) -> TaskResult:
         """Return what is known of a task."""
         return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
+
+    def wait_for_task_sync(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
+        """Return a task once it has ended, or as it is after ``timeout_s`` seconds."""
+        deadline = math.inf if timeout_s is None else time_of_day() + timeout_s
+        pause = threading.Event()
+        while True:
+            found = self.get_task_status_sync(task_id)
+            left_s = deadline - time_of_day()
+            if found.status in ENDED or left_s <= 0:
+                return found
+            pause.wait(min(POLL_S, left_s))
+
+    async def wait_for_task_async(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
+        """Return a task once it has ended, or as it is after ``timeout_s`` seconds."""
+        clock = LoopClock()
+        deadline = math.inf if timeout_s is None else clock.now() + timeout_s
+        while True:
+            found = await self.get_task_status_async(task_id)
+            left_s = deadline - clock.now()
+            if found.status in ENDED or left_s <= 0:
+                return found
+            await clock.sleep(min(POLL_S, left_s))
 
     async def cancel_task_async(self, task_id: str) -> bool:
         """Cancel a task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -81,7 +82,7 @@ class SQLiteAdapterConfig(DurableOptions):
         "~/.daskserve/tasks.sqlite",
         min_length=1,
         description="The file, which all consumers and all programs that submit tasks must see, on a disk of "
-        "their machine.",
+        "their machine: an absolute path, or one that begins with `~`.",
     )
     synchronous: bool = Field(
         False,
@@ -90,9 +91,19 @@ class SQLiteAdapterConfig(DurableOptions):
         "is up to a hundred times as fast.",
     )
 
+    @field_validator("path")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        if not os.path.isabs(os.path.expanduser(value)):
+            raise ValueError(
+                f"path is {value!r}, which is another file in each process, by its working directory; give "
+                "an absolute path, or one that begins with ~"
+            )
+        return value
+
     @property
     def file(self) -> Path:
-        return Path(self.path).expanduser().absolute()
+        return Path(self.path).expanduser()
 
 
 class RedisAdapterConfig(DurableOptions):

@@ -25,7 +25,7 @@ from daskserve.common.clock import Clock
 from daskserve.data.tasks import states
 from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
-from daskserve.data.tasks.payloads import dead_letter, digest_of
+from daskserve.data.tasks.payloads import dead_letter
 from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
 from daskserve.data.tasks.schedules import due_task, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
@@ -249,7 +249,7 @@ class TaskConsumer:
     def _discard(self, id: str) -> None:
         logger.warning("Queue %r: the end of task %r is discarded: it has another consumer", self._name, id)
 
-    def _letters(self, task: Task) -> list[Task]:
+    def _letter(self, task: Task) -> Task | None:
         """Return the dead letter of a task that has failed for good, if it is to have one."""
         config = self._config
         names = {
@@ -258,10 +258,12 @@ class TaskConsumer:
         }
         kind, queue = names.get(task.state, ("", None))
         if queue is None:
-            return []
+            return None
         payload = dead_letter(kind, task.id, task.name, task.payload, task.error)
         now = task.ended_at
-        return [Task(task.id, queue, task.name, payload, now, now, digest=digest_of(payload))]
+        # A task that is retried may fail for good again, and other queues may have a task with this id.
+        id = f"{task.id}#{self._rng.getrandbits(64):016x}"
+        return Task(id, queue, task.name, payload, now, now)
 
     # ---- writing
 
@@ -271,8 +273,8 @@ class TaskConsumer:
                 self._has_ended.clear()
                 await self._has_ended.wait()
             batch = self._ended[:BATCH]
-            letters = [letter for _, task in batch for letter in self._letters(task)]
-            written = await self._call(self._queue.write, [Change(task) for _, task in batch], letters)
+            changes = [Change(task, self._letter(task)) for _, task in batch]
+            written = await self._call(self._queue.write, changes)
             # Only now, so that nothing is lost if the queue could not be reached.
             del self._ended[: len(batch)]
             for (key, task), is_written in zip(batch, written, strict=True):
@@ -342,10 +344,13 @@ class TaskConsumer:
             lost = await self._call(self._queue.expired, self._name, now, BATCH)
             if lost:
                 after = [states.lost(task, now, self._rules) for task in lost]
-                letters = [letter for task in after for letter in self._letters(task)]
-                written = await self._call(self._queue.write, list(map(Change, after)), letters)
+                changes = [Change(task, self._letter(task)) for task in after]
+                written = await self._call(self._queue.write, changes)
                 logger.warning("Queue %r: %d tasks had lost their consumer", self._name, sum(written))
-            await self._call(self._queue.purge, self._name, now, BATCH)
+                if len(lost) >= BATCH and any(written):
+                    continue
+            while await self._call(self._queue.purge, self._name, now, BATCH) >= BATCH:
+                pass  # more ends in a second than one step forgets
             self.stats = await self._call(self._queue.stats, self._name, now)
             await self._clock.sleep(UPKEEP_S)
 

@@ -32,7 +32,7 @@ from daskserve.data.tasks.payloads import (
     load,
     packed_arguments,
 )
-from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
+from daskserve.data.tasks.queue import Change, TaskQueue
 from daskserve.data.tasks.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
@@ -122,15 +122,12 @@ class DurableAdapter(TaskProcessorAdapter):
             # Celery has many; those that would be ignored would be missed.
             raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
         made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
-        return self._submit([made])[0]
+        return _submitted(self.queue, [made], self._options)[0]
 
     def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
         """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
-        return self._submit([_made(self.config, **each) for each in tasks])
-
-    def _submit(self, tasks: Sequence[Task]) -> list[TaskResult]:
-        added = self.queue.add(tasks, self._options.max_queue_length, time_of_day())
-        return [result_of(task, is_new=is_new) for task, is_new in added]
+        made = [_made(self.config, **each) for each in tasks]
+        return _submitted(self.queue, made, self._options)
 
     # ---- asking
 
@@ -171,19 +168,15 @@ class DurableAdapter(TaskProcessorAdapter):
                 return result_of(after)
         raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
 
-    def stats(self) -> QueueStats:
-        """Return how many tasks there are."""
-        return self.queue.stats(self._name, time_of_day())
-
     def get_metrics_sync(self) -> dict[str, Any]:
         """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
-        stats = self.stats()
+        stats = self.queue.stats(self._name, time_of_day())
         counts = {each.value: stats.counts.get(each, 0) for each in TaskState}
         return {**counts, "waiting": stats.waiting, "running": stats.running, "oldest_s": stats.oldest_s}
 
     def health_check_sync(self) -> list[dict[str, Any]]:
         """Return that the queue answers, or raise `TaskQueueError`."""
-        self.stats()
+        self.get_metrics_sync()
         return [{self._name: {"ok": "pong"}}]
 
     # ---- consuming outside a deployment
@@ -354,9 +347,14 @@ def _made(
         created_at=now,
         due_at=_due_at(now, delay_s, at),
         priority=priority,
-        digest=digest_of(payload) if id else "",
+        digest=digest_of(args or (), kwargs or {}) if id else "",
         result_ttl_s=result_ttl_s,
     )
+
+
+def _submitted(queue: TaskQueue, tasks: Sequence[Task], options: DurableOptions) -> list[TaskResult]:
+    added = queue.add(tasks, options.max_queue_length, time_of_day())
+    return [result_of(task, is_new=is_new) for task, is_new in added]
 
 
 def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:

@@ -14,7 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from daskserve.common.clock import LoopClock
-from daskserve.data.tasks.adapter import TaskProcessorAdapter, made_adapter
+from daskserve.data.tasks.adapter import POLL_S, TaskProcessorAdapter, made_adapter
 from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
 from daskserve.data.tasks.errors import TaskConflictError
 from daskserve.data.tasks.marks import CONSUMER
@@ -22,8 +22,6 @@ from daskserve.data.tasks.states import ENDED, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, ServeError
 from daskserve.options.fields.priority import MAX_PRIORITY
 
-#: How often a task that someone waits for is looked at.
-POLL_S = 0.1
 MAX_WAIT_S = 300.0
 #: How often a stream of events without news has a comment, so that nothing takes it for dead.
 HEARTBEAT_S = 15.0
@@ -85,7 +83,7 @@ class TaskAPI:
         args, kwargs = await self._arguments(request)
         found = await self._adapter.enqueue_task_async(name, args, kwargs, **options)
         if wait_s:
-            found = await self._awaited(found.id, wait_s)
+            found = await self._adapter.wait_for_task_async(found.id, wait_s)
         root = request.scope.get("root_path", "").rstrip("/")
         headers = {"location": f"{root}/tasks/{quote(found.id, safe='')}"}
         return _json(_shown(found), 200 if _has_ended(found) else 202, headers)
@@ -115,18 +113,7 @@ class TaskAPI:
 
     async def _status(self, request: Request) -> Response:
         id, wait_s = request.path_params["id"], _number(request, "wait_s", 0.0, MAX_WAIT_S)
-        return _json(_shown(await self._awaited(id, wait_s)))
-
-    async def _awaited(self, id: str, wait_s: float) -> TaskResult:
-        """Return a task, once it has ended or after some time."""
-        clock = LoopClock()
-        deadline = clock.now() + wait_s
-        while True:
-            found = await self._adapter.get_task_status_async(id)
-            left_s = deadline - clock.now()
-            if _has_ended(found) or left_s <= 0:
-                return found
-            await clock.sleep(min(POLL_S, left_s))
+        return _json(_shown(await self._adapter.wait_for_task_async(id, wait_s)))
 
     async def _cancel(self, request: Request) -> Response:
         id = request.path_params["id"]

@@ -62,9 +62,32 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return data
 
 
-def digest_of(payload: bytes) -> str:
-    """Return a text that differs for other arguments."""
-    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return a text that differs for other arguments, and is the same for equal ones in all processes.
+
+    The pickles of equal values may differ. Objects count by their type only.
+    """
+    try:
+        text = _canonical([args, kwargs])
+    except RecursionError:
+        return ""
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    kind = type(value)
+    if kind is list or kind is tuple:  # JSON makes lists of tuples
+        return f"[{','.join(map(_canonical, value))}]"
+    if kind is dict:
+        pairs = sorted(f"{_canonical(key)}:{_canonical(each)}" for key, each in value.items())
+        return f"{{{','.join(pairs)}}}"
+    if kind is set or kind is frozenset:
+        return f"<{','.join(sorted(map(_canonical, value)))}>"
+    if kind is int:
+        return f"{value:x}"  # has no limit of digits
+    if value is None or kind in (bool, float, str, bytes):
+        return repr(value)
+    return f"({kind.__module__}.{kind.__qualname__})"
 
 
 def error_text(summary: str, traceback: str) -> str:

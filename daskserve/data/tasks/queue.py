@@ -11,9 +11,13 @@ from daskserve.data.tasks.states import WAITING, Task, TaskState
 
 
 class Change(NamedTuple):
-    """A task after a transition, to be written if its revision is still the one before."""
+    """A task after a transition, to be written if its revision is still the one before.
+
+    ``letter`` is added to its own queue, without a limit, in the same step and only if the change is written.
+    """
 
     task: Task
+    letter: Task | None = None
 
     @property
     def revision(self) -> int:
@@ -79,11 +83,8 @@ class TaskQueue(Protocol):
     def held(self, queue: str, owner: str) -> list[Lease]:
         """Return the tasks that a consumer still has."""
 
-    def write(self, changes: Sequence[Change], copies: Sequence[Task] = ()) -> list[bool]:
-        """Write changes in one step; return which of them were written.
-
-        ``copies`` are added to their queues without a limit, unless their ids are there.
-        """
+    def write(self, changes: Sequence[Change]) -> list[bool]:
+        """Write changes in one step; return which of them were written."""
 
     def get(self, queue: str, ids: Sequence[str]) -> list[Task | None]:
         """Return tasks by id."""

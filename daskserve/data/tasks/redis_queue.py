@@ -52,9 +52,11 @@ STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 #: The functions of all scripts. ``KEYS[1]`` is the prefix of all keys.
 PRELUDE = f"""
 local prefix = KEYS[1]
-local function task_key(queue, id) return prefix .. ':task:' .. queue .. ':' .. id end
+-- Queue "a" with id "b:c" is not queue "a:b" with id "c".
+local function quoted(queue) return (string.gsub(string.gsub(queue, '%%', '%%25'), ':', '%%3A')) end
+local function task_key(queue, id) return prefix .. ':task:' .. quoted(queue) .. ':' .. id end
 local function set_key(queue, place) return prefix .. ':' .. place .. ':' .. queue end
-local function held_key(queue, owner) return prefix .. ':held:' .. queue .. ':' .. owner end
+local function held_key(queue, owner) return prefix .. ':held:' .. quoted(queue) .. ':' .. owner end
 local function is_waiting(state)
     return {" or ".join(f"state == '{each}'" for each in sorted(WAITING))}
 end
@@ -89,6 +91,15 @@ local function put(at, now)
         redis.call('EXPIRE', held_key(queue, owner), 604800)
     end
     redis.call('HINCRBY', set_key(queue, 'counts'), state, 1)
+end
+-- A task as `put` takes it, and its payload, name and digest.
+local function create(at, now)
+    local key = task_key(ARGV[at], ARGV[at + 1])
+    leave(ARGV[at], ARGV[at + 1], key)
+    redis.call('DEL', key)
+    redis.call('HSET', key, 'payload', ARGV[at + SIZE], 'name', ARGV[at + SIZE + 1],
+        'digest', ARGV[at + SIZE + 2])
+    put(at, now)
 end
 local function read(queue, id)
     return redis.call('HMGET', task_key(queue, id), 'value', 'payload', 'lease', 'progress')
@@ -126,31 +137,29 @@ for at = 3, #ARGV, STEP do
     end
 end
 for at = 3, #ARGV, STEP do
-    if found[(at - 3) / STEP + 1] == 1 then
-        local key = task_key(ARGV[at], ARGV[at + 1])
-        leave(ARGV[at], ARGV[at + 1], key)
-        redis.call('DEL', key)
-        redis.call('HSET', key, 'payload', ARGV[at + SIZE], 'name', ARGV[at + SIZE + 1],
-            'digest', ARGV[at + SIZE + 2])
-        put(at, now)
-    end
+    if found[(at - 3) / STEP + 1] == 1 then create(at, now) end
 end
 return {'added', found}
 """
 )
-#: ARGV: for each change: the revision before, and the task's values.
+#: ARGV: for each change: the revision before, the task's values, and 1 with the values of its letter, or 0.
 WRITE = (
     PRELUDE
     + """
-local found = {}
-for at = 1, #ARGV, SIZE + 1 do
-    local key = task_key(ARGV[at + 1], ARGV[at + 2])
+local found, at = {}, 1
+while at <= #ARGV do
+    local key, letter = task_key(ARGV[at + 1], ARGV[at + 2]), at + SIZE + 2
+    local has_letter = ARGV[letter - 1] == '1'
     if redis.call('HGET', key, 'revision') == ARGV[at] then
         put(at + 1, -1)
         found[#found + 1] = 1
+        if has_letter and redis.call('EXISTS', task_key(ARGV[letter], ARGV[letter + 1])) == 0 then
+            create(letter, -1)
+        end
     else
         found[#found + 1] = 0
     end
+    at = letter + (has_letter and SIZE + 3 or 0)
 end
 return found
 """
@@ -163,9 +172,12 @@ local queue, now = ARGV[1], tonumber(ARGV[2])
 local ready, delayed = set_key(queue, 'ready'), set_key(queue, 'delayed')
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', delayed, '-inf', ARGV[2], 'LIMIT', 0, 1000)) do
     local key = task_key(queue, id)
+    local rank = redis.call('HGET', key, 'rank')
     redis.call('ZREM', delayed, id)
-    redis.call('ZADD', ready, redis.call('HGET', key, 'rank'), id)
-    redis.call('HSET', key, 'place', 'ready')
+    if rank then -- otherwise the server has evicted it
+        redis.call('ZADD', ready, rank, id)
+        redis.call('HSET', key, 'place', 'ready')
+    end
 end
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', ready, 0, tonumber(ARGV[3]) - 1)) do
@@ -275,6 +287,8 @@ class RedisQueue:
             ) from None
 
     def _key(self, kind: str, queue: str, more: str = "") -> str:
+        if more:  # as `PRELUDE` quotes it
+            queue = queue.replace("%", "%25").replace(":", "%3A")
         return f"{self._prefix}:{kind}:{queue}{more}"
 
     # ---- lifecycle
@@ -289,7 +303,7 @@ class RedisQueue:
     # ---- submitting
 
     def add(self, tasks: Sequence[Task], max_waiting: int, now: float) -> list[tuple[Task, bool]]:
-        args = [part for task in tasks for part in (*_values(task), task.payload, task.name, task.digest)]
+        args = [part for task in tasks for part in _new_values(task)]
         answer, found = self._run(ADD, repr(now), max_waiting, *args)
         if answer == b"full":
             check_room(tasks[0].queue, int(found), 1, max_waiting)
@@ -323,13 +337,12 @@ class RedisQueue:
             leases.append(Lease(id.decode(), int(attempts), mark == "1"))
         return leases
 
-    def write(self, changes: Sequence[Change], copies: Sequence[Task] = ()) -> list[bool]:
-        # The copies first: if this is killed in between, they come again, with the same ids.
-        for task in copies:
-            args = (*_values(task), task.payload, task.name, task.digest)
-            self._run(ADD, repr(task.due_at), -1, *args)
-        changed = [part for change in changes for part in (change.revision, *_values(change.task))]
-        return list(map(bool, self._run(WRITE, *changed))) if changes else []
+    def write(self, changes: Sequence[Change]) -> list[bool]:
+        args: list[Any] = []
+        for change in changes:
+            letter = (0,) if change.letter is None else (1, *_new_values(change.letter))
+            args += (change.revision, *_values(change.task), *letter)
+        return list(map(bool, self._run(WRITE, *args))) if changes else []
 
     def note(self, queue: str, id: str, attempts: int, progress: bytes) -> None:
         self._run(NOTE, queue, id, attempts, progress)
@@ -386,6 +399,11 @@ def _values(task: Task) -> tuple[Any, ...]:
     due_at, lease, expiry = repr(task.due_at), repr(task.lease_until), repr(task.expires_at)
     state = str(task.state)
     return task.queue, task.id, task.revision, state, task.owner, due_at, rank, lease, expiry, held, value
+
+
+def _new_values(task: Task) -> tuple[Any, ...]:
+    """Return the values of a task for `PRELUDE`'s ``create``."""
+    return *_values(task), task.payload, task.name, task.digest
 
 
 def _task(row: Sequence[Any]) -> Task:

@@ -34,6 +34,6 @@ def due_task(queue: str, name: str, schedule: TaskSchedule, at: float, options: 
         created_at=at,
         due_at=at,
         priority=schedule.priority,
-        digest=digest_of(payload),
+        digest=digest_of(schedule.args, schedule.kwargs),
         result_ttl_s=max(options.result_ttl_s, 2 * schedule.catch_up_s + 60.0),
     )

@@ -256,13 +256,13 @@ class SqliteQueue:
             ).fetchall()
             return [Lease(id, attempts, bool(is_cancelled)) for id, attempts, is_cancelled in rows]
 
-    def write(self, changes: Sequence[Change], copies: Sequence[Task] = ()) -> list[bool]:
+    def write(self, changes: Sequence[Change]) -> list[bool]:
         with self._transaction() as connection:
             # Those that wait are promoted once they are due.
             written = [_update(connection, change.task, 0.0) for change in changes]
-            for task in copies:
-                if _find(connection, task.queue, task.id) is None:
-                    _insert(connection, task, task.due_at)
+            for (_, letter), is_written in zip(changes, written, strict=True):
+                if is_written and letter is not None and _find(connection, letter.queue, letter.id) is None:
+                    _insert(connection, letter, letter.due_at)
             return written
 
     def note(self, queue: str, id: str, attempts: int, progress: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from prometheus_client import generate_latest
 from tables import each_case
 
 import daskserve as serve
+from daskserve.common.clock import LoopClock, seeded_rng
+from daskserve.data.tasks.consumer import BATCH
 from daskserve.data.tasks.errors import TaskConflictError
-from daskserve.data.tasks.states import TaskState
+from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, DeployError, NotFoundError, UnpicklableError
 from daskserve.task_processor import SQLiteTaskProcessorAdapter, TaskProcessorAdapter
 from daskserve.testing import local_instance
@@ -211,6 +214,64 @@ def test_a_task_that_fails_is_tried_again_and_then_is_a_dead_letter(tmp_path: Pa
     tasks.shutdown()
 
 
+def test_each_final_failure_is_one_dead_letter_and_a_cancelled_task_has_none(tmp_path: Path) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def bad() -> None:
+        began.set()
+        assert go.wait(10)
+        raise ValueError("bad")
+
+    config = configured(tmp_path, max_retries=0, failed_task_queue_name="dead")
+    tasks = serve.instantiate_adapter_from_config(config)
+    dead = serve.instantiate_adapter_from_config(configured(tmp_path, "dead"))
+    assert isinstance(tasks, SQLiteTaskProcessorAdapter)
+    tasks.register_task_handle(bad)
+    tasks.start_consumer()
+    go.set()
+    failed = tasks.enqueue_task_sync("bad")
+    assert tasks.wait_for_task_sync(failed.id, 10).status == "FAILURE"
+    tasks.retry_task_sync(failed.id)
+    again = tasks.wait_for_task_sync(failed.id, 10)
+    assert (again.status, again.attempts) == ("FAILURE", 2)
+    assert dead.get_metrics_sync()["waiting"] == 2
+    go.clear()
+    began.clear()
+    cancelled = tasks.enqueue_task_sync("bad")
+    assert began.wait(10)
+    assert tasks.wait_for_task_sync(cancelled.id, 0.01).status == "STARTED"
+    tasks.cancel_task_sync(cancelled.id)
+    go.set()  # it fails before its consumer has seen that it is cancelled
+    assert asyncio.run(tasks.wait_for_task_async(cancelled.id)).status == "REVOKED"
+    assert dead.get_metrics_sync()["waiting"] == 2
+    tasks.shutdown()
+    dead.shutdown()
+
+
+async def test_a_consumer_forgets_as_many_tasks_as_have_expired(
+    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+) -> None:
+    old = Task("", "q", "work", b"", 0.0, 0.0, state=TaskState.DONE, expires_at=1.0)
+    tasks.queue.add([replace(old, id=str(number)) for number in range(2 * BATCH + 1)], 9999, 0.0)
+    calls: list[str] = []
+    counted = asyncio.Event()
+
+    async def call(function: Callable[..., Any], *args: Any) -> Any:
+        calls.append(function.__name__)
+        if function.__name__ == "stats":
+            counted.set()
+        return function(*args)
+
+    async def run(task: Task) -> bytes:
+        return b""
+
+    consumer = tasks.consumer("o", [], run, lambda: 1, clock=LoopClock(), rng=seeded_rng(1), call=call)
+    consumer.start()
+    await asyncio.wait_for(counted.wait(), 10)
+    assert calls.count("purge") == 3
+    await consumer.close()
+
+
 def test_tasks_are_cancelled_while_they_wait_and_while_they_run(
     config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
@@ -234,7 +295,7 @@ def test_a_replica_runs_as_many_tasks_as_it_has_slots(
     ids = [each.id for each in tasks.submit_many([{"task_name": "gated"}] * 7)]
     run(config, max_ongoing_requests=3)
     poll_for(lambda: MEETING.running == 3)
-    poll_for(lambda: tasks.stats().running == 3)
+    poll_for(lambda: tasks.get_metrics_sync()["running"] == 3)
     progress = lambda: [tasks.get_task_status_sync(id).progress for id in ids]  # noqa: E731
     poll_for(lambda: progress().count({"step": 1}) == 3)
     MEETING.go.set()
@@ -315,7 +376,7 @@ def test_wrong_tasks_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         tasks.enqueue_task_sync(**{"task_name": "work", **arguments})
-    assert tasks.stats().waiting == 0
+    assert tasks.get_metrics_sync()["waiting"] == 0
 
 
 def test_a_queue_that_cannot_be_opened_fails_the_deploy(tmp_path: Path) -> None:
@@ -437,6 +498,8 @@ def _no_handler() -> None:
         (lambda: serve.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never comes"),
         (lambda: serve.TaskSchedule(task="a", cron="* * * * *", timezone="Mars"), ValueError, "Mars"),
         (lambda: serve.RedisAdapterConfig(url="http://x"), ValueError, "redis://"),
+        (lambda: serve.SQLiteAdapterConfig(path="a/b"), ValueError, "absolute path"),
+        (lambda: serve.SQLiteAdapterConfig(path="~nobody-has-this-name/b"), ValueError, "absolute path"),
         (
             lambda: serve.TaskProcessorConfig(queue_name="q", adapter_config={}).adapter_path,
             ValueError,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +18,7 @@ from redis_servers import redis_server
 from daskserve.control.scaling import brokers
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
+from daskserve.data.tasks.payloads import digest_of
 from daskserve.data.tasks.queue import Change, Lease, TaskQueue
 from daskserve.data.tasks.redis_queue import RedisQueue
 from daskserve.data.tasks.sqlite import SqliteQueue
@@ -99,11 +103,38 @@ def test_a_change_is_written_only_if_nobody_else_has_changed_the_task(queue: Tas
     (begun,) = claim(queue)
     cancelled = states.cancelled(begun, 2.0, RULES)
     assert queue.write([Change(cancelled)]) == [True]
-    assert queue.write([Change(states.done(begun, b"", 3.0, RULES))]) == [False]
+    lost = Change(states.done(begun, b"", 3.0, RULES), task("no letter", queue="dead"))
     stopped = states.stopped(cancelled, 3.0, RULES)
-    assert queue.write([Change(stopped)], [task("letter", queue="dead")]) == [True]
+    assert queue.write([lost, Change(stopped, task("letter", queue="dead")), lost]) == [False, True, False]
     assert queue.get("q", ["a"]) == [stopped]
-    assert [each.id for each in queue.claim("dead", "me", 1, 9.0, 30.0)] == ["letter"]
+    assert [each.id for each in queue.claim("dead", "me", 9, 9.0, 30.0)] == ["letter"]
+    assert queue.get("dead", ["no letter"]) == [None]
+
+
+def test_tasks_of_different_queues_are_different_whatever_their_names(queue: TaskQueue) -> None:
+    names = [("mail", "eu:7"), ("mail:eu", "7"), ("mail%3Aeu", "7"), ("mail%eu", "7")]
+    assert add(queue, *(task(id, queue=name, digest=name) for name, id in names)) == [True] * 4
+    for name, id in names:
+        assert [each.id for each in queue.claim(name, "a:b", 9, 1.0, 30.0)] == [id]
+        assert [each.id for each in queue.held(name, "a:b")] == [id]
+        (kept,) = queue.get(name, [id])
+        assert kept is not None
+        assert kept.digest == name
+
+
+def test_the_digest_is_that_of_equal_arguments_in_all_processes() -> None:
+    name = "Ann"
+    given = {"frm": name, "to": name, "all": {"x", "y", "z"}, "at": (1, 2.5)}
+    again = json.loads('{"at": [1, 2.5], "to": "Ann", "frm": "Ann"}')
+    code = f"from daskserve.data.tasks.payloads import digest_of; print(digest_of([10**5000], {given!r}))"
+    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert alone.stdout.strip() == digest_of((10**5000,), given)
+    assert digest_of([], again) == digest_of((), {key: given[key] for key in again})
+    others = [1, "1", 1.0, True, None, [1], {1}, {1: 1}, b"1", {"1": 1}, [[1]], object(), "\udc80"]
+    assert len({digest_of([each], {}) for each in others}) == len(others)
+    endless: list[object] = []
+    endless.append(endless)
+    assert digest_of([endless], {}) == ""
 
 
 def test_a_retry_is_claimed_at_its_time(queue: TaskQueue) -> None:
