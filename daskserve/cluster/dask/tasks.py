@@ -10,6 +10,7 @@ that is more urgent waits for a thread, or when nothing has come back for long.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
@@ -41,16 +42,29 @@ class TaskWatch(WorkerPlugin):
 
     def __init__(self) -> None:
         self.callbacks: dict[Hashable, list[Callable[[], object]]] = {}
-        #: The tasks that have left within their limit, and since when the last of them came back.
-        self.away: set[Hashable] = set()
+        #: The tasks that have left, and since when each of them has waited.
+        self.away: dict[Hashable, float] = {}
+        #: When the last of them came back, or ended.
         self.last_back = stopwatch()
         self.longest_s = 0.0
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Call back for a task that was released while it ran."""
+        """Forget a task that has ended, and call back if it was released while it ran."""
+        if finish in ("executing", "long-running"):
+            return
+        callbacks = self.callbacks.pop(key, ())
         if finish == "released" and start in ("executing", "long-running"):
-            for callback in self.callbacks.pop(key, ()):
+            for callback in callbacks:
                 callback()
+        if self.away:
+            self.note_back(key)
+
+    def note_back(self, key: Hashable) -> None:
+        """Note that a task waits no longer."""
+        since = self.away.pop(key, None)
+        if since is not None:
+            self.last_back = now = stopwatch()
+            self.longest_s = max(self.longest_s, now - since)
 
 
 class DaskTask:
@@ -65,12 +79,13 @@ class DaskTask:
         self._watch = _watch_of(worker)
         self._since = stopwatch()
         self._has_left = False
+        self._thread = threading.get_ident()
 
     def leave(self, limit: int | None = None) -> bool:
         """Give its place to another task; see `PresentTask.leave`."""
         if limit is not None and not self._may_leave(limit):
             return False
-        self._watch.away.add(self._key)
+        self._watch.away[self._key] = self._since
         if not self._is_in_thread:
             self._secede_on_loop()
         elif getattr(pool_state, "proceed", False):  # else user code has seceded
@@ -104,12 +119,9 @@ class DaskTask:
 
     def come_back(self) -> None:
         """Take a place again; see `PresentTask.come_back`."""
-        watch, now = self._watch, stopwatch()
-        watch.away.discard(self._key)
-        watch.last_back = now
-        watch.longest_s = max(watch.longest_s, now - self._since)
-        self._since = now
-        if self._has_left:
+        self._watch.note_back(self._key)
+        self._since = stopwatch()
+        if self._has_left and threading.get_ident() == self._thread:
             self._has_left = False
             with suppress(RuntimeError):  # the worker closes its threads
                 rejoin()
