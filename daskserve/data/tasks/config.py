@@ -19,9 +19,8 @@ from daskserve.options.queues import REDIS_SCHEMES
 #: The adapters by the classes of their options.
 SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
 REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
-CELERY = "daskserve.data.tasks.celery:CeleryTaskProcessorAdapter"
-#: The names that Ray Serve has for adapters.
-RAY_ADAPTERS: Mapping[str, str] = {"ray.serve.task_processor.CeleryTaskProcessorAdapter": CELERY}
+#: Ray Serve's default, which daskserve does not have.
+RAY_ADAPTER = "ray.serve.task_processor.CeleryTaskProcessorAdapter"
 
 MAX_NAME = 200
 
@@ -118,7 +117,7 @@ class RedisAdapterConfig(DurableOptions):
 
 
 class CeleryAdapterConfig(Options):
-    """Options of `CeleryTaskProcessorAdapter`, as in Ray Serve."""
+    """Options for an adapter of yours to Celery, with Ray Serve's names."""
 
     broker_url: str = Field(description="URL of Celery's broker.", repr=False)
     backend_url: str = Field(description="URL of Celery's result backend.", repr=False)
@@ -135,7 +134,6 @@ class CeleryAdapterConfig(Options):
 _ADAPTERS: Mapping[type, str] = {
     SQLiteAdapterConfig: SQLITE,
     RedisAdapterConfig: REDIS,
-    CeleryAdapterConfig: CELERY,
 }
 
 
@@ -191,7 +189,7 @@ class TaskProcessorConfig(Options):
         None,
         validate_default=True,
         description="The options of the adapter: `SQLiteAdapterConfig`, `RedisAdapterConfig`, "
-        "`CeleryAdapterConfig`, or what an adapter of your own takes. Default: `SQLiteAdapterConfig()`.",
+        "or what an adapter of your own takes. Default: `SQLiteAdapterConfig()`.",
     )
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
@@ -224,16 +222,15 @@ class TaskProcessorConfig(Options):
     @property
     def adapter_path(self) -> str | Callable[..., Any]:
         """The class of the adapter, or its import path."""
-        if self.adapter is None:
-            for kind, path in _ADAPTERS.items():
-                if isinstance(self.adapter_config, kind):
-                    return path
-            raise ValueError(
-                f"adapter_config is of type {type(self.adapter_config).__name__}; give a "
-                "SQLiteAdapterConfig, a RedisAdapterConfig or a CeleryAdapterConfig, or name your own "
-                "class as adapter"
-            )
-        return RAY_ADAPTERS.get(self.adapter, self.adapter) if isinstance(self.adapter, str) else self.adapter
+        if self.adapter is not None and self.adapter != RAY_ADAPTER:
+            return self.adapter
+        for kind, path in _ADAPTERS.items():
+            if isinstance(self.adapter_config, kind):
+                return path
+        raise ValueError(
+            f"adapter_config is of type {type(self.adapter_config).__name__}; give a SQLiteAdapterConfig or "
+            "a RedisAdapterConfig, or name your own class as adapter: daskserve has none for Celery"
+        )
 
     def rules(self) -> RetryRules:
         """Return the rules of the tasks' states."""

@@ -437,6 +437,11 @@ def _no_handler() -> None:
         (lambda: serve.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never comes"),
         (lambda: serve.TaskSchedule(task="a", cron="* * * * *", timezone="Mars"), ValueError, "Mars"),
         (lambda: serve.RedisAdapterConfig(url="http://x"), ValueError, "redis://"),
+        (
+            lambda: serve.TaskProcessorConfig(queue_name="q", adapter_config={}).adapter_path,
+            ValueError,
+            "none for Celery",
+        ),
     ],
 )
 def test_wrong_definitions_are_refused(make: Any, error: type[Exception], text: str) -> None:
