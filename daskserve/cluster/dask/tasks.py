@@ -33,6 +33,8 @@ _NAME = "daskserve-calls"
 #: so far, and at least this long.
 STALL_FACTOR = 4
 STALL_S = 5.0
+#: At least this long, or the longest wait so far, if a task of another program waits for a thread.
+FOREIGN_STALL_S = 0.2
 
 
 class TaskWatch(WorkerPlugin):
@@ -47,6 +49,8 @@ class TaskWatch(WorkerPlugin):
         #: When the last of them came back, or ended.
         self.last_back = stopwatch()
         self.longest_s = 0.0
+        #: How many more tasks than their limit may be away, because others waited for their threads.
+        self.extra = 0
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Forget a task that has ended, and call back if it was released while it ran."""
@@ -65,6 +69,8 @@ class TaskWatch(WorkerPlugin):
         if since is not None:
             self.last_back = now = stopwatch()
             self.longest_s = max(self.longest_s, now - since)
+            if not self.away:
+                self.extra = 0
 
 
 class DaskTask:
@@ -95,18 +101,30 @@ class DaskTask:
 
     def _may_leave(self, limit: int) -> bool:
         watch = self._watch
-        if len(watch.away) < limit:
+        if len(watch.away) < limit + watch.extra:
             return True
         state = self._worker.state
         own = state.tasks.get(self._key)
         with suppress(KeyError, IndexError, TypeError):  # the worker's thread may change it meanwhile
             if own is not None and state.ready.peek().priority < own.priority:
                 return True
-        stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
+        is_blocking = own is not None and self._is_blocking(own)
+        if is_blocking:
+            stall_s = max(FOREIGN_STALL_S * (watch.extra + 1), watch.longest_s)
+        else:
+            stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
         watch.last_back = stopwatch()  # one at a time
+        if is_blocking:  # those that leave are replaced by more of their kind, so one is too few
+            watch.extra = 2 * watch.extra + 1
         return True
+
+    def _is_blocking(self, own: TaskState) -> bool:
+        """Return whether a task of another program waits for a thread, maybe that of the called code."""
+        with suppress(RuntimeError, TypeError):  # the worker's thread changes it meanwhile
+            return any(each.priority[:2] != own.priority[:2] for each in self._worker.state.ready)
+        return False
 
     def _secede_on_loop(self) -> None:
         self._worker.handle_stimulus(
