@@ -123,7 +123,8 @@ class DaskTask:
     def _is_blocking(self, own: TaskState) -> bool:
         """Return whether a task of another program waits for a thread, maybe that of the called code."""
         with suppress(RuntimeError, TypeError):  # the worker's thread changes it meanwhile
-            return any(each.priority[:2] != own.priority[:2] for each in self._worker.state.ready)
+            submission = own.priority[:2]  # type: ignore[index]
+            return any(each.priority[:2] != submission for each in self._worker.state.ready)
         return False
 
     def _secede_on_loop(self) -> None:

@@ -76,7 +76,9 @@ class TaskPlace:
     def check(self) -> None:
         """Raise `RequestCancelledError` if Dask has released the task."""
         if self._task.is_released:
-            raise RequestCancelledError(f"Dask has released the task {self._task.key}, which makes this call.")
+            raise RequestCancelledError(
+                f"Dask has released the task {self._task.key}, which makes this call."
+            )
 
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
         """Wait in the thread of the task, which leaves its place the first time and until `end`."""
