@@ -38,11 +38,19 @@ FOREIGN_STALL_S = 0.2
 
 
 class TaskWatch(WorkerPlugin):
-    """Tells the calls of a worker's tasks that Dask has released their task."""
+    """Tells the calls of a worker's tasks that Dask has released their task.
+
+    It is one of the worker's plugins for as long as tasks there make calls. Dask iterates over them on its
+    event loop, so only that loop adds and removes it.
+    """
 
     name = _NAME
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        #: The tasks that make calls; None once there are no more, and another watch has to begin.
+        self._tasks: set[Hashable] | None = set()
         self.callbacks: dict[Hashable, list[Callable[[], object]]] = {}
         #: The tasks that have left, and since when each of them has waited.
         self.away: dict[Hashable, float] = {}
@@ -62,6 +70,34 @@ class TaskWatch(WorkerPlugin):
                 callback()
         if self.away:
             self.note_back(key)
+        self._forget(key)
+
+    def watches(self, key: Hashable) -> bool:
+        """Watch a task; return False if this watch has ended."""
+        with self._lock:
+            if self._tasks is None:
+                return False
+            if not self._tasks:
+                self._worker.loop.add_callback(self._enter)
+            self._tasks.add(key)
+            return True
+
+    def _forget(self, key: Hashable) -> None:
+        with self._lock:
+            if not self._tasks:
+                return
+            self._tasks.discard(key)
+            if not self._tasks:
+                self._tasks = None
+                vars(self._worker).pop(_NAME, None)
+                self._worker.loop.add_callback(self._leave)
+
+    def _enter(self) -> None:
+        self._worker.plugins[_NAME] = self
+
+    def _leave(self) -> None:
+        if self._worker.plugins.get(_NAME) is self:
+            del self._worker.plugins[_NAME]
 
     def note_back(self, key: Hashable) -> None:
         """Note that a task waits no longer."""
@@ -82,7 +118,7 @@ class DaskTask:
         self._worker = worker
         self._key = key
         self._is_in_thread = is_in_thread
-        self._watch = _watch_of(worker)
+        self._watch = _watch_of(worker, key)
         self._since = stopwatch()
         self._has_left = False
         self._thread = threading.get_ident()
@@ -190,9 +226,8 @@ def present_task() -> DaskTask | None:
     return None if found is None else DaskTask(worker, found.key, is_in_thread=False)
 
 
-def _watch_of(worker: Worker) -> TaskWatch:
-    found: Any = worker.plugins.get(_NAME)
-    if found is None:
-        found = worker.plugins.setdefault(_NAME, TaskWatch())
-    watch: TaskWatch = found
-    return watch
+def _watch_of(worker: Any, key: Hashable) -> TaskWatch:
+    while True:
+        watch: TaskWatch = vars(worker).get(_NAME) or vars(worker).setdefault(_NAME, TaskWatch(worker))
+        if watch.watches(key):
+            return watch
