@@ -13,6 +13,8 @@ from daskserve.common.formatting import shown
 from daskserve.options.fields.secrets import SecretOption, checked_secret, masked, read_secret
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+#: For a queue of daskserve's own in a file, with an absolute path: ``sqlite:///var/tasks.sqlite``.
+SQLITE_SCHEME = "sqlite"
 #: Kombu's schemes, and whether they use TLS.
 RABBITMQ_SCHEMES: Mapping[str, bool] = {"amqp": False, "pyamqp": False, "amqps": True}
 #: Smallest allowed poll interval.
@@ -39,7 +41,8 @@ class QueueOptions:
     ----------
     broker_url : str or reference
         ``redis://``, ``rediss://``, ``unix://`` or ``amqp://`` (``amqps://``), as Celery and Kombu write it,
-        or a reference to it (`daskserve.options.fields.secrets`).
+        ``sqlite://`` with the path of a file of tasks; or a reference to it
+        (`daskserve.options.fields.secrets`).
     queue_name : str
         The queue; with Redis, the key of the list.
     rabbitmq_management_url : str or reference, optional
@@ -101,7 +104,7 @@ class QueueOptions:
 
     def _check_broker(self) -> None:
         parts = _split("broker_url", self.broker_url)
-        known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES)
+        known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES, SQLITE_SCHEME)
         if parts.scheme not in known:
             raise ValueError(
                 f"broker_url is {masked(self.broker_url)!r}; give a URL that begins with one of "
@@ -109,6 +112,11 @@ class QueueOptions:
             )
         if parts.scheme == "unix" and not parts.path:
             raise ValueError('broker_url is "unix://" without a path; write "unix:///run/redis/redis.sock"')
+        if parts.scheme == SQLITE_SCHEME and (parts.netloc not in ("", "~") or len(parts.path) < 2):
+            raise ValueError(
+                f"broker_url is {masked(self.broker_url)!r}; give an absolute path, or one with ~, such as "
+                '"sqlite:///var/lib/tasks.sqlite" or "sqlite://~/.daskserve/tasks.sqlite"'
+            )
         self._check_management(parts)
 
     def _check_rest(self) -> None:
@@ -134,7 +142,7 @@ class QueueOptions:
         if not self.is_rabbitmq:
             raise ValueError(
                 f"rabbitmq_management_url is given, but broker_url is {masked(self.broker_url)!r}; omit "
-                "rabbitmq_management_url for Redis"
+                f"rabbitmq_management_url for {'a file' if broker.scheme == SQLITE_SCHEME else 'Redis'}"
             )
         parts = _split("rabbitmq_management_url", given)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -163,8 +171,14 @@ class QueueOptions:
 
     @property
     def is_rabbitmq(self) -> bool:
-        """Whether the broker is RabbitMQ; otherwise it is Redis."""
+        """Whether the broker is RabbitMQ."""
         return urlsplit(self.url).scheme in RABBITMQ_SCHEMES
+
+    @property
+    def file(self) -> str | None:
+        """The path of a queue in a file; otherwise None."""
+        parts = urlsplit(self.url)
+        return unquote(parts.netloc + parts.path) if parts.scheme == SQLITE_SCHEME else None
 
     @property
     def max_age_s(self) -> float:

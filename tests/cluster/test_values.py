@@ -12,6 +12,7 @@ import pytest
 
 import daskserve as serve
 from daskserve.cluster.dask.values import MAX_ITEMS, is_dask_value, may_hold_values
+from daskserve.errors import BadRequestError
 from daskserve.payload.arguments import FilledPayload, take_out
 from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.testing import local_instance
@@ -114,3 +115,11 @@ def test_what_is_taken_out_is_put_in_again() -> None:
     assert (first, nested) == ("one", {"a": "two"})
     assert (same == array).all()
     assert callable(function)
+
+
+def test_a_result_cannot_stay_where_no_cluster_is(handle: Any) -> None:
+    with pytest.raises(BadRequestError, match="needs a Dask cluster"):
+        handle.plain.options(result="future").remote(1).result(10)
+    for options in ({"result": "both"}, {"result": "future", "stream": True}):
+        with pytest.raises(BadRequestError, match="result"):
+            handle.options(**options)

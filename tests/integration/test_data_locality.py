@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
-from dask_processes import ExternalCluster
-from distributed import get_worker
+import pytest
+from clusters import nannied_cluster, pids
+from dask_processes import ExternalCluster, poll_for
+from distributed import get_client, get_worker
 
 import daskserve as serve
+from daskserve.errors import UnavailableError
 
 LIMIT_S = 30
 
 
+def total_of(handle: serve.Handle, number: int) -> float:
+    """Make a future, and use it in a task."""
+    future = handle.options(method_name="make", result="future").remote(number).result()
+    return float(get_client().submit(np.sum, future).result())
+
+
 class Model:
+    def make(self, number: int) -> Any:
+        if number < 0:
+            raise ValueError("negative")
+        return np.ones(number)
+
     def place(self, value: Any, *others: Any) -> tuple[str, bool]:
         worker = get_worker()
         held = dict(worker.data)
@@ -29,3 +46,54 @@ def test_a_call_goes_to_its_data_and_takes_it_without_a_copy(
     for worker in [*dask.scheduler_info()["workers"]] * 2:
         large = dask.submit(np.ones, 1_000_000, workers=[worker], pure=False)
         assert handle.place.remote(large, small).result(LIMIT_S) == (worker, True)
+
+
+class Caller:
+    def __init__(self, model: serve.Handle) -> None:
+        self.model = model
+
+    async def __call__(self, number: int) -> list[Any]:
+        future = await self.model.options(method_name="make", result="future").remote(number)
+        assert future.client is get_client()
+        sums = [await get_client().submit(np.sum, future), (await future).sum()]
+        return [*map(float, sums), (await self.model.place.remote(future))[1]]
+
+    def plain(self, number: int) -> float:
+        return total_of(self.model, number)
+
+
+def test_results_stay_on_the_cluster_as_futures(client: serve.Client, external: ExternalCluster) -> None:
+    client.deploy("model", Model, config={"num_replicas": 2})
+    handle, dask = client.get_handle("model"), external.client
+    for place in ("thread", "process"):
+        client.deploy(f"caller_{place}", Caller, handle, config={"isolation": place})
+    for number in (10, 1_000_000):
+        future = handle.options(method_name="make", result="future").remote(number).result(LIMIT_S)
+        assert future.result(LIMIT_S).sum() == dask.submit(np.sum, future).result(LIMIT_S) == number
+        assert handle.place.remote(future).result(LIMIT_S)[1]
+        for place in ("thread", "process"):
+            caller = client.get_handle(f"caller_{place}")
+            assert caller.remote(number).result(LIMIT_S) == [number, number, True]
+            assert caller.plain.remote(number).result(LIMIT_S) == number
+        key = future.key
+        del future
+        poll_for(lambda key=key: not dask.who_has([key]).get(key), what="the value is released")
+    with pytest.raises(ValueError, match="negative"):
+        handle.options(method_name="make", result="future").remote(-1).result(LIMIT_S)
+
+
+@pytest.mark.nightly
+def test_lost_values_are_computed_again_or_fail_the_call() -> None:
+    with nannied_cluster() as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
+        client.deploy("model", Model)
+        handle, processes = client.get_handle("model"), pids(dask)
+        here = handle.place.remote(1).result(LIMIT_S)[0]
+        first, second = (worker for worker in processes if worker != here)
+        computed = dask.submit(np.ones, 1_000_000, workers=[first], allow_other_workers=True)
+        scattered = dask.scatter(np.ones(1_000_000), workers=[second], hash=False)
+        assert computed.exception() is scattered.exception() is None  # both exist
+        os.kill(processes[first], signal.SIGKILL)
+        assert handle.place.remote(computed).result(LIMIT_S)[0] == here
+        os.kill(processes[second], signal.SIGKILL)
+        with pytest.raises((UnavailableError, CancelledError), match=r"lost|cancelled"):
+            handle.place.remote(scattered).result(LIMIT_S)

@@ -10,6 +10,7 @@ that is more urgent waits for a thread, or when nothing has come back for long.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
@@ -32,25 +33,80 @@ _NAME = "daskserve-calls"
 #: so far, and at least this long.
 STALL_FACTOR = 4
 STALL_S = 5.0
+#: At least this long, or the longest wait so far, if a task of another program waits for a thread.
+FOREIGN_STALL_S = 0.2
 
 
 class TaskWatch(WorkerPlugin):
-    """Tells the calls of a worker's tasks that Dask has released their task."""
+    """Tells the calls of a worker's tasks that Dask has released their task.
+
+    It is one of the worker's plugins for as long as tasks there make calls. Dask iterates over them on its
+    event loop, so only that loop adds and removes it.
+    """
 
     name = _NAME
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()
+        #: The tasks that make calls; None once there are no more, and another watch has to begin.
+        self._tasks: set[Hashable] | None = set()
         self.callbacks: dict[Hashable, list[Callable[[], object]]] = {}
-        #: The tasks that have left within their limit, and since when the last of them came back.
-        self.away: set[Hashable] = set()
+        #: The tasks that have left, and since when each of them has waited.
+        self.away: dict[Hashable, float] = {}
+        #: When the last of them came back, or ended.
         self.last_back = stopwatch()
         self.longest_s = 0.0
+        #: How many more tasks than their limit may be away, because others waited for their threads.
+        self.extra = 0
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Call back for a task that was released while it ran."""
+        """Forget a task that has ended, and call back if it was released while it ran."""
+        if finish in ("executing", "long-running"):
+            return
+        callbacks = self.callbacks.pop(key, ())
         if finish == "released" and start in ("executing", "long-running"):
-            for callback in self.callbacks.pop(key, ()):
+            for callback in callbacks:
                 callback()
+        if self.away:
+            self.note_back(key)
+        self._forget(key)
+
+    def watches(self, key: Hashable) -> bool:
+        """Watch a task; return False if this watch has ended."""
+        with self._lock:
+            if self._tasks is None:
+                return False
+            if not self._tasks:
+                self._worker.loop.add_callback(self._enter)
+            self._tasks.add(key)
+            return True
+
+    def _forget(self, key: Hashable) -> None:
+        with self._lock:
+            if not self._tasks:
+                return
+            self._tasks.discard(key)
+            if not self._tasks:
+                self._tasks = None
+                vars(self._worker).pop(_NAME, None)
+                self._worker.loop.add_callback(self._leave)
+
+    def _enter(self) -> None:
+        self._worker.plugins[_NAME] = self
+
+    def _leave(self) -> None:
+        if self._worker.plugins.get(_NAME) is self:
+            del self._worker.plugins[_NAME]
+
+    def note_back(self, key: Hashable) -> None:
+        """Note that a task waits no longer."""
+        since = self.away.pop(key, None)
+        if since is not None:
+            self.last_back = now = stopwatch()
+            self.longest_s = max(self.longest_s, now - since)
+            if not self.away:
+                self.extra = 0
 
 
 class DaskTask:
@@ -62,15 +118,16 @@ class DaskTask:
         self._worker = worker
         self._key = key
         self._is_in_thread = is_in_thread
-        self._watch = _watch_of(worker)
+        self._watch = _watch_of(worker, key)
         self._since = stopwatch()
         self._has_left = False
+        self._thread = threading.get_ident()
 
     def leave(self, limit: int | None = None) -> bool:
         """Give its place to another task; see `PresentTask.leave`."""
         if limit is not None and not self._may_leave(limit):
             return False
-        self._watch.away.add(self._key)
+        self._watch.away[self._key] = self._since
         if not self._is_in_thread:
             self._secede_on_loop()
         elif getattr(pool_state, "proceed", False):  # else user code has seceded
@@ -80,18 +137,31 @@ class DaskTask:
 
     def _may_leave(self, limit: int) -> bool:
         watch = self._watch
-        if len(watch.away) < limit:
+        if len(watch.away) < limit + watch.extra:
             return True
         state = self._worker.state
         own = state.tasks.get(self._key)
         with suppress(KeyError, IndexError, TypeError):  # the worker's thread may change it meanwhile
             if own is not None and state.ready.peek().priority < own.priority:
                 return True
-        stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
+        is_blocking = own is not None and self._is_blocking(own)
+        if is_blocking:
+            stall_s = max(FOREIGN_STALL_S * (watch.extra + 1), watch.longest_s)
+        else:
+            stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
         watch.last_back = stopwatch()  # one at a time
+        if is_blocking:  # those that leave are replaced by more of their kind, so one is too few
+            watch.extra = 2 * watch.extra + 1
         return True
+
+    def _is_blocking(self, own: TaskState) -> bool:
+        """Return whether a task of another program waits for a thread, maybe that of the called code."""
+        with suppress(RuntimeError, TypeError):  # the worker's thread changes it meanwhile
+            submission = own.priority[:2]  # type: ignore[index]
+            return any(each.priority[:2] != submission for each in self._worker.state.ready)
+        return False
 
     def _secede_on_loop(self) -> None:
         self._worker.handle_stimulus(
@@ -104,12 +174,9 @@ class DaskTask:
 
     def come_back(self) -> None:
         """Take a place again; see `PresentTask.come_back`."""
-        watch, now = self._watch, stopwatch()
-        watch.away.discard(self._key)
-        watch.last_back = now
-        watch.longest_s = max(watch.longest_s, now - self._since)
-        self._since = now
-        if self._has_left:
+        self._watch.note_back(self._key)
+        self._since = stopwatch()
+        if self._has_left and threading.get_ident() == self._thread:
             self._has_left = False
             with suppress(RuntimeError):  # the worker closes its threads
                 rejoin()
@@ -159,9 +226,8 @@ def present_task() -> DaskTask | None:
     return None if found is None else DaskTask(worker, found.key, is_in_thread=False)
 
 
-def _watch_of(worker: Worker) -> TaskWatch:
-    found: Any = worker.plugins.get(_NAME)
-    if found is None:
-        found = worker.plugins.setdefault(_NAME, TaskWatch())
-    watch: TaskWatch = found
-    return watch
+def _watch_of(worker: Any, key: Hashable) -> TaskWatch:
+    while True:
+        watch: TaskWatch = vars(worker).get(_NAME) or vars(worker).setdefault(_NAME, TaskWatch(worker))
+        if watch.watches(key):
+            return watch

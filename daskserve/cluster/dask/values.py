@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from itertools import islice
 from typing import Any
 
 from dask.base import is_dask_collection
-from distributed import Client, Future, Worker
+from dask.sizeof import sizeof
+from distributed import Client, Future, Worker, get_client
 
-from daskserve.cluster.distributed_internals import call_scheduler, desire_keys, scheduler_address
+from daskserve.cluster.channel.kept_results import KeptResults
+from daskserve.cluster.distributed_internals import actors_on, call_scheduler, desire_keys, scheduler_address
 from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
-from daskserve.common.types import Payload, WorkerAddress
+from daskserve.common.types import KeptPayload, Payload, WorkerAddress
 from daskserve.common.value_places import ValuePlaces
 from daskserve.errors import BadRequestError, UnavailableError
 from daskserve.loops.event_loop import on_loop
@@ -144,9 +148,11 @@ class TakenValues(ValueTransfer):
 class DaskTransfer(TakenValues):
     """Values that are computed on a Dask cluster, and fetched from its workers by their keys."""
 
-    def __init__(self, client: Client, worker: Worker | None = None) -> None:
+    def __init__(self, client: Client, worker: Worker | None = None, kept: KeptResults | None = None) -> None:
         self._client = client
         self._worker = worker
+        #: The answers that stay in this process; None in a program.
+        self.kept = kept
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
         """Have values computed that were taken out of a call's arguments."""
@@ -156,6 +162,60 @@ class DaskTransfer(TakenValues):
         """Return the values that `take` took out in another process."""
         loop: Any = self._client.loop
         return await on_loop(loop.asyncio_loop, fetch(self._client, keys, self._worker))
+
+    async def keep(self, result: Payload | KeptPayload) -> Future[Any]:
+        """Put the result of a call into the memory of its worker; return its future, of this client.
+
+        A result that has come with its answer is scattered, from a worker to itself.
+        """
+        # A future that is dropped before its value exists could not release it.
+        return await asyncio.shield(asyncio.ensure_future(self._keep(result)))
+
+    async def _keep(self, result: Payload | KeptPayload) -> Future[Any]:
+        client, key = self._client, f"daskserve-result-{secrets.token_hex(16)}"
+        future: Future[Any] = Future(key, client=client)
+        if isinstance(result, KeptPayload):
+            answers = await client.run(_put_kept, result.token, key, client.id, workers=[result.worker])
+            if result.worker not in answers:
+                raise UnavailableError(f"Worker {result.worker}, which held a result, has left the cluster.")
+            return future
+        value = await asyncio.to_thread(result.load)
+        if self._worker is None:
+            await client.scatter({key: value}, asynchronous=True)
+        else:
+            await _put(self._worker, key, value, client.id)
+        return future
+
+    def as_read(self, future: Any) -> Any:
+        """Return a future of this client for the code that reads it; in a replica, one of its own client."""
+        try:
+            client = get_client()
+        except ValueError:  # none
+            return future
+        if client is self._client or scheduler_address(client) != scheduler_address(self._client):
+            return future
+        own: Any = Future(future.key, client=client)
+        desire_keys(client, [future.key])
+        own.kept_by = future  # the scheduler may learn of the other one's end first
+        return own
+
+
+async def _put_kept(token: str, key: str, owner: str, dask_worker: Worker) -> None:
+    """Put an answer that stays in this worker's process into its memory."""
+    for actor in actors_on(dask_worker):
+        transfer = getattr(getattr(actor, "connection", None), "values", None)
+        if isinstance(transfer, DaskTransfer) and transfer.kept is not None:
+            payload = transfer.kept.find(token)
+            await _put(dask_worker, key, await asyncio.to_thread(payload.load), owner)
+            return
+    raise UnavailableError(f"Worker {dask_worker.address} does not run daskserve any more.")
+
+
+async def _put(worker: Worker, key: str, value: Any, owner: str) -> None:
+    """Put a value into a worker's memory, for the client with the id ``owner``."""
+    worker.update_data(data={key: value})
+    scheduler: Any = worker.scheduler
+    await scheduler.update_data(who_has={key: [worker.address]}, nbytes={key: sizeof(value)}, client=owner)
 
 
 async def fetch(client: Client, keys: bytes, worker: Worker | None = None) -> list[Any]:
@@ -185,5 +245,10 @@ async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
         raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
-    found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    try:
+        found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+    except CancelledError as error:  # of the future
+        raise UnavailableError(
+            f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
+        ) from None
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dask.base import compute
 from distributed import Future
 
 from daskserve.cluster.dask.values import TakenValues
-from daskserve.common.types import Payload
+from daskserve.common.types import KeptPayload, Payload
+from daskserve.errors import BadRequestError
 from daskserve.payload.pickling import dump_bytes, load_bytes
 
 
@@ -40,6 +41,14 @@ class LocalTransfer(TakenValues):
         """Return the values that `take` took out."""
         found: list[Any] = load_bytes(keys)
         return found
+
+    async def keep(self, result: Payload | KeptPayload) -> NoReturn:
+        """Refuse, because there is no cluster."""
+        raise BadRequestError("result='future' needs a Dask cluster, and this instance runs without one.")
+
+    def as_read(self, future: Any) -> Any:
+        """Return the future."""
+        return future
 
 
 def _compute(value: Any) -> Any:

@@ -25,6 +25,7 @@ from daskserve.common.types import (
     ActorRequest,
     Envelope,
     InstanceName,
+    KeptPayload,
     Load,
     OnAnswer,
     Payload,
@@ -366,6 +367,12 @@ class ValueTransfer(Protocol):
 
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out in another process."""
+
+    async def keep(self, result: Payload | KeptPayload) -> Any:
+        """Put the result of a call into the memory of its worker; return its future, of this connection."""
+
+    def as_read(self, future: Any) -> Any:
+        """Return such a future for the code that reads it, in any thread or loop."""
 
 
 class ClusterConnection(Protocol):

@@ -117,12 +117,13 @@ class ChildView:
 
     def _connect(self) -> Client:
         import dask.config
-        from distributed import Client
+
+        from daskserve.cluster.distributed_internals import ScatteringClient
 
         address, security = self._address_and_security()
         dask.config.set({"scheduler-address": address})  # for a `Client()` in user code
         try:
-            return Client(
+            return ScatteringClient(
                 address,
                 security=security,
                 timeout=self._access.timeout_s,

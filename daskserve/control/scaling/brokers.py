@@ -1,11 +1,15 @@
-"""Read the lengths of queues in Redis and RabbitMQ, in the layout of Celery and Kombu."""
+"""Read the lengths of queues: of tasks, and in Redis and RabbitMQ in the layout of Celery and Kombu."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import json
+import os
+import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -22,7 +26,39 @@ PRIORITIES = range(1, 10)
 
 def open_queue(options: QueueOptions, fetch: FetchAs) -> QueueLength:
     """Return the queue at its broker, without connecting to it."""
+    if options.file is not None:
+        return FileQueue(options.file, options.queue_name)
     return RabbitMQQueue(options, fetch) if options.is_rabbitmq else RedisQueue(options)
+
+
+class FileQueue:
+    """A queue of `daskserve.data.tasks.sqlite`, in a file of this machine."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path, self._name = Path(os.path.expanduser(path)), name
+
+    async def read(self) -> float:
+        """Return how many tasks could run; a file that nobody has made yet has none."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> float:
+        if not self._path.exists():
+            return 0.0
+        try:
+            with closing(sqlite3.connect(f"{self._path.as_uri()}?mode=rw", uri=True)) as connection:
+                # The places are those of tasks that wait for their time, and that could run.
+                found: tuple[int] = connection.execute(
+                    "SELECT (SELECT count(*) FROM daskserve_tasks WHERE place = 1 AND queue = ?) + "
+                    "(SELECT count(*) FROM daskserve_tasks WHERE place = 0 AND queue = ? "
+                    "AND due_at <= (julianday('now') - 2440587.5) * 86400.0)",
+                    (self._name, self._name),
+                ).fetchone()
+                return float(found[0])
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
+
+    async def close(self) -> None:
+        """Nothing is open."""
 
 
 class RedisQueue:
@@ -34,6 +70,8 @@ class RedisQueue:
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
         #: The tasks of `daskserve.data.tasks.redis_queue`, with the default prefix, that could run.
         self._tasks = f"{{daskserve}}:ready:{name}"
+        #: Those that wait for their time; without a consumer, nobody moves them to the others when it comes.
+        self._delayed = f"{{daskserve}}:delayed:{name}"
         self._client: Any = None
 
     async def read(self) -> float:
@@ -44,10 +82,12 @@ class RedisQueue:
                 self._client = redis.asyncio.from_url(
                     self._url, socket_timeout=REPLY_TIMEOUT_S, socket_connect_timeout=REPLY_TIMEOUT_S
                 )
+            seconds, _ = await self._client.time()
             pipeline = self._client.pipeline(transaction=False)
             for key in self._keys:
                 pipeline.llen(key)
             pipeline.zcard(self._tasks)
+            pipeline.zcount(self._delayed, "-inf", seconds)
             return float(sum(await pipeline.execute()))
         except redis.RedisError as error:
             raise OSError(f"{type(error).__name__}: {error}") from error

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
+from daskserve.errors import RequestCancelledError
 from daskserve.loops.event_loop import in_cell, running_loop
 
 #: Blocks this thread for up to so many seconds, None for no limit; returns whether the wait has ended before.
@@ -66,6 +67,18 @@ class TaskPlace:
         self._task = task
         self._limit = limit
         self._has_left = False
+        self._stop: Callable[[], None] | None = None
+
+    def on_release(self, cancel: Callable[[], object]) -> None:
+        """Call back, until `end`, if Dask releases the task."""
+        self._stop = self._task.on_release(cancel)
+
+    def check(self) -> None:
+        """Raise `RequestCancelledError` if Dask has released the task."""
+        if self._task.is_released:
+            raise RequestCancelledError(
+                f"Dask has released the task {self._task.key}, which makes this call."
+            )
 
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
         """Wait in the thread of the task, which leaves its place the first time and until `end`."""
@@ -78,6 +91,9 @@ class TaskPlace:
 
     def end(self) -> None:
         """Take a place again."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
         if self._has_left:
             self._has_left = False
             self._task.come_back()

@@ -62,6 +62,8 @@ class Held:
     run: asyncio.Task[None] | None = None
     #: Whether its end could not be written, and another one is written instead.
     is_replaced: bool = False
+    #: Whether another consumer has it: its end is not written.
+    is_dropped: bool = False
 
 
 class Released(Exception):
@@ -113,8 +115,6 @@ class TaskConsumer:
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written.
         self._held: dict[Key, Held] = {}
-        #: Those that have another consumer: their end is not written.
-        self._dropped: set[Key] = set()
         self._ended: dict[Key, Task] = {}
         #: When leases were renewed; an error does not postpone the next time.
         self._renewed_at = clock.now()
@@ -200,7 +200,7 @@ class TaskConsumer:
             if self._clock.now() - began > 2 * MAX_PAUSE_S:
                 pause_s = self._options.poll_interval_s
             has_failed = pause_s >= MAX_PAUSE_S
-            await self._elapsed(self._closing, pause_s)
+            await _elapsed(self._clock, self._closing, pause_s)
             if self._closing.is_set():
                 await self._clock.sleep(self._options.poll_interval_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
@@ -217,18 +217,11 @@ class TaskConsumer:
                 for task in tasks:
                     self._begin(task)
                 if not tasks:
-                    await self._elapsed(self._closing, interval_s)
+                    await _elapsed(self._clock, self._closing, interval_s)
                 continue
             self._has_room.clear()
             # Not longer: the replica may have been given more room.
-            await self._elapsed(self._has_room, interval_s)
-
-    async def _elapsed(self, event: asyncio.Event, time_s: float) -> None:
-        """Return after some time, or once an event is set."""
-        try:
-            await self._clock.wait_for(event.wait(), time_s)
-        except TimeoutError:
-            pass
+            await _elapsed(self._clock, self._has_room, interval_s)
 
     def _begin(self, task: Task) -> None:
         key = task.id, task.revision
@@ -262,27 +255,16 @@ class TaskConsumer:
             after = states.released(self._held[key].task, now(), rules)
         except Exception as error:  # of the replica, or of a result that cannot be kept
             logger.exception("Queue %r: task %r has no end", self._name, task.id)
-            after = self._without_end(task, error)
-        if key in self._dropped:
-            self._dropped.discard(key)
-            del self._held[key]
-            self._has_room.set()
-            self._discard(task.id)
-            return
-        self._end(key, after)
+            after = _without_end(task, error, now(), rules)
+        if self._held[key].is_dropped:
+            self._forget(key)
+            _log_discarded(task)
+        else:
+            self._end(key, after)
 
     def _end(self, key: Key, after: Task) -> None:
         self._ended[key] = after
         self._has_ended.set()
-
-    def _without_end(self, task: Task, error: Exception) -> Task:
-        """Return a task whose end cannot be kept, without anything that user code has made."""
-        text = f"The end of the task cannot be kept: {type(error).__name__}."
-        task = replace(task, result_ttl_s=None)
-        return states.unprocessable(task, text, self._clock.wall(), self._rules)
-
-    def _discard(self, id: str) -> None:
-        logger.warning("Queue %r: the end of task %r is discarded: it has another consumer", self._name, id)
 
     def _letter(self, task: Task) -> Task | None:
         """Return the dead letter of a task that has failed for good, if it is to have one."""
@@ -344,7 +326,7 @@ class TaskConsumer:
                 self._forget(key)  # it is left to its lease
             else:
                 held.is_replaced = True
-                self._ended[key] = self._without_end(held.task, error)
+                self._ended[key] = _without_end(held.task, error, self._clock.wall(), self._rules)
 
     def _forget(self, key: Key) -> None:
         """Have room for another task: the end of this one is written, or has become another's."""
@@ -356,7 +338,7 @@ class TaskConsumer:
         """End a task otherwise that has changed meanwhile, if it was only cancelled."""
         (kept,) = await self._call(self._queue.get, self._name, [after.id])
         if kept is None or not self._is_held(key, kept) or kept.state is not TaskState.RUNNING:
-            self._discard(after.id)
+            _log_discarded(after)
             self._forget(key)
             return
         now = self._clock.wall()
@@ -395,7 +377,7 @@ class TaskConsumer:
                     continue  # it has ended meanwhile
                 lease = leases.get((key[0], found.task.attempts))
                 if lease is None:
-                    self._dropped.add(key)
+                    found.is_dropped = True
                     found.run.cancel()
                 elif lease.is_cancelled and not found.task.is_cancelled:
                     await self._cancel(key)
@@ -444,3 +426,21 @@ class TaskConsumer:
             except TaskConflictError:
                 logger.info("Queue %r: another version of schedule %r has made its task", self._name, name)
             at = following
+
+
+async def _elapsed(clock: Clock, event: asyncio.Event, time_s: float) -> None:
+    """Return after some time, or once an event is set."""
+    try:
+        await clock.wait_for(event.wait(), time_s)
+    except TimeoutError:
+        pass
+
+
+def _without_end(task: Task, error: Exception, now: float, rules: RetryRules) -> Task:
+    """Return a task whose end cannot be kept, without anything that user code has made."""
+    text = f"The end of the task cannot be kept: {type(error).__name__}."
+    return states.unprocessable(replace(task, result_ttl_s=None), text, now, rules)
+
+
+def _log_discarded(task: Task) -> None:
+    logger.warning("Queue %r: the end of task %r is discarded: it has another consumer", task.queue, task.id)

@@ -36,7 +36,7 @@ from daskserve.data.tasks.payloads import (
     load,
     packed_arguments,
 )
-from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
+from daskserve.data.tasks.queue import Change, TaskQueue
 from daskserve.data.tasks.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
@@ -127,15 +127,12 @@ class DurableAdapter(TaskProcessorAdapter):
             # Celery has many; those that would be ignored would be missed.
             raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
         made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
-        return self._submit([made])[0]
+        return _submitted(self.queue, [made], self._options)[0]
 
     def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
         """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
-        return self._submit([_made(self.config, **each) for each in tasks])
-
-    def _submit(self, tasks: Sequence[Task]) -> list[TaskResult]:
-        added = self.queue.add(tasks, self._options.max_queue_length, time_of_day())
-        return [result_of(task, is_new=is_new) for task, is_new in added]
+        made = [_made(self.config, **each) for each in tasks]
+        return _submitted(self.queue, made, self._options)
 
     # ---- asking
 
@@ -176,19 +173,15 @@ class DurableAdapter(TaskProcessorAdapter):
                 return result_of(after)
         raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
 
-    def stats(self) -> QueueStats:
-        """Return how many tasks there are."""
-        return self.queue.stats(self._name, time_of_day())
-
     def get_metrics_sync(self) -> dict[str, Any]:
         """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
-        stats = self.stats()
+        stats = self.queue.stats(self._name, time_of_day())
         counts = {each.value: stats.counts.get(each, 0) for each in TaskState}
         return {**counts, "waiting": stats.waiting, "running": stats.running, "oldest_s": stats.oldest_s}
 
     def health_check_sync(self) -> list[dict[str, Any]]:
         """Return that the queue answers, or raise `TaskQueueError`."""
-        self.stats()
+        self.get_metrics_sync()
         return [{self._name: {"ok": "pong"}}]
 
     # ---- consuming outside a deployment
@@ -377,6 +370,11 @@ def _made(
 def _is_duration(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and 0 <= value < 2**40
+
+
+def _submitted(queue: TaskQueue, tasks: Sequence[Task], options: DurableOptions) -> list[TaskResult]:
+    added = queue.add(tasks, options.max_queue_length, time_of_day())
+    return [result_of(task, is_new=is_new) for task, is_new in added]
 
 
 def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:

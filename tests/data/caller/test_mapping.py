@@ -225,6 +225,17 @@ def test_an_error_that_all_items_would_get_is_raised(client: serve.Client) -> No
         list(handle.map(range(100), errors="skip"))
 
 
+def test_an_interrupted_reader_leaves_no_call_behind(client: serve.Client) -> None:
+    def items() -> Iterator[int]:
+        yield from range(4)
+        raise KeyboardInterrupt
+
+    results = client.get_handle("double").map(items(), max_in_flight=10)
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert list(results) == []
+
+
 def test_an_error_of_the_source_comes_after_the_results_before_it(client: serve.Client) -> None:
     def items() -> Iterator[int]:
         yield 1
@@ -245,8 +256,10 @@ def test_a_map_on_an_event_loop(client: serve.Client) -> None:
             yield number
 
     async def main() -> list[list[int]]:
-        with pytest.raises(RuntimeError, match="async for"):
-            next(handle.map([1]))
+        begun: list[int] = []
+        with pytest.raises(RuntimeError, match="async for"):  # before any call, whose answer may be quick
+            next(handle.map(begun.append(each) for each in [1]))
+        assert begun == []
         return [[each async for each in handle.map(source)] for source in (range(20), arriving())]
 
     expected = list(range(0, 40, 2))

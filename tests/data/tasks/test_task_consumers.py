@@ -295,7 +295,7 @@ def test_a_replica_runs_as_many_tasks_as_it_has_slots(
     ids = [each.id for each in tasks.submit_many([{"task_name": "gated"}] * 7)]
     run(config, max_ongoing_requests=3)
     poll_for(lambda: MEETING.running == 3)
-    poll_for(lambda: tasks.stats().running == 3)
+    poll_for(lambda: tasks.get_metrics_sync()["running"] == 3)
     progress = lambda: [tasks.get_task_status_sync(id).progress for id in ids]  # noqa: E731
     poll_for(lambda: progress().count({"step": 1}) == 3)
     MEETING.go.set()
@@ -395,7 +395,7 @@ def test_wrong_tasks_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         tasks.enqueue_task_sync(**{"task_name": "work", **arguments})
-    assert tasks.stats().waiting == 0
+    assert tasks.get_metrics_sync()["waiting"] == 0
 
 
 def test_a_queue_that_cannot_be_opened_fails_the_deploy(tmp_path: Path) -> None:

@@ -203,18 +203,28 @@ def test_consumers_in_many_threads_share_the_tasks(queue: TaskQueue) -> None:
     assert sorted(found, key=int) == [str(number) for number in range(200)]
 
 
-def test_the_policy_queue_sees_the_tasks_in_redis(server: str) -> None:
-    queue = RedisQueue(server, "daskserve")
-    add(queue, task("a"), task("b"), task("c", due_at=90.0))
-    options = QueueOptions(server, "q")
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_the_policy_queue_sees_the_tasks_that_could_run(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = f"sqlite://{tmp_path}/tasks.sqlite" if kind == "sqlite" else request.getfixturevalue("server")
+    options = QueueOptions(url, "q")
 
     async def length() -> float:
-        backlog = brokers.RedisQueue(options)
+        backlog = brokers.open_queue(options, lambda url, login: asyncio.sleep(0, b""))
         try:
             return await backlog.read()
         finally:
             await backlog.close()
 
+    assert asyncio.run(length()) == 0.0
+    queue: TaskQueue = (
+        SqliteQueue(tmp_path / "tasks.sqlite") if kind == "sqlite" else RedisQueue(url, "daskserve")
+    )
+    # c is due, although no consumer has seen that.
+    add(queue, task("a"), task("b"), task("c", due_at=90.0), task("d", due_at=2.0**39))
+    assert asyncio.run(length()) == 3.0
+    claim(queue, limit=1)
     assert asyncio.run(length()) == 2.0
     queue.close()
 

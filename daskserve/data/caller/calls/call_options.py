@@ -50,6 +50,9 @@ class CallOptions:
     by_reference : bool
         Whether a response that is passed as an argument goes to the replica directly from where it was made.
         If not, it goes through this process. Spelled ``_by_reference``.
+    result : str
+        ``"value"``, or ``"future"``: the result stays on the cluster, and reading the response returns a
+        `distributed.Future` of it.
     prefer_local_routing : bool
         Without effect: a replica in the caller's process is preferred whenever it answers sooner. Spelled
         ``_prefer_local_routing``.
@@ -69,6 +72,7 @@ class CallOptions:
     response_serialization: str = "cloudpickle"
     by_reference: bool = True
     prefer_local_routing: bool = True
+    result: str = "value"
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -81,6 +85,12 @@ class CallOptions:
             raise BadRequestError(f"priority must be a number or a name; got {number!r}.")
         if isinstance(number, int) and abs(number) > MAX_PRIORITY:
             raise BadRequestError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}; got {number}.")
+        if self.result not in ("value", "future"):
+            raise BadRequestError(f"result must be 'value' or 'future'; got {self.result!r}.")
+        if self.result == "future" and self.stream:
+            raise BadRequestError(
+                "result='future' and stream=True exclude each other: a stream has no result."
+            )
         check_serialization("request_serialization", self.request_serialization)
         check_serialization("response_serialization", self.response_serialization)
 

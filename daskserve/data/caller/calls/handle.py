@@ -36,7 +36,7 @@ from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection
-from daskserve.data.caller.calls.response import Response
+from daskserve.data.caller.calls.response import Response, response_class
 from daskserve.data.caller.calls.response_stream import Pipe, ResponseGenerator
 from daskserve.data.caller.mapping.methods import BatchCalls
 from daskserve.data.caller.routing.router import Router, Routers
@@ -201,7 +201,8 @@ class Handle(BatchCalls):
 
         The arguments are pickled before this returns, so later changes to them have no effect.
         """
-        return Response(*self._start(args, kwargs), self._cluster or self._process)
+        make = response_class(self._options.result)
+        return make(*self._start(args, kwargs), self._cluster or self._process)
 
     # ---- chosen replicas, all replicas
 
@@ -245,7 +246,7 @@ class Handle(BatchCalls):
         ReplicaUnavailableError
             The replica has stopped, or was lost.
         """
-        return Response(*self._dispatch(selection, args, kwargs), self._process)
+        return response_class(self._options.result)(*self._dispatch(selection, args, kwargs), self._process)
 
     def _dispatch(
         self,

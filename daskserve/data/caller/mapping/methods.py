@@ -68,16 +68,26 @@ class MapTarget:
     def _known(self) -> tuple[int, int]:
         return room_of(self._process.shared.get("routers"), self._handle._endpoint)
 
+    def on_release(self, cancel: Callable[[], object]) -> None:
+        """Call back, until `end`, if Dask releases the task."""
+        if self._place is not None:
+            self._place.on_release(cancel)
+
+    def check(self) -> None:
+        """Raise an error in an event loop, and in a task that was released."""
+        refuse_in_loop(self.connection, "`for`", "use `async for`")
+        if self._place is not None:
+            self._place.check()
+
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
         """Wait in the thread that reads the results."""
-        refuse_in_loop(self.connection, "`for`", "use `async for`")
         if self._place is None:
             wait(timeout_s)
         else:
             self._place.wait(wait, timeout_s)
 
     def end(self) -> None:
-        """Note that the last result was read."""
+        """Note that no more results are read."""
         if self._place is not None:
             self._place.end()
 
@@ -263,13 +273,11 @@ async def _call_when_connected(handle: Any, args: tuple[Any, ...], kwargs: dict[
 
 def read_in_task(results: MapResults, task: PresentTask, read: Callable[[MapResults], T]) -> T:
     """Read results in the thread of a Dask task; if Dask releases it, the calls are cancelled."""
-    stop = task.on_release(results.cancel_calls)
     try:
         return read(results)
     except RequestCancelledError as error:
         raise task.reschedule() if task.is_released else error  # noqa: B904
     finally:
-        stop()
         results.close()
 
 
@@ -277,13 +285,12 @@ def _await_in_task(results: MapResults, task: PresentTask) -> Awaitable[Any]:
     task.leave()
 
     async def wait() -> Any:
-        stop = task.on_release(results.cancel_calls)
         try:
             return await anext(results)
         except RequestCancelledError as error:
             raise task.reschedule() if task.is_released else error  # noqa: B904
         finally:
-            stop()
+            results.close()
             task.come_back()
 
     return wait()

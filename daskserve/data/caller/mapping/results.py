@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from operator import length_hint
 from typing import Any, NoReturn, Protocol, Self
@@ -36,11 +36,17 @@ class Target(Protocol):
     def room(self) -> int:
         """Return how many calls the replicas take at a time; 0 if they are not known."""
 
+    def on_release(self, cancel: Callable[[], object]) -> None:
+        """Call back, until `end`, if nobody wants the results any more."""
+
+    def check(self) -> None:
+        """Raise an error if this thread must not wait, or if nobody wants the results any more."""
+
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
-        """Wait in the thread that reads the results; raise `RuntimeError` in an event loop."""
+        """Wait in the thread that reads the results."""
 
     def end(self) -> None:
-        """Note that the last result was read."""
+        """Note that no more results are read. Idempotent."""
 
 
 class MapResults:
@@ -73,6 +79,7 @@ class MapResults:
         #: The error with which the source has ended.
         self._source_error: BaseException | None = None
         self._is_busy = False
+        target.on_release(window.cancel_calls)
 
     def __repr__(self) -> str:
         return f"<MapResults in_flight={self._window.in_flight} started={self._window.started}>"
@@ -97,10 +104,7 @@ class MapResults:
             self._arriving.cancel()
             self._arriving = None
         self._window.cancel()
-
-    def cancel_calls(self) -> None:
-        """Cancel the calls that are under way, so that the reader gets an error; from any thread."""
-        self._window.cancel_calls()
+        self._target.end()
 
     async def aclose(self) -> None:
         """Close the results like `close`; for `contextlib.aclosing`."""
@@ -148,7 +152,6 @@ class MapResults:
             self._name(error, item)
             if failure is not None and self._rules.errors == "return" and not ends_all(failure):
                 return error
-            self.close()
             raise
 
     def _name(self, error: Exception, item: Item) -> None:
@@ -182,8 +185,8 @@ class MapResults:
         return self
 
     def __next__(self) -> Any:
+        self._target.check()
         self._claim()
-        has_more = False
         try:
             while True:
                 item = self._next_ended()
@@ -193,12 +196,12 @@ class MapResults:
                         raise StopIteration
                     self._wait()
                 elif not _is_skipped(self._rules, item):
-                    found, has_more = self._outcome(item), True
-                    return found
+                    return self._outcome(item)
+        except BaseException:  # also the end, and Ctrl-C, after which nobody may ever drop this object
+            self.close()
+            raise
         finally:
             self._is_busy = False
-            if not has_more:
-                self._target.end()
 
     def _wait(self) -> None:
         changed = threading.Event()
@@ -227,7 +230,7 @@ class MapResults:
                     await self._wait_on_loop()
                 elif not _is_skipped(self._rules, item):
                     return self._outcome(item)
-        except asyncio.CancelledError:
+        except BaseException:
             self.close()
             raise
         finally:

@@ -1,0 +1,84 @@
+"""A call with 100 MB of Dask's: beside the value, from another worker, by value, and a plain task.
+
+Run: ``python benchmarks/bench_locality.py [--rounds 10]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from distributed import Client, LocalCluster, get_worker, wait
+
+import daskserve as serve
+
+NUMBERS = 12_500_000
+
+
+def first(array: Any) -> float:
+    return float(array[0])
+
+
+@serve.deployment(num_replicas=1)
+class Model:
+    """Reads one number, so that only the way of the array counts."""
+
+    def place(self) -> str:
+        return str(get_worker().address)
+
+    def first(self, array: Any) -> float:
+        return first(array)
+
+
+def measure(name: str, rounds: int, prepare: Callable[[], Any], call: Callable[[Any], Any]) -> None:
+    taken = []
+    for _ in range(rounds):
+        value = prepare()
+        began = time.perf_counter()
+        call(value)
+        taken.append(1000 * (time.perf_counter() - began))
+    print(f"{name:32} median {statistics.median(taken):7.1f} ms, minimum {min(taken):7.1f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    rounds = parser.parse_args().rounds
+    make_cluster: Any = LocalCluster  # Dask has no types
+    make_client: Any = Client
+    until_done: Any = wait
+    model: Any = Model
+    with make_cluster(n_workers=2, threads_per_worker=1) as cluster, make_client(cluster) as dask:
+        serve.start(http_options={"port": 0})
+        handle = serve.run(model.bind(), route_prefix=None)
+        here = handle.place.remote().result()
+        other = next(each for each in dask.scheduler_info()["workers"] if each != here)
+
+        def made(worker: str, numbers: int = NUMBERS) -> Any:
+            future = dask.submit(np.ones, numbers, workers=[worker], pure=False)
+            until_done(future)
+            return future
+
+        def call(value: Any) -> Any:
+            return handle.first.remote(value).result()
+
+        def task(value: Any) -> Any:
+            return dask.submit(first, value, workers=[here], pure=False).result()
+
+        array = np.ones(NUMBERS)
+        measure("call without arguments", rounds, lambda: None, lambda _: handle.place.remote().result())
+        measure("call, 80 bytes beside it", rounds, lambda: made(here, 10), call)
+        measure("call, 100 MB beside it", rounds, lambda: made(here), call)
+        measure("task, 100 MB beside it", rounds, lambda: made(here), task)
+        measure("call, 100 MB on another worker", rounds, lambda: made(other), call)
+        measure("task, 100 MB on another worker", rounds, lambda: made(other), task)
+        measure("call, 100 MB by value", rounds, lambda: array, call)
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The watch over the Dask tasks of a worker that make calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from daskserve.cluster.dask import tasks
+from daskserve.cluster.dask.tasks import DaskTask, TaskWatch
+from daskserve.data.caller.blocking import TaskPlace
+from daskserve.errors import RequestCancelledError
+
+
+class FakeWorker:
+    """A worker whose tasks the test invents; events of tasks on its loop are dropped."""
+
+    def __init__(self) -> None:
+        self.plugins: dict[str, Any] = {}
+        self.state = SimpleNamespace(tasks={}, ready=Ready())
+
+    def handle_stimulus(self, event: Any) -> None: ...
+
+    def task(self, key: str, generation: int = 1) -> DaskTask:
+        self.state.tasks[key] = SimpleNamespace(priority=(0, generation, 0))
+        return DaskTask(self, key, is_in_thread=False)
+
+    @property
+    def watch(self) -> TaskWatch:
+        found: TaskWatch = self.plugins["daskserve-calls"]
+        return found
+
+
+def no_limit() -> None:
+    return None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(tasks, "stopwatch", lambda: now[0])
+    return now
+
+
+def test_a_task_that_ends_while_it_is_away_is_forgotten() -> None:
+    worker = FakeWorker()
+    for key, finish in (("left", "memory"), ("failed", "error"), ("gone", "released")):
+        task = worker.task(key)
+        task.on_release(lambda: None)
+        assert task.leave()
+        worker.watch.transition(key, "executing", "long-running")
+        assert key in worker.watch.away
+        worker.watch.transition(key, "long-running", finish)
+        assert not worker.watch.away
+        assert not worker.watch.callbacks
+
+
+def test_the_reader_in_a_released_task_gets_an_error() -> None:
+    worker, cancelled = FakeWorker(), []
+    place = TaskPlace(worker.task("job"), no_limit)
+    place.on_release(lambda: cancelled.append(1))
+    place.check()
+    worker.watch.transition("job", "executing", "released")
+    assert cancelled == [1]
+    with pytest.raises(RequestCancelledError, match="released the task job"):
+        place.check()
+
+
+def test_a_task_of_another_program_that_waits_for_a_thread_lets_more_leave(clock: list[float]) -> None:
+    worker = FakeWorker()
+    parts = [worker.task(f"part-{number}") for number in range(6)]
+    assert [each.leave(1) for each in parts] == [True, *[False] * 5]
+    clock[0] += 1.0
+    assert not parts[1].leave(1)
+    worker.state.ready = Ready([SimpleNamespace(priority=(0, 1, 0)), SimpleNamespace(priority=(0, 2, 0))])
+    assert [each.leave(1) for each in parts[1:4]] == [True, False, False]
+    clock[0] += 1.0
+    assert [each.leave(1) for each in parts[2:]] == [True] * 2 + [False] * 2
+    worker.state.ready = Ready([])
+    for each in parts:
+        each.come_back()
+    assert [each.leave(1) for each in parts] == [True, *[False] * 5]
+
+
+class Ready(list[Any]):
+    """The tasks of a worker that wait for a thread."""
+
+    def peek(self) -> Any:
+        return self[0]
