@@ -342,7 +342,7 @@ def test_tasks_begin_at_their_time_and_by_priority(
 ) -> None:
     tasks.enqueue_task_sync("note", ["low"], priority=-1)
     tasks.enqueue_task_sync("note", ["high"], priority=1)
-    soon = tasks.enqueue_task_sync("note", ["soon"], delay_s=0.3, priority=2)
+    soon = tasks.enqueue_task_sync("note", ["soon"], delay_s=1.0, priority=2)
     at = tasks.enqueue_task_sync("note", ["at"], at=datetime.now(UTC) + timedelta(hours=1))
     run(config, max_ongoing_requests=1)
     ended(tasks, soon.id)
