@@ -19,6 +19,7 @@ class FakeWorker:
     def __init__(self) -> None:
         self.plugins: dict[str, Any] = {}
         self.state = SimpleNamespace(tasks={}, ready=Ready())
+        self.loop = SimpleNamespace(add_callback=lambda function: function())
 
     def handle_stimulus(self, event: Any) -> None: ...
 
@@ -49,11 +50,24 @@ def test_a_task_that_ends_while_it_is_away_is_forgotten() -> None:
         task = worker.task(key)
         task.on_release(lambda: None)
         assert task.leave()
-        worker.watch.transition(key, "executing", "long-running")
-        assert key in worker.watch.away
-        worker.watch.transition(key, "long-running", finish)
-        assert not worker.watch.away
-        assert not worker.watch.callbacks
+        watch = worker.watch
+        watch.transition(key, "executing", "long-running")
+        assert key in watch.away
+        watch.transition(key, "long-running", finish)
+        assert not watch.away
+        assert not watch.callbacks
+
+
+def test_the_watch_is_on_the_worker_as_long_as_tasks_call() -> None:
+    worker = FakeWorker()
+    for _ in range(2):
+        for key in ("a", "b"):
+            worker.task(key)
+        watch = worker.watch
+        watch.transition("a", "executing", "memory")
+        assert worker.watch is watch
+        watch.transition("b", "executing", "memory")
+        assert worker.plugins == {}
 
 
 def test_the_reader_in_a_released_task_gets_an_error() -> None:

@@ -41,6 +41,7 @@ NAMES = frozenset(name for model in MODELS for name in model.model_fields)
 EXCEPTIONS = {
     "daskserve/data/batching/decorator.py:max_batch_size": "`serve.batch` has options of its own",
     "daskserve/cluster/local/cluster.py:workers": "the number of workers of the in-process cluster",
+    "daskserve/data/tasks/http.py:root_path": "what is left out of an ASGI scope is empty",
     "proxies/ingress/errors.py:debug": "how one error is shown, not whether the instance shows errors",
 } | dict.fromkeys(
     (

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,8 +79,9 @@ def _acting_for(instance: InstanceName, logs: ProcessLogs) -> Iterator[None]:
     try:
         yield
     finally:
-        current_instance.reset(of_instance)
-        process_logs.reset(of_process)
+        with suppress(ValueError):  # a coroutine that is thrown away ends in a context of others
+            current_instance.reset(of_instance)
+            process_logs.reset(of_process)
 
 
 @dataclass(slots=True, eq=False)
