@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from daskserve.common.clock import LoopClock
+from daskserve.common.formatting import shown
 from daskserve.data.tasks.adapter import POLL_S, TaskProcessorAdapter, made_adapter
 from daskserve.data.tasks.config import TaskProcessorConfig, TaskResult
 from daskserve.data.tasks.errors import TaskConflictError
@@ -203,7 +204,7 @@ def _number(request: Request, name: str, least: float, most: float) -> float:
     except ValueError:
         value = float("nan")
     if not least <= value <= most:
-        raise BadRequestError(f"{name} is {text!r:.100}; give a number from {least:g} to {most:g}.")
+        raise BadRequestError(f"{name} is {text!r:.100}; give a number from {shown(least)} to {shown(most)}.")
     return value
 
 
