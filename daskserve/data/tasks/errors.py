@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daskserve.errors import BadRequestError, ServeError
+from daskserve.errors import BadRequestError, ServeError, UnavailableError
 
 
 class TaskConflictError(BadRequestError):
@@ -18,8 +18,7 @@ class TaskQueueFullError(ServeError):
     is_retryable = True
 
 
-class TaskQueueError(ServeError):
+class TaskQueueError(UnavailableError):
     """A queue of tasks cannot be reached, or its file cannot be read or written."""
 
-    http_status = 503
-    is_retryable = True
+    public_reason = "a queue of tasks cannot be reached"
