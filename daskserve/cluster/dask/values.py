@@ -103,7 +103,7 @@ class DaskValues:
                 call_scheduler(self._client, "who_has", keys=keys),
                 call_scheduler(self._client, "nbytes", keys=keys, summary=False),
             )
-        except OSError:  # whoever fetches the values reports it
+        except OSError:  # fetching the values will fail, and report the error
             return None
         held: dict[WorkerAddress, int] = {}
         for key, workers in who_has.items():

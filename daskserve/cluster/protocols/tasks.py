@@ -11,7 +11,7 @@ class PresentTask(Protocol):
 
     #: Its key, as text.
     key: str
-    #: Whether Dask has released it before its end, so that nobody wants its result.
+    #: Whether Dask released the task while it ran: its result is not needed any more.
     is_released: bool
 
     def leave(self, limit: int | None = None) -> bool:

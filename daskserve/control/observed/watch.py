@@ -35,8 +35,8 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: Interval at which a worker is looked at whose replicas load multiplexed models, how often in all, and how
-#: often per second all such workers together.
+#: While replicas of a worker load multiplexed models, it is asked every ``FOLLOW_S`` seconds.
+#: The other two limit how often one worker is asked in all, and all such workers together per second.
 FOLLOW_S = 0.08
 FOLLOWED = 50
 MAX_FOLLOW_RATE = 100.0
@@ -76,7 +76,7 @@ class WorkerWatch:
         self._newest_incarnation = (epoch + 1) << EPOCH_BITS
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
-        #: The workers that are looked at often.
+        #: The workers that are asked every ``FOLLOW_S`` seconds.
         self._followed: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
         observed.multiplexed.look = self.follow
@@ -111,7 +111,7 @@ class WorkerWatch:
                 tags = [each.tag for each in self._state.replicas_on(worker)]
                 if count > 1 and not any(map(self._observed.multiplexed.is_loading, tags)):
                     return
-                # Together, no more often than so many times per second.
+                # All followed workers share ``MAX_FOLLOW_RATE``.
                 await self._clock.sleep(max(FOLLOW_S, len(self._followed) / MAX_FOLLOW_RATE))
         finally:
             self._followed.discard(worker)

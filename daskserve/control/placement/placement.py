@@ -249,7 +249,7 @@ def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterat
     if not workers:
         return
     crowd_of = state.bundles_on().get
-    # Most often, nobody asks for more than the first one, which a loop finds in a third of the time of `min`.
+    # Callers usually take only the first worker. This loop finds it in a third of the time of `min`.
     first = workers[0]
     least = crowd_of(first.address, 0)
     for each in workers:

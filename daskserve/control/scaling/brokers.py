@@ -38,7 +38,7 @@ class FileQueue:
         self._path, self._name = Path(os.path.expanduser(path)), name
 
     async def read(self) -> float:
-        """Return how many tasks could run; a file that nobody has made yet has none."""
+        """Return the number of tasks that are ready to run; 0 if the file does not exist yet."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> float:
@@ -68,9 +68,9 @@ class RedisQueue:
         name = options.queue_name
         self._url = options.url
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
-        #: The tasks of `daskserve.data.tasks.redis_queue`, with the default prefix, that could run.
+        #: The key of the ready tasks of `daskserve.data.tasks.redis_queue`, with the default prefix.
         self._tasks = f"{{daskserve}}:ready:{name}"
-        #: Those that wait for their time; without a consumer, nobody moves them to the others when it comes.
+        #: The key of the delayed tasks. Only a consumer moves those that are due to the ready ones.
         self._delayed = f"{{daskserve}}:delayed:{name}"
         self._client: Any = None
 
