@@ -133,7 +133,9 @@ class DaskConnection:
             kept=None if registry is None else registry.kept,
         )
         PROCESS.add(self.channels)
-        self.values = DaskTransfer(client, worker, None if registry is None else registry.kept)
+        self.values = DaskTransfer(
+            client, self.channels.request, worker, None if registry is None else registry.kept
+        )
         #: The worker of this process; None in a program.
         self.worker = worker
         self._registry = registry
