@@ -35,7 +35,6 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker_state_machine import WorkerState as TaskStates
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
-    check.fields(Client, "scheduler_comm")
     check.fields(Client, "_scheduler_identity")
     check.attributes(Client, "_ensure_connected", "_reconnect", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
@@ -305,19 +304,6 @@ def connection_args(worker: Worker) -> dict[str, Any]:
 def actors_on(worker: Worker) -> list[Any]:
     """Return the actors that live on the worker of this process."""
     return list(worker.state.actors.values())
-
-
-def values_in_memory(worker: Worker) -> Mapping[Any, Any]:
-    """Return the values of tasks that a worker holds and has not spilled, by key; call this on its loop."""
-    # Dask's own buffer has this attribute, as others that spill must (`distributed.spill.ManualEvictProto`).
-    memory: Mapping[Any, Any] = getattr(worker.data, "fast", worker.data)
-    return memory
-
-
-def local_address(client: Client) -> str:
-    """Return the address of a client's end of its connection to the scheduler; empty if it has none."""
-    comm = None if client.scheduler_comm is None else client.scheduler_comm.comm
-    return "" if comm is None else str(comm.local_address)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from distributed.comm import get_address_host
 
 from daskserve.cluster.actors.calls import control_call, host_of
 from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS
-from daskserve.cluster.distributed_internals import values_in_memory
 from daskserve.cluster.protocols.base import verb
 from daskserve.common.types import (
     SHARED_BYTES,
@@ -47,7 +46,8 @@ class ValueVerbs:
     @verb
     async def dask_value(self, key: Any) -> Payload:
         """Return a value by its key; raise `UnavailableError` if it is not in memory."""
-        memory = values_in_memory(self._worker)
+        # Any buffer that spills has this attribute (`distributed.spill.ManualEvictProto`).
+        memory: Any = getattr(self._worker.data, "fast", self._worker.data)
         if key not in memory:
             raise UnavailableError(f"Worker {self._worker.address} does not hold {key!r} in its memory.")
         # In a thread, because pickling may take long, and may run user code.

@@ -27,7 +27,6 @@ from daskserve.cluster.distributed_internals import (
     actors_on,
     call_scheduler,
     desire_keys,
-    local_address,
     scheduler_address,
 )
 from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
@@ -166,6 +165,8 @@ class DaskTransfer(TakenValues):
         self._client = client
         self._request = request
         self._worker = worker
+        #: The worker on whose machine this process is; empty if it is not known.
+        self.here = "" if worker is None else str(worker.address)
         #: The answers that stay in this process; None in a program.
         self.kept = kept
 
@@ -174,9 +175,26 @@ class DaskTransfer(TakenValues):
         return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
 
     async def fetch(self, keys: bytes) -> list[Any]:
-        """Return the values that `take` took out in another process; see `fetch`."""
+        """Return the values that `take` took out in another process.
+
+        Those that the worker of this process holds are the objects in its memory, not copies. Those in memory
+        that it shares with other workers are pickled, as `Payload`.
+
+        Raises
+        ------
+        UnavailableError
+            The cluster has released one of them.
+        """
         loop: Any = self._client.loop
-        return await on_loop(loop.asyncio_loop, fetch(self._client, self._request, keys, self._worker))
+        return await on_loop(loop.asyncio_loop, self._fetch(load_bytes(keys)))
+
+    async def _fetch(self, names: Sequence[Any]) -> list[Any]:
+        held: Any = {} if self._worker is None else self._worker.data
+        found = {name: held[name] for name in names if name in held}
+        missing = list({name for name in names if name not in found})
+        if missing:
+            found |= await _fetch_from_others(self._client, self._request, self.here, missing)
+        return [found[name] for name in names]
 
     async def keep(self, result: Payload | KeptPayload) -> Future[Any]:
         """Put the result of a call into the memory of its worker; return its future, of this client.
@@ -231,30 +249,6 @@ async def _put(worker: Worker, key: str, value: Any, owner: str) -> None:
     worker.update_data(data={key: value})
     scheduler: Any = worker.scheduler
     await scheduler.update_data(who_has={key: [worker.address]}, nbytes={key: sizeof(value)}, client=owner)
-
-
-async def fetch(
-    client: Client, request: RequestActor, keys: bytes, worker: Worker | None = None
-) -> list[Any]:
-    """Return the values of keys that exist on the cluster; call this on the client's loop.
-
-    Those that the worker of this process holds are the objects in its memory, not copies. Those in the memory
-    that it shares with other workers are pickled, as `Payload`.
-
-    Raises
-    ------
-    UnavailableError
-        The cluster has released one of them.
-    """
-    names = load_bytes(keys)
-    found: dict[Any, Any] = {}
-    if worker is not None:
-        found = {name: worker.data[name] for name in names if name in worker.data}
-    missing = list({name for name in names if name not in found})
-    if missing:
-        here = local_address(client) if worker is None else worker.address
-        found |= await _fetch_from_others(client, request, here, missing)
-    return [found[name] for name in names]
 
 
 async def _fetch_from_others(
