@@ -13,19 +13,23 @@ from daskserve.common.types import BackendTag, EndpointTag
 
 _KEY = "batches"
 
+#: How long what a refusal has told of a replica's room is used.
+ROOM_S = 3.0
 
-def room_of(routers: Any, endpoint: EndpointTag) -> tuple[int, int]:
+
+def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
     """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
 
-    One slot of each is for live requests, if it has several, and one request is on its way to each. May be
-    called from any thread; both are 0 while they are not known.
+    One slot of each is for live requests, if it has several, and one request is on its way to each. A replica
+    that has refused some lately, although it had free slots, takes as many as it had then. May be called from
+    any thread; both are 0 while they are not known.
     """
     replicas = room = 0
     for tag in () if routers is None else routers.router(endpoint).backends:
         entries = routers.replica_set(tag).pool.entries()
-        for each in entries.values():  # all have the same concurrency
-            room += len(entries) * max(2, each.concurrency)
-            break
+        for each in entries.values():
+            is_known = now - each.batch_room_at < ROOM_S
+            room += 1 + (each.batch_room if is_known else max(1, each.concurrency - 1))
         replicas += len(entries)
     return replicas, room
 

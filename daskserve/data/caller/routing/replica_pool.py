@@ -69,6 +69,8 @@ class PooledReplica:
 
     __slots__ = (
         "address",
+        "batch_room",
+        "batch_room_at",
         "busy_since",
         "concurrency",
         "handle",
@@ -110,6 +112,9 @@ class PooledReplica:
         #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
+        #: How many requests ran there when it last refused one of a batch job although it had free slots.
+        self.batch_room = 0
+        self.batch_room_at = -math.inf
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
         #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
@@ -345,6 +350,8 @@ class ReplicaPool:
     def note_busy(self, entry: PooledReplica, ongoing: int, now: float, *, was_queued: bool) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         pace_s = entry.pace_s
+        if ongoing < entry.concurrency:
+            entry.batch_room, entry.batch_room_at = ongoing, now
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
         entry.pace_s = pace_s  # a refusal is no answer
         if was_queued:
