@@ -177,7 +177,7 @@ def test_a_job_sends_what_the_replicas_take_and_one_more_for_each() -> None:
     )
     assert room_of(None, "e", 0.0) == (0, 0)
     assert room_of(routers, "e", 0.0) == (2, 8)
-    pool.note_busy(pool.entries()["a"], 1, 5.0, was_queued=False)  # although it has four slots
+    pool.note_busy(pool.entries()["a"], 1, 5.0, was_queued=False, priority=-50)  # although it has four slots
     assert room_of(routers, "e", 6.0) == (2, 6)
     assert room_of(routers, "e", 5.0 + ROOM_S) == (2, 8)
 

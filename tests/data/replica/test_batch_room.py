@@ -69,10 +69,10 @@ def test_the_first_of_several_replicas_with_one_slot_is_kept_free_while_there_ar
         assert room.has_room(1, rank_info, 0.0)
         room.began(0.0)
         room.ended(1.0, are_waiting=True)
-        room.note_live(1.0)
+        room.note_live(1, 1.0)
         assert room.has_room(1, rank_info, 2.0) is not is_kept
         assert room.has_room(1, rank_info, 1.0 + LIVE_S)
-        room.note_live(STARVED_S)
+        room.note_live(1, STARVED_S)
         assert room.has_room(1, rank_info, STARVED_S), "the other replicas may not have started"
 
 
@@ -82,11 +82,32 @@ def test_a_replica_is_kept_free_only_if_its_code_is_known_to_run_alone() -> None
         now = run_full(room._limit, rate_of, 0.0, 100.0)
         room.began(now)
         room.ended(now, are_waiting=False)
-        room.note_live(now)
+        room.note_live(1, now)
         assert room.has_room(4, FIRST_OF_TWO, now) is not is_kept
         assert not room.has_room(1, SECOND_OF_TWO, now), "one slot of several is for live requests"
     two_slots = BatchRoom(2)
     two_slots.began(0.0)
     two_slots.ended(0.0, are_waiting=False)
-    two_slots.note_live(0.0)
+    two_slots.note_live(1, 0.0)
     assert two_slots.has_room(2, FIRST_OF_TWO, 0.0)
+
+
+def test_a_job_leaves_as_many_slots_as_live_requests_have_lately_taken() -> None:
+    room = BatchRoom(8)
+    for live in (1, 2, 3, 2, 1):
+        room.note_live(live, 1.0)
+
+    def fill(now: float) -> int:
+        while room.has_room(8 - room.ongoing, ONLY, now):
+            room.began(now)
+        found = room.ongoing
+        for _ in range(found):
+            room.ended(now, are_waiting=False)
+        return found
+
+    assert fill(1.0) == 5
+    assert fill(1.0 + LIVE_S) == 5
+    assert fill(1.0 + 2 * LIVE_S) == 7
+    for live in range(1, 9):
+        room.note_live(live, 100.0)
+    assert fill(100.0) == 1

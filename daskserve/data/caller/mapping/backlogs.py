@@ -10,11 +10,9 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from daskserve.common.types import BackendTag, EndpointTag
+from daskserve.data.caller.routing.replica_pool import ROOM_S
 
 _KEY = "batches"
-
-#: How long what a refusal has told of a replica's room is used.
-ROOM_S = 3.0
 
 
 def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
@@ -28,8 +26,8 @@ def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
     for tag in () if routers is None else routers.router(endpoint).backends:
         entries = routers.replica_set(tag).pool.entries()
         for each in entries.values():
-            is_known = now - each.batch_room_at < ROOM_S
-            room += 1 + (each.batch_room if is_known else max(1, each.concurrency - 1))
+            found_at, found = each.batch_room
+            room += 1 + (found if now - found_at < ROOM_S else max(1, each.concurrency - 1))
         replicas += len(entries)
     return replicas, room
 

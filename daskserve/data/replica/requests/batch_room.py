@@ -76,8 +76,17 @@ class BatchLimit:
         #: The rate of `found` in the present search, and with which number it began.
         self._rate: float | None = None
         self._first = most
+        self._is_measured = False
         self._pause_s = FIRST_PAUSE_S
         self._resumes_at = -math.inf
+
+    def resize(self, most: int) -> None:
+        """Change the maximum; what is under way is measured again."""
+        if most != self.most:
+            self.found = self.limit = min(self.found, most) if self._is_measured else most
+            self.most = most
+            self._rate = None
+            self._meter.restart()
 
     def refused(self) -> None:
         """Note that a request had to wait."""
@@ -121,6 +130,7 @@ class BatchLimit:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if is_same else FIRST_PAUSE_S
         self._resumes_at = now + max(self._pause_s, PAUSE_FACTOR * took_s)
         self.limit, self._rate = self.found, None
+        self._is_measured = self.found < self.most
 
 
 class BatchRoom:
@@ -129,22 +139,33 @@ class BatchRoom:
     Parameters
     ----------
     concurrency : int
-        The slots of the replica. Batch jobs leave one free if there are several.
+        The slots of the replica. Batch jobs leave one free if there are several, or as many as live requests
+        have lately taken at a time.
     """
 
     def __init__(self, concurrency: int) -> None:
         #: How many of them have a slot.
         self.ongoing = 0
         self._live_at = self._began_at = -math.inf
+        #: How many live requests ran at a time, at most: in the present period, and in the one before.
+        self._most_live = self._most_live_before = 0
+        self._period_began = -math.inf
+        self._limit = BatchLimit(concurrency)
         self.resize(concurrency)
 
     def resize(self, concurrency: int) -> None:
-        """Change the number of slots; all is measured again."""
+        """Change the number of slots."""
+        self._concurrency = concurrency
         self._reserved = int(concurrency > 1)
-        self._limit = BatchLimit(concurrency - self._reserved)
+        self._fit()
+
+    def _fit(self) -> None:
+        live = max(self._most_live, self._most_live_before, self._reserved)
+        self._limit.resize(max(1, self._concurrency - live))
 
     def has_room(self, free_slots: int, rank_info: RankInfo, now: float) -> bool:
         """Return whether a request may take one of the free slots."""
+        self._forget_live(now)
         has_room = free_slots > self._reserved and self.ongoing < self._limit.limit
         has_room = has_room and not self._is_kept_free(rank_info, now)
         if not has_room:
@@ -155,13 +176,25 @@ class BatchRoom:
         rank, *_, replicas = rank_info
         is_first = rank == 0 and replicas > 1
         has_live = now < self._live_at + LIVE_S and now < self._began_at + STARVED_S
-        limit = self._limit
-        runs_alone = limit.found == 1 if limit.most > 1 else not self._reserved
-        return is_first and has_live and runs_alone
+        # Of two slots, one is free in any case, and nothing can be measured.
+        return is_first and has_live and self._limit.found == 1 and self._concurrency != 2
 
-    def note_live(self, now: float) -> None:
-        """Note a live request."""
+    def note_live(self, ongoing: int, now: float) -> None:
+        """Note that a live request has taken its slot, and how many requests of all kinds run with it."""
         self._live_at = now
+        self._forget_live(now)
+        live = ongoing - self.ongoing
+        if live > self._most_live:
+            self._most_live = live
+            self._fit()
+
+    def _forget_live(self, now: float) -> None:
+        """Begin the next period if the present one is over."""
+        if now >= self._period_began + LIVE_S:
+            is_next = now < self._period_began + 2 * LIVE_S
+            self._most_live_before = self._most_live if is_next else 0
+            self._most_live, self._period_began = 0, now
+            self._fit()
 
     def began(self, now: float) -> None:
         """Note that a request has taken its slot."""

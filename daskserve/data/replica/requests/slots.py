@@ -166,7 +166,7 @@ class Slots:
         room = self._batch_room
         if not is_batch:
             if room is not None:
-                room.note_live(stopwatch())
+                room.note_live(self.ongoing + 1, stopwatch())
             return True
         if room is None:
             room = self._batch_room = BatchRoom(self.concurrency)
