@@ -34,13 +34,13 @@ from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
     InstanceName,
-    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )

@@ -127,6 +127,7 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
+        self._dask_task_config: Any = start.config.dask_task_config  # a mapping
         self._loaded = LoadedModels(context.rng)
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
@@ -251,6 +252,7 @@ class LocalCode:
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
             multiplexer=self.models.multiplexer,
+            dask_task_config=self._dask_task_config,
         )
         self._executor.context.run(current_replica.set, replica)
         self._executor.context.run(enter_app, servable_object)
@@ -341,6 +343,7 @@ class LocalCode:
         self.slots.resize(concurrency)
         executor.threads.limit = _threads(concurrency)
         await self._allow_app_threads(executor, servable, concurrency)
+        self._dask_task_config = options.dask_task_config
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
