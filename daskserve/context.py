@@ -137,10 +137,14 @@ class PlacementGroup:
 
 
 class RankHolder:
-    """Holds a replica's rank, so that code that has run for long sees the current one."""
+    """Holds a replica's rank and options, so that code that has run for long sees the current ones."""
 
-    def __init__(self, rank_info: RankInfo = (0, 0, 0, 1)) -> None:
+    def __init__(
+        self, rank_info: RankInfo = (0, 0, 0, 1), dask_task_config: Mapping[str, Any] | None = None
+    ) -> None:
         self.rank_info = rank_info
+        #: The values of `daskserve.options.environment.DaskTaskConfig`; empty in a fake replica.
+        self.dask_task_config = dask_task_config or {}
 
 
 class ModelSplit:
@@ -226,7 +230,7 @@ class ReplicaContext:
     #: The replica's counters; None in a fake replica.
     metrics: ReplicaMetrics | None = None
     code_version: str = ""
-    #: The rank, which changes while the replica lives.
+    #: The rank and options that change while the replica lives.
     holder: RankHolder = field(default_factory=RankHolder)
     #: The tags of the deployment's actors, by name.
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
@@ -242,8 +246,6 @@ class ReplicaContext:
     models: LoadedModels = field(default_factory=LoadedModels)
     #: What its multiplexed functions have loaded (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
     multiplexer: Any = None
-    #: The values of `daskserve.options.environment.DaskTaskConfig`.
-    dask_task_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def display_name(self) -> str:

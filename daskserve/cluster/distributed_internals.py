@@ -42,7 +42,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(Server, "handlers", "rpc")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
-    check.attributes(Client, "_graph_to_futures", "_scatter")
+    check.attributes(Client, "_scatter")
     check.attributes(Worker, "actor_execute", "_register_with_scheduler")
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")

@@ -8,12 +8,14 @@ belong to a replica as to an idle one. Choice: the scheduler counts less of the 
 - a worker without a thread left stands aside: it gets the tasks that only it may run, and all others only
   while every running worker stands aside.
 
-The last one takes three decisions of the scheduler, which are replaced while there are such workers. Nothing
-is changed in the workers, so a worker that joins again, or another scheduler, begins with all that it has.
+The last one needs three decisions of the scheduler, which are replaced while instances run. Nothing changes
+in the workers, so a worker that joins again, or another scheduler, begins with all that it has. In the other
+direction, the controllers learn what tasks hold of the declared resources, so that no replica takes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from daskserve.common.types import InstanceName, WorkerAddress
 from daskserve.internals.checking import needs
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
-    from distributed import Scheduler
+    from distributed import Scheduler, SchedulerPlugin
     from distributed.scheduler import SchedulerState, WorkerState
 
     check.attributes(
@@ -31,7 +33,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     )
     check.attributes(Scheduler, "stimulus_queue_slots_maybe_opened")
     check.fields(SchedulerState, "host_info", "idle_task_count", "resources", "running", "total_nthreads")
-    check.fields(SchedulerState, "total_nthreads_history", "workers")
+    check.fields(SchedulerState, "tasks", "total_nthreads_history", "workers")
     check.fields(WorkerState, "nthreads", "resources", "used_resources")
     check.parameters(SchedulerState.check_idle_saturated, "self", "ws", "occ")
     check.parameters(SchedulerState.valid_workers, "self", "ts")
@@ -43,6 +45,10 @@ CPU = "CPU"
 TOLERANCE = 1e-9
 #: Added to the time after which a task could start on a worker that stands aside, in seconds.
 ASIDE_S = 1e9
+#: How long changes of what tasks hold are gathered, in seconds.
+GATHER_S = 0.1
+
+PLUGIN_NAME = "daskserve-reserved-resources"
 
 Amounts = Mapping[str, float]
 
@@ -88,24 +94,39 @@ class _Changed:
     left: Offer
 
 
-class ReservedResources:
-    """See the module. Its decisions are part of the scheduler from `install` until `uninstall`."""
+class ReservedResources(SchedulerPlugin):
+    """See the module. It is part of the scheduler from `install` until `uninstall`.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Parameters
+    ----------
+    announce
+        Called with the amounts that tasks hold on the workers where these have changed.
+    """
+
+    name = PLUGIN_NAME
+
+    def __init__(
+        self, scheduler: Scheduler, announce: Callable[[Mapping[WorkerAddress, Amounts]], None]
+    ) -> None:
         self._scheduler: Any = scheduler
+        self._announce = announce
         self._reserved: dict[InstanceName, Mapping[WorkerAddress, Amounts]] = {}
         self._changed: dict[WorkerAddress, _Changed] = {}
         #: The workers that get no tasks; empty if all of them stand aside.
         self._aside: frozenset[WorkerState] = frozenset()
         self._originals: dict[str, Callable[..., Any]] = {}
+        #: What tasks hold, as it was announced.
+        self._announced: dict[WorkerAddress, Amounts] = {}
+        self._announcing: asyncio.TimerHandle | None = None
 
     def install(self) -> None:
         """Take part in the scheduler's decisions; idempotent."""
-        if not self._originals:
-            replaced = (self.check_idle_saturated, self.valid_workers, self.worker_objective)
-            for method in replaced:
-                self._originals[method.__name__] = getattr(self._scheduler, method.__name__)
-                setattr(self._scheduler, method.__name__, method)
+        if self._originals:
+            return
+        self._scheduler.add_plugin(self)
+        for method in (self.check_idle_saturated, self.valid_workers, self.worker_objective):
+            self._originals[method.__name__] = getattr(self._scheduler, method.__name__)
+            setattr(self._scheduler, method.__name__, method)
 
     def uninstall(self) -> None:
         """Give all workers back to tasks, and the decisions to the scheduler; idempotent."""
@@ -113,7 +134,11 @@ class ReservedResources:
         self._apply(list(self._changed))
         for name in self._originals:
             vars(self._scheduler).pop(name, None)
+        if self._originals and PLUGIN_NAME in self._scheduler.plugins:
+            self._scheduler.remove_plugin(PLUGIN_NAME)
         self._originals = {}
+        if self._announcing is not None:
+            self._announcing.cancel()
 
     def reserve(self, instance: InstanceName, occupied: Mapping[WorkerAddress, Amounts]) -> None:
         """Set what the replicas of an instance occupy on each worker."""
@@ -128,16 +153,6 @@ class ReservedResources:
     def forget(self, instance: InstanceName) -> None:
         """Give the workers of an instance back to tasks."""
         self.reserve(instance, {})
-
-    def joined(self, worker: WorkerAddress) -> None:
-        """Reserve the resources of a worker that joins; it may have been here before."""
-        self._changed.pop(worker, None)
-        self._apply([worker])
-
-    def left(self, worker: WorkerAddress) -> None:
-        """Forget a worker that has left."""
-        self._changed.pop(worker, None)
-        self._apply([])
 
     def declared(self, worker: WorkerState) -> Offer:
         """Return what a worker has, with what replicas occupy."""
@@ -157,6 +172,37 @@ class ReservedResources:
             for name, amount in worker.used_resources.items()
             if amount > 0
         }
+
+    # ---- Dask's events
+
+    def add_worker(self, scheduler: Scheduler, worker: WorkerAddress) -> None:
+        """Reserve the resources of a worker that joins; it may have been here before."""
+        self._changed.pop(worker, None)
+        self._apply([worker])
+
+    def remove_worker(self, scheduler: Scheduler, worker: WorkerAddress, **kwargs: Any) -> None:
+        """Forget a worker that has left."""
+        self._changed.pop(worker, None)
+        self._announced.pop(worker, None)
+        self._apply([])
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Announce soon what tasks hold, if a task with resources begins or ends."""
+        if self._announcing is None and "processing" in (start, finish):
+            task = self._scheduler.tasks.get(key)
+            if task is not None and task.resource_restrictions:
+                loop = asyncio.get_running_loop()
+                self._announcing = loop.call_later(GATHER_S, self._announce_taken)
+
+    def _announce_taken(self) -> None:
+        self._announcing = None
+        changed: dict[WorkerAddress, Amounts] = {}
+        for address, worker in self._scheduler.workers.items():
+            taken = self.taken_by_tasks(worker)
+            if taken != self._announced.get(address, {}):
+                changed[address] = self._announced[address] = taken
+        if changed:
+            self._announce(changed)
 
     # ---- the scheduler's counts
 

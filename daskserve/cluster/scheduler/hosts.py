@@ -80,10 +80,10 @@ class _HostEntry:
 class HostRegistry:
     """The Hosts, one per worker, each a Dask actor that the supervisor's client holds."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, reserved: ReservedResources) -> None:
         self._scheduler = scheduler
         #: What replicas occupy, for the scheduler.
-        self.reserved = ReservedResources(scheduler)
+        self.reserved = reserved
         self._client: Client | None = None
         #: The start message of each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
@@ -271,7 +271,6 @@ class HostRegistry:
             known.pop(worker, None)
         self.retiring.discard(worker)
         self.suspects.discard(worker)
-        self.reserved.left(worker)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call a verb of an actor or of a Host; see `daskserve.cluster.protocols.base.Cluster.call`.

@@ -31,6 +31,7 @@ from daskserve.cluster.distributed_internals import (
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.probe import check_caller
 from daskserve.cluster.protocols.usage import UsageReport
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import (
     START_TIMEOUT_S,
@@ -103,7 +104,9 @@ class Supervisor(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._client: Client | None = None
-        self._hosts = HostRegistry(scheduler)
+        taken = {"kind": WORKERS, "joined": [], "left": []}
+        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**taken, "taken": by}))
+        self._hosts = HostRegistry(scheduler, reserved)
         self._splices = Splices(scheduler, self._hosts)
         self._topics = EndedTopics(scheduler, self._is_anywhere)
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
@@ -121,7 +124,7 @@ class Supervisor(SchedulerPlugin):
         page = Page(scheduler, self._instances, access, api.feeds, guard, self._tasks.spawn)
         panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, self._hosts.reserved, targets.route, api, page, panels)
+        self._installed = (self._capacity, reserved, targets.route, api, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -193,7 +196,6 @@ class Supervisor(SchedulerPlugin):
     # Dask's events
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        self._hosts.reserved.joined(worker)
         if self._instances:
             self._tasks.spawn(self._admit(worker))
 

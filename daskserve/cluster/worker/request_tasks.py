@@ -12,10 +12,16 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import dask
-from distributed import Future
+from dask.base import get_annotations
 
+from daskserve.cluster.distributed_internals import ScatteringClient
 from daskserve.context import current_replica, current_request
+from daskserve.internals.checking import needs
+
+with needs("distributed", ">=2025.1,<2026.9") as check:
+    from distributed import Client, Future
+
+    check.attributes(Client, "_graph_to_futures")
 
 
 class RequestTasks:
@@ -41,15 +47,15 @@ class RequestTasks:
 def default_priority() -> int:
     """Return the priority of tasks for which neither the call nor ``dask.annotate`` names one."""
     replica = current_replica.get()
-    if replica is None or "priority" in dask.get_annotations():
+    if replica is None or "priority" in get_annotations():
         return 0
-    return int(replica.dask_task_config.get("priority", 0))
+    return int(replica.holder.dask_task_config.get("priority", 0))
 
 
 def end_with_request(futures: Iterable[Future[Any]]) -> None:
     """Have futures released when the present request, if there is one, is cancelled."""
     replica, request = current_replica.get(), current_request.get()
-    if request is None or replica is None or not replica.dask_task_config.get("cancel_with_request"):
+    if request is None or replica is None or not replica.holder.dask_task_config.get("cancel_with_request"):
         return
     tasks: RequestTasks | None = request.dask_tasks
     if tasks is None:  # setdefault is atomic, so all threads get the same
@@ -57,3 +63,20 @@ def end_with_request(futures: Iterable[Future[Any]]) -> None:
     tasks.add(futures)
     if request.cancels_new_calls:
         tasks.cancel()
+
+
+class TaskClient(ScatteringClient):
+    """A client whose tasks are those of the replica and the request that submit them."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit a task."""
+        future = super().submit(*args, **kwargs)
+        end_with_request([future])  # another request may have submitted the task before
+        return future
+
+    def _graph_to_futures(self, *args: Any, **kwargs: Any) -> Any:
+        # Whatever submits tasks calls this.
+        kwargs["user_priority"] = kwargs.get("user_priority") or default_priority()
+        futures = super()._graph_to_futures(*args, **kwargs)
+        end_with_request(futures.values())
+        return futures

@@ -18,8 +18,8 @@ from typing import Any
 
 from distributed import Client, Security, futures_of
 
-from daskserve.cluster.distributed_internals import ScatteringClient, is_wait_for_futures
-from daskserve.cluster.worker.request_tasks import default_priority, end_with_request
+from daskserve.cluster.distributed_internals import is_wait_for_futures
+from daskserve.cluster.worker.request_tasks import TaskClient
 from daskserve.cluster.worker.worker_view import refuse_blocking_lock
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
@@ -63,7 +63,7 @@ async def _release_when_acquired(acquiring: Awaitable[Any], release: Callable[[]
         await release()
 
 
-class UserClient(ScatteringClient):
+class UserClient(TaskClient):
     """A client that may be used anywhere: its methods return awaitables on event loops, and block in threads.
 
     Its methods may be called before it is connected.
@@ -78,21 +78,11 @@ class UserClient(ScatteringClient):
 
     def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Submit a task, which belongs to the trace of the present request."""
-        future = super().submit(_traced(func, kwargs), *args, **kwargs)
-        end_with_request([future])  # it may be a task that another request has submitted
-        return future
+        return super().submit(_traced(func, kwargs), *args, **kwargs)
 
     def map(self, func: Any, *iterables: Any, **kwargs: Any) -> Any:
         """Submit a task for each item."""
         return super().map(_traced(func, kwargs), *iterables, **kwargs)
-
-    def _graph_to_futures(self, *args: Any, user_priority: Any = 0, **kwargs: Any) -> Any:
-        # All methods that submit tasks call this one.
-        futures = super()._graph_to_futures(
-            *args, user_priority=user_priority or default_priority(), **kwargs
-        )
-        end_with_request(futures.values())
-        return futures
 
     @property
     def asynchronous(self) -> bool:

@@ -112,7 +112,7 @@ class LocalCode:
         self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
-        self._holder = RankHolder(as_rank_info(start.rank_info))
+        self._holder = RankHolder(as_rank_info(start.rank_info), vars(start.config)["dask_task_config"])
         self._has_liveness_probe = start.config.liveness is not None
         self.inspection = LocalInspection(
             start.replica_tag, lambda: self._executor, owns_process=context.owns_process
@@ -127,7 +127,6 @@ class LocalCode:
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
-        self._dask_task_config: Any = start.config.dask_task_config  # a mapping
         self._loaded = LoadedModels(context.rng)
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
@@ -252,7 +251,6 @@ class LocalCode:
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
             multiplexer=self.models.multiplexer,
-            dask_task_config=self._dask_task_config,
         )
         self._executor.context.run(current_replica.set, replica)
         self._executor.context.run(enter_app, servable_object)
@@ -343,7 +341,7 @@ class LocalCode:
         self.slots.resize(concurrency)
         executor.threads.limit = _threads(concurrency)
         await self._allow_app_threads(executor, servable, concurrency)
-        self._dask_task_config = options.dask_task_config
+        self._holder.dask_task_config = vars(options)["dask_task_config"]
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from distributed import Client, Scheduler, Worker
 
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler import hosts
 from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
 from daskserve.errors import ActorLostError, InstanceError, UnavailableError
@@ -47,7 +48,7 @@ async def restarted(
     monkeypatch.setattr(hosts, "call_actor", call_actor)
     monkeypatch.setattr(hosts, "connect_comm", connect)
     scheduler: Any = NannyScheduler(**options)
-    registry = HostRegistry(scheduler)
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
     client: Any = object()
     registry.open(client)
     registry._entries[WORKER] = _HostEntry("key", future=client, is_open=True)
@@ -113,7 +114,7 @@ def test_a_worker_can_be_retired_although_its_host_is_just_starting(monkeypatch:
             Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
         ):
             busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler)
+            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
             registry.open(client)
             admitting = asyncio.ensure_future(registry.admit(worker.address))
             while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
