@@ -32,8 +32,10 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
         Scheduler, "add_resources", "bulk_schedule_unrunnable_after_adding_worker", "transitions"
     )
     check.attributes(Scheduler, "stimulus_queue_slots_maybe_opened")
-    check.fields(SchedulerState, "host_info", "idle_task_count", "resources", "running", "total_nthreads")
-    check.fields(SchedulerState, "tasks", "total_nthreads_history", "workers")
+    check.fields(
+        SchedulerState, "host_info", "idle", "idle_task_count", "resources", "running", "total_nthreads"
+    )
+    check.fields(SchedulerState, "tasks", "total_nthreads_history", "validate", "workers")
     check.fields(WorkerState, "nthreads", "resources", "used_resources")
     check.parameters(SchedulerState.check_idle_saturated, "self", "ws", "occ")
     check.parameters(SchedulerState.valid_workers, "self", "ts")
@@ -266,10 +268,12 @@ class ReservedResources(SchedulerPlugin):
     # ---- the scheduler's decisions
 
     def check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
-        """Note whether a worker may get tasks from the scheduler's queue."""
+        """Note whether a worker may get tasks from the scheduler's queue, or from other workers."""
         self._originals["check_idle_saturated"](ws, occ)
         if ws in self._aside:
             self._scheduler.idle_task_count.discard(ws)
+            if not self._scheduler.validate:  # which requires that a worker without tasks is among them
+                self._scheduler.idle.pop(ws.address, None)
 
     def valid_workers(self, ts: Any) -> set[WorkerState] | None:
         """Return the workers that may run a task; None for all."""

@@ -275,7 +275,7 @@ class BackendConfig(Options):
     )
     dask_task_config: DaskTaskConfig = Field(
         default_factory=DaskTaskConfig,
-        description="How Dask runs the tasks of its code, see [Tasks](docs/tasks_beside_serving.md).",
+        description="How Dask runs the tasks of its code, see [Dask tasks](docs/tasks_beside_serving.md).",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata, description="Set by daskserve; read-only for users."

@@ -300,6 +300,11 @@ class LocalCluster:
         host = self._hosts[worker]
         host.info = replace(host.info, **changes)
 
+    def take_resources(self, worker: WorkerAddress, **amounts: float) -> None:
+        """Have the tasks on a worker hold these amounts of its resources, as Dask's own tasks do."""
+        self.change_worker(worker, taken_by_tasks=amounts)
+        self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "taken": {worker: amounts}})
+
     def suspend_worker(self, worker: WorkerAddress, *, is_suspended: bool = True) -> None:
         """Suspend a worker's process at any point, as SIGSTOP does, or resume it.
 
