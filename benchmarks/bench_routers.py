@@ -161,7 +161,10 @@ async def hits(router: str) -> float:
 def main() -> int:
     is_good = True
     print(f"{'us a choice, bound ' + str(BOUND_US):24}" + "".join(f"{size:>10}" for size in SIZES))
-    for router, characters in (*((name, 2000) for name in ("PowerOfTwo", *ROUTERS)), ("PrefixAffinity", 8000)):
+    for router, characters in (
+        *((name, 2000) for name in ("PowerOfTwo", *ROUTERS)),
+        ("PrefixAffinity", 8000),
+    ):
         costs = [asyncio.run(cost_us(router, size, characters)) for size in SIZES]
         is_good = is_good and max(costs) <= BOUND_US
         print(f"{router:24}" + "".join(f"{cost:10.1f}" for cost in costs))
