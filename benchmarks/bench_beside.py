@@ -54,7 +54,8 @@ class Asks:
 @serve.deployment
 class Floods:
     def __call__(self) -> int:
-        return len(get_client().gather(get_client().map(compute, range(TASKS), pure=False)))
+        client: Any = get_client()  # Dask has no types
+        return len(client.gather(client.map(compute, range(TASKS), pure=False)))
 
 
 @contextmanager
@@ -99,15 +100,17 @@ def main() -> None:
     make_cluster: Any = LocalCluster  # Dask has no types
     make_client: Any = Client
     run: Any = serve.run
+    answers: Any = Answers
+    floods: Any = Floods
     live: dict[str, Any] = {
         "one task each": Asks,
-        "no tasks, shared worker": Answers,
-        "no tasks, num_cpus=1": Answers.options(actor_options={"num_cpus": 1}),
+        "no tasks, shared worker": answers,
+        "no tasks, num_cpus=1": answers.options(actor_options={"num_cpus": 1}),
     }
     beside: dict[str, Any] = {
         "nothing": None,
-        "tasks, priority -1": Floods,
-        "tasks, priority 0": Floods.options(dask_task_config={"priority": 0}),
+        "tasks, priority -1": floods,
+        "tasks, priority 0": floods.options(dask_task_config={"priority": 0}),
     }
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
