@@ -188,6 +188,12 @@ class ReservedResources(SchedulerPlugin):
         self._announced.pop(worker, None)
         self._apply([])
 
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Decide again which workers stand aside, after one has paused or goes on."""
+        if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
+            # Dask logs the event before it has changed what it knows of the worker.
+            asyncio.get_running_loop().call_soon(self._apply, ())
+
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Announce soon what tasks hold, if a task with resources begins or ends."""
         if self._announcing is None and "processing" in (start, finish):

@@ -130,6 +130,15 @@ async def test_tasks_go_to_all_workers_if_none_has_a_thread_left() -> None:
         assert await there.places(20) == set(there.addresses)
 
 
+async def test_tasks_go_to_a_worker_without_threads_while_all_others_are_paused() -> None:
+    async with bench() as there:
+        there.reserved.reserve("a", {there.first: {"CPU": 2}})
+        for status, expected in (("paused", {there.first}), ("running", set(there.others))):
+            for each in there.others:
+                there.scheduler.handle_worker_status_change(status, each, "test")
+            assert await there.places(20) == expected
+
+
 async def test_a_task_waits_for_a_resource_that_replicas_occupy() -> None:
     async with bench() as there:
         there.reserved.reserve("a", {each: {"GPU": 1} for each in there.addresses})
