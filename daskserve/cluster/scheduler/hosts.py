@@ -324,16 +324,8 @@ class HostRegistry:
             await asyncio.wait({admitting})
         if worker not in self._entries:
             return
-        key = self._entries[worker].key
         await self._close_host(worker)
         self._entries.pop(worker, None)
-        for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
-            if key not in self._scheduler.tasks:
-                break
-            await asyncio.sleep(RELEASE_POLL_S)
-        known: Any = self._scheduler.workers.get(worker)
-        if known is not None:  # Dask goes on to count an actor that was released while it started
-            known.actors -= {task for task in known.actors if task.key == key}
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
@@ -386,6 +378,14 @@ class HostRegistry:
             except (OSError, TimeoutError, ActorLostError) as error:
                 logger.warning("Closing the Host on %s failed: %s", worker, error)
         entry.future.release()
+        for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
+            if entry.key not in self._scheduler.tasks:
+                break
+            await asyncio.sleep(RELEASE_POLL_S)
+        known: Any = self._scheduler.workers.get(worker)
+        if known is not None:
+            # Dask goes on to count an actor that was released while it started, and never retires its worker.
+            known.actors -= {task for task in known.actors if task.key == entry.key}
 
     async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:
         entry = self._entries.get(worker)

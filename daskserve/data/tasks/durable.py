@@ -47,6 +47,8 @@ from daskserve.payload.pickling import dump
 
 #: How often a change of a task is tried again, if others change it at the same moment.
 TRIES = 20
+#: The options of a task; see `DurableAdapter.enqueue_task_sync`.
+OPTIONS = frozenset({"id", "delay_s", "at", "priority", "result_ttl_s"})
 
 
 class DurableAdapter(TaskProcessorAdapter):
@@ -90,12 +92,6 @@ class DurableAdapter(TaskProcessorAdapter):
         task_name: str,
         args: Any = None,
         kwargs: Any = None,
-        *,
-        id: str | None = None,
-        delay_s: float = 0.0,
-        at: datetime | float | None = None,
-        priority: int = 0,
-        result_ttl_s: float | None = None,
         **options: Any,
     ) -> TaskResult:
         """Submit a task; it is kept when this returns.
@@ -123,16 +119,13 @@ class DurableAdapter(TaskProcessorAdapter):
         TaskQueueError
             The queue cannot be reached; submit it again, with an id if it must not run twice.
         """
-        if options:
-            # Celery has many; those that would be ignored would be missed.
-            raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
-        made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
-        return _submitted(self.queue, [made], self._options)[0]
+        return self.submit_many([{"task_name": task_name, "args": args, "kwargs": kwargs, **options}])[0]
 
     def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
         """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
         made = [_made(self.config, **each) for each in tasks]
-        return _submitted(self.queue, made, self._options)
+        added = self.queue.add(made, self._options.max_queue_length, time_of_day())
+        return [result_of(task, is_new=is_new) for task, is_new in added]
 
     # ---- asking
 
@@ -331,19 +324,15 @@ def new_id() -> str:
 
 
 def _made(
-    config: TaskProcessorConfig,
-    task_name: str,
-    args: Any = None,
-    kwargs: Any = None,
-    id: str | None = None,
-    delay_s: float = 0.0,
-    at: datetime | float | None = None,
-    priority: int = 0,
-    result_ttl_s: float | None = None,
+    config: TaskProcessorConfig, task_name: Any = None, args: Any = None, kwargs: Any = None, **given: Any
 ) -> Task:
     """Return a new task; see `DurableAdapter.enqueue_task_sync`."""
-    for what, text in (("task_name", task_name), ("id", id)):
-        if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_NAME):
+    if unknown := given.keys() - OPTIONS:
+        # Celery has many; those that would be ignored would be missed.
+        raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(unknown)))}.")
+    id, priority, result_ttl_s = given.get("id"), given.get("priority", 0), given.get("result_ttl_s")
+    for what, text in (("task_name", task_name), *((("id", id),) if id is not None else ())):
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
             raise BadRequestError(f"{what} is {text!r:.100}; give a text of up to {MAX_NAME} characters")
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
         raise BadRequestError(
@@ -360,7 +349,7 @@ def _made(
         task_name,
         payload,
         created_at=now,
-        due_at=_due_at(now, delay_s, at),
+        due_at=_due_at(now, given.get("delay_s", 0.0), given.get("at")),
         priority=priority,
         digest=digest_of(args or (), kwargs or {}) if id else "",
         result_ttl_s=result_ttl_s,
@@ -372,17 +361,13 @@ def _is_duration(value: Any) -> bool:
     return is_number and math.isfinite(value) and 0 <= value < 2**40
 
 
-def _submitted(queue: TaskQueue, tasks: Sequence[Task], options: DurableOptions) -> list[TaskResult]:
-    added = queue.add(tasks, options.max_queue_length, time_of_day())
-    return [result_of(task, is_new=is_new) for task, is_new in added]
-
-
-def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:
+def _due_at(now: float, delay_s: Any, at: Any) -> float:
     if isinstance(at, datetime):
         if at.tzinfo is None:
             raise BadRequestError(f"at is {at}, without a time zone; use datetime.now(UTC), for example")
         at = at.timestamp()
-    due_at = now + delay_s if at is None else float(at)
-    if not 0 <= due_at < 2**40 or delay_s < 0 or (at is not None and delay_s):
-        raise BadRequestError(f"delay_s is {delay_s!r} and at is {at!r}; give one of them, not before now")
-    return due_at
+    if not _is_duration(delay_s) or not (at is None or _is_duration(at)) or (at is not None and delay_s):
+        raise BadRequestError(
+            f"delay_s is {delay_s!r:.100} and at is {at!r:.100}; give one of them, not before now"
+        )
+    return now + delay_s if at is None else float(at)

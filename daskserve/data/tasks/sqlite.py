@@ -20,7 +20,7 @@ from typing import Any
 
 from daskserve.data.tasks.errors import TaskQueueError
 from daskserve.data.tasks.queue import Change, Lease, QueueStats, check_room, check_same
-from daskserve.data.tasks.states import ENDED, WAITING, Task, TaskState, claimed
+from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, TaskState, claimed
 
 #: How long a transaction waits for another process.
 BUSY_TIMEOUT_S = 10.0
@@ -31,45 +31,7 @@ FORMAT = 1
 #: Where a task is: it waits for its time, could run, runs, or has ended.
 DELAYED, READY, RUNNING, OVER = range(4)
 
-COLUMNS: Sequence[str] = (
-    "id",
-    "queue",
-    "name",
-    "created_at",
-    "due_at",
-    "priority",
-    "digest",
-    "result_ttl_s",
-    "state",
-    "revision",
-    "attempts",
-    "retries",
-    "losses",
-    "owner",
-    "lease_until",
-    "is_cancelled",
-    "result",
-    "error",
-    "ended_at",
-    "expires_at",
-    "progress",
-)
-#: What a transition may change.
-CHANGED: Sequence[str] = (
-    "due_at",
-    "state",
-    "revision",
-    "attempts",
-    "retries",
-    "losses",
-    "owner",
-    "lease_until",
-    "is_cancelled",
-    "result",
-    "error",
-    "ended_at",
-    "expires_at",
-)
+COLUMNS = (*FIXED, *CHANGED, "progress")
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS daskserve_tasks (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, queue TEXT NOT NULL, name TEXT NOT NULL,

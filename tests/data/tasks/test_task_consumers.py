@@ -385,7 +385,9 @@ def test_a_schedule_makes_its_tasks_once_for_all_consumers(tmp_path: Path) -> No
         ({"id": "x" * 201}, BadRequestError, "id is"),
         ({"priority": 101}, BadRequestError, "priority is 101"),
         ({"delay_s": -1}, BadRequestError, "delay_s is -1"),
+        ({"delay_s": "soon"}, BadRequestError, "delay_s is 'soon'"),
         ({"at": datetime(2030, 1, 1)}, BadRequestError, "time zone"),
+        ({"at": "noon"}, BadRequestError, "at is 'noon'"),
         ({"countdown": 5}, BadRequestError, "'countdown'"),
         ({"args": [threading.Lock()]}, UnpicklableError, "threading.Lock"),
     ],
@@ -394,7 +396,7 @@ def test_wrong_tasks_are_refused(
     arguments: dict[str, Any], error: type[Exception], text: str, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     with pytest.raises(error, match=text):
-        tasks.enqueue_task_sync(**{"task_name": "work", **arguments})
+        tasks.submit_many([{"task_name": "work"}, {"task_name": "work", **arguments}])
     assert tasks.get_metrics_sync()["waiting"] == 0
 
 
