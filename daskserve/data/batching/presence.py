@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from daskserve.common.formatting import shown
 
@@ -31,25 +30,18 @@ VAIN = 500
 TOGETHER = 0.1
 
 
-class ReplicaSlots(Protocol):
-    """The slots of a replica: how many requests run, and may run."""
-
-    ongoing: int
-    concurrency: int
-
-
 class Presence:
     """The calls that the batches of one queue have found, queued and running, when they ended.
 
     Parameters
     ----------
-    slots : ReplicaSlots
-        Those of the replica.
+    slots : callable
+        Returns how many slots of the replica are taken, and how many it has.
     name : str
         The function and its replica, for the log.
     """
 
-    def __init__(self, slots: ReplicaSlots, name: str) -> None:
+    def __init__(self, slots: Callable[[], tuple[int, int]], name: str) -> None:
         self._slots = slots
         self._name = name
         self._recent: deque[int] = deque(maxlen=REMEMBERED)
@@ -59,10 +51,10 @@ class Presence:
 
     def has_all(self, queued: int) -> bool:
         """Return whether no other call is to be expected while no batch runs."""
-        slots = self._slots
-        if queued >= slots.concurrency:
+        taken, slots = self._slots()
+        if queued >= slots:
             return True
-        return bool(self._most) and queued >= self._most and queued >= slots.ongoing
+        return bool(self._most) and queued >= self._most and queued >= taken
 
     def ended(self, present: int) -> None:
         """Note that a batch has ended, with so many calls in the queue, in it and in other batches."""

@@ -255,7 +255,7 @@ class LocalCode:
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
-            slots=self.slots,
+            slots=self.slots.usage,
             multiplexer=self.models.multiplexer,
         )
         self._executor.context.run(current_replica.set, replica)

@@ -25,16 +25,19 @@ class CountedSlots:
         self.ongoing = ongoing
         self.concurrency = concurrency
 
+    def usage(self) -> tuple[int, int]:
+        return self.ongoing, self.concurrency
+
 
 def test_nothing_is_expected_once_all_slots_are_in_the_queue() -> None:
-    presence = Presence(CountedSlots(4, 4), "f")
+    presence = Presence(CountedSlots(4, 4).usage, "f")
     assert not presence.has_all(3)
     assert presence.has_all(4)
 
 
 def test_the_first_batch_waits_and_later_ones_expect_as_many_calls_as_it_found() -> None:
     slots = CountedSlots(2)
-    presence = Presence(slots, "f")
+    presence = Presence(slots.usage, "f")
     assert not presence.has_all(2)
     presence.ended(2)
     assert not presence.has_all(1)
@@ -45,7 +48,7 @@ def test_the_first_batch_waits_and_later_ones_expect_as_many_calls_as_it_found()
 
 
 def test_clients_that_left_are_forgotten() -> None:
-    presence = Presence(CountedSlots(1), "f")
+    presence = Presence(CountedSlots(1).usage, "f")
     presence.ended(5)
     for _ in range(REMEMBERED - 1):
         presence.ended(1)
@@ -55,7 +58,7 @@ def test_clients_that_left_are_forgotten() -> None:
 
 
 def test_a_wait_that_never_helps_is_logged_once_with_the_sizes(caplog: pytest.LogCaptureFixture) -> None:
-    presence = Presence(CountedSlots(), "Model.f in deployment 'm'")
+    presence = Presence(CountedSlots().usage, "Model.f in deployment 'm'")
     with caplog.at_level(logging.WARNING, "daskserve.replica"):
         for _ in range(VAIN - 1):
             presence.waited([0.01, 0.0099], 0.01, 32)
@@ -85,7 +88,7 @@ def load(
             await asyncio.sleep(model_s)
             return items
 
-        presence = Presence(slots, "f") if has_presence else None
+        presence = Presence(slots.usage, "f") if has_presence else None
         queue: BatchQueue[int, int] = BatchQueue(
             run, BatchLimits(32, WAIT_S), max_running=1, presence=presence
         )

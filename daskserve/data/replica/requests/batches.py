@@ -102,7 +102,7 @@ class ReplicaBatches:
                 max_running=None if method.is_async else 1,
                 on_batch=counts.observe,
                 on_end=counts.ended,
-                presence=Presence(self._slots, name),
+                presence=Presence(self._slots.usage, name),
             )
             counts.watch_queue(queue.queued)
         return await queue.submit((item, hold), model_named_in(item.head), priority)
