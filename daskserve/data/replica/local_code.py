@@ -31,6 +31,7 @@ from daskserve.context import (
     ReplicaContext,
     current_replica,
 )
+from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
@@ -131,10 +132,14 @@ class LocalCode:
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
         self._logs = ReplicaLogs(context.logs, start, context)
-        self._batches = ReplicaBatches(
-            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
-        )
         self.slots = Slots(start.replica_tag, start.concurrency, metrics)
+        self._batches = ReplicaBatches(
+            self._parts,
+            BatchLimits(start.config.max_batch_size or 1, start.config.batch_wait_timeout),
+            self.slots,
+            metrics,
+            self._failures,
+        )
 
     @property
     def abandoned(self) -> int:
@@ -250,6 +255,7 @@ class LocalCode:
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
+            slots=self.slots.usage,
             multiplexer=self.models.multiplexer,
         )
         self._executor.context.run(current_replica.set, replica)
