@@ -21,8 +21,9 @@ from daskserve.cluster.distributed_internals import call_scheduler, until_connec
 from daskserve.cluster.parcel_memory import ParcelCarrier
 from daskserve.cluster.protocols.base import ClusterConnection, TopicHandler
 from daskserve.cluster.protocols.stores import StoreChange, StoreOwnership
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock
-from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
+from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 from daskserve.errors import (
     InstanceError,
     NotRunningError,
@@ -261,6 +262,7 @@ class DaskCluster(ProcessView):
             proxies=sorted(report.proxies),
             held=sorted(report.held),
             grace_s=report.grace_s,
+            occupied={worker: dict(amounts) for worker, amounts in report.occupied.items()},
         )
         return is_adaptive
 

@@ -34,13 +34,13 @@ from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
     InstanceName,
-    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )
@@ -300,6 +300,11 @@ class LocalCluster:
         """Change worker fields such as ``is_available``; sends no notification, as on a real cluster."""
         host = self._hosts[worker]
         host.info = replace(host.info, **changes)
+
+    def take_resources(self, worker: WorkerAddress, **amounts: float) -> None:
+        """Have the tasks on a worker hold these amounts of its resources, as Dask's own tasks do."""
+        self.change_worker(worker, taken_by_tasks=amounts)
+        self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "taken": {worker: amounts}})
 
     def suspend_worker(self, worker: WorkerAddress, *, is_suspended: bool = True) -> None:
         """Suspend a worker's process at any point, as SIGSTOP does, or resume it.

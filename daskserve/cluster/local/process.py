@@ -21,6 +21,7 @@ from daskserve.cluster.local.topic import plain_copy
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.protocols.base import Store, StoreChange, TopicHandler
 from daskserve.cluster.protocols.stores import StoreOwnership
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.types import (
     ActorAddress,
     ActorRequest,
@@ -29,7 +30,6 @@ from daskserve.common.types import (
     OnAnswer,
     Receive,
     Send,
-    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )

@@ -18,6 +18,7 @@ from daskserve.cluster.protocols.stores import Store as Store
 from daskserve.cluster.protocols.stores import StoreChange as StoreChange
 from daskserve.cluster.protocols.subscriptions import Listener as Listener
 from daskserve.cluster.protocols.tasks import PresentTask as PresentTask
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock, RequestIds
 from daskserve.common.types import (
     ActorAddress,
@@ -32,7 +33,6 @@ from daskserve.common.types import (
     Reachability,
     Receive,
     Send,
-    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )

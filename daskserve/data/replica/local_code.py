@@ -31,6 +31,7 @@ from daskserve.context import (
     ReplicaContext,
     current_replica,
 )
+from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
@@ -112,7 +113,7 @@ class LocalCode:
         self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
-        self._holder = RankHolder(as_rank_info(start.rank_info))
+        self._holder = RankHolder(as_rank_info(start.rank_info), vars(start.config)["dask_task_config"])
         self._has_liveness_probe = start.config.liveness is not None
         self.inspection = LocalInspection(
             start.replica_tag, lambda: self._executor, owns_process=context.owns_process
@@ -131,10 +132,14 @@ class LocalCode:
         repository: Any = start.config.model_repository
         self.models = ReplicaModels(self._loaded, repository, context.clock)
         self._logs = ReplicaLogs(context.logs, start, context)
-        self._batches = ReplicaBatches(
-            self._parts, start.config.max_batch_size, start.config.batch_wait_timeout, metrics, self._failures
-        )
         self.slots = Slots(start.replica_tag, start.concurrency, metrics)
+        self._batches = ReplicaBatches(
+            self._parts,
+            BatchLimits(start.config.max_batch_size or 1, start.config.batch_wait_timeout),
+            self.slots,
+            metrics,
+            self._failures,
+        )
 
     @property
     def abandoned(self) -> int:
@@ -250,6 +255,7 @@ class LocalCode:
             gang=tuple(self._start.gang),
             bundles=tuple(PlacementBundle(*each) for each in self._start.bundles),
             models=self._loaded,
+            slots=self.slots.usage,
             multiplexer=self.models.multiplexer,
         )
         self._executor.context.run(current_replica.set, replica)
@@ -341,6 +347,7 @@ class LocalCode:
         self.slots.resize(concurrency)
         executor.threads.limit = _threads(concurrency)
         await self._allow_app_threads(executor, servable, concurrency)
+        self._holder.dask_task_config = vars(options)["dask_task_config"]
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
