@@ -110,6 +110,7 @@ class LocalCode:
         self._context = context
         self._start = start
         self._metrics = metrics
+        self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
         self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
@@ -401,13 +402,11 @@ class LocalCode:
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
-        labels = (self._context.spec.instance, self._start.backend_tag, self._start.replica_tag)
-        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(labels)]
+        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(self._labels)]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
-        start = self._start
-        return self._metrics.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
+        return self._metrics.user_samples(self._labels)
 
     def _parts(self) -> tuple[UserExecutor, Servable]:
         if self._executor is None or self._servable is None:
