@@ -254,6 +254,7 @@ class LocalCluster:
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
         await self._tasks.close()
+        await self.network.tasks.close()
         self.network.records.close()
 
     # Workers

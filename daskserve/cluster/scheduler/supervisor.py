@@ -64,6 +64,7 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
+from daskserve.cluster.task_queues import task_verbs
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
@@ -175,6 +176,7 @@ class Supervisor(SchedulerPlugin):
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
+            **task_verbs(lambda instance: self._known(instance).tasks),
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
