@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +332,6 @@ def test_a_histogram_keeps_one_example_of_each_bucket() -> None:
     histogram = LatencyHistogram()
     for value in (0.3, 0.4, 2.0):
         histogram.observe(value)
-        histogram.note_trace(value, "7")
+        histogram.note_trace(value, SimpleNamespace(ids="7-8"))
     assert histogram.examples is not None
     assert sorted(value for value, _, _ in histogram.examples.values()) == [0.4, 2.0]
