@@ -55,6 +55,8 @@ INTERNALS = (
     "daskserve/internals/",
     "daskserve/cluster/distributed_internals.py",
     "daskserve/cluster/dask/tasks.py",
+    "daskserve/cluster/reserved_resources.py",
+    "daskserve/cluster/worker/request_tasks.py",
     "daskserve/cluster/scheduler/http/panels/dashboard_internals.py",
 )
 #: The modules of libraries whose other modules are not documented.

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, ReplicaState, UsageReport, WorkerAddress
+from daskserve.common.types import Location, ReplicaState, WorkerAddress
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
@@ -237,6 +238,7 @@ class Reconciler:
             frozenset(http_state.held_workers(self._state, self._rules.location)),
             # Asked of all backends, and only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
+            {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
         )
         self._acting.tell_scheduler(self._epoch, report)
 

@@ -36,6 +36,10 @@ class Model:
         held = dict(worker.data)
         return worker.address, any(each is value for each in held.values())
 
+    def read(self, value: Any) -> tuple[float, bool]:
+        """Return the sum of an array, and whether it lies in memory that others may share."""
+        return float(value.sum()), not value.flags.writeable
+
 
 def test_a_call_goes_to_its_data_and_takes_it_without_a_copy(
     client: serve.Client, external: ExternalCluster
@@ -46,6 +50,29 @@ def test_a_call_goes_to_its_data_and_takes_it_without_a_copy(
     for worker in [*dask.scheduler_info()["workers"]] * 2:
         large = dask.submit(np.ones, 1_000_000, workers=[worker], pure=False)
         assert handle.place.remote(large, small).result(LIMIT_S) == (worker, True)
+
+
+def spill(dask_worker: Any, key: str) -> bool:
+    """Have a worker spill all that it holds; return whether the value is on its disk."""
+    while dask_worker.data.fast and dask_worker.data.evict() != -1:
+        pass
+    return key in dask_worker.data.slow
+
+
+def test_values_of_other_workers_come_through_shared_memory_or_from_their_disks(
+    client: serve.Client, external: ExternalCluster
+) -> None:
+    client.deploy("model", Model)
+    client.deploy("child", Model, config={"isolation": "process"})
+    handle, child, dask = client.get_handle("model"), client.get_handle("child"), external.client
+    here = handle.place.remote(1).result(LIMIT_S)[0]
+    other = next(worker for worker in dask.scheduler_info()["workers"] if worker != here)
+    numbers = dask.submit(np.arange, 300_000.0, workers=[other], pure=False)
+    expected = 299_999 * 150_000.0
+    assert handle.read.remote(numbers).result(LIMIT_S) == (expected, True)
+    assert child.read.remote(numbers).result(LIMIT_S) == (expected, True)
+    assert dask.run(spill, key=numbers.key, workers=[other]) == {other: True}
+    assert handle.read.remote(numbers).result(LIMIT_S)[0] == expected
 
 
 class Caller:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +143,8 @@ class ActorRegistry:
         The logs of this process.
     recent_log : RecentLog, optional
         Has the last log lines of the actors, which are reported with their failures.
+    parts
+        Other objects with verbs of the process.
 
     Attributes
     ----------
@@ -164,6 +166,7 @@ class ActorRegistry:
         broken_routes: Callable[[InstanceName], Mapping[WorkerAddress, Reachability]] = lambda _: {},
         recent_log: RecentLog | None = None,
         logs: ProcessLogs | None = None,
+        parts: Sequence[object] = (),
     ) -> None:
         self.worker = worker
         self.entries: dict[str, Entry] = {}
@@ -178,7 +181,7 @@ class ActorRegistry:
         self._is_ending = False
         self._stopping = TaskSet(logger)
         self._logs = logs or ProcessLogs()
-        self._verbs = verbs_of(self, _LogVerbs(self, self._logs))
+        self._verbs = verbs_of(self, _LogVerbs(self, self._logs), *parts)
 
     def __repr__(self) -> str:
         return f"<ActorRegistry of {self.worker} actors={len(self.entries)}>"

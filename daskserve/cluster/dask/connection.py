@@ -121,6 +121,7 @@ class DaskConnection:
         connection_args = client.security.get_connection_args(role)
         keyring = Keyring(partial(ask_supervisor, client, "channel_secret"))
         dialler = Dialler(connection_args, lambda: scheduler_address(client), channel, self.clock, keyring)
+        kept = None if registry is None else registry.kept
         self.channels = ChannelPool(
             refuse_requests if registry is None else registry.dispatch,
             dialler.dial,
@@ -130,10 +131,10 @@ class DaskConnection:
             connect_directly=None if channel.route == "scheduler" else dialler.dial_directly,
             retry_direct_s=channel.retry_direct_s,
             on_silent=dialler.note_silence,
-            kept=None if registry is None else registry.kept,
+            kept=kept,
         )
         PROCESS.add(self.channels)
-        self.values = DaskTransfer(client, worker, None if registry is None else registry.kept)
+        self.values = DaskTransfer(client, self.channels.request, worker, kept)
         #: The worker of this process; None in a program.
         self.worker = worker
         self._registry = registry

@@ -2,7 +2,8 @@
 
 They are not sent. The caller takes them out of the pickled arguments, has collections computed on the
 cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from the
-workers that hold them, and puts them in when it unpickles the arguments. The caller holds the futures until
+workers that hold them (see `daskserve.cluster.dask.shared_values` for those of its machine), and puts them in
+when it unpickles the arguments. The caller holds the futures until
 it has the answer, so that the cluster keeps the values.
 """
 
@@ -21,7 +22,13 @@ from dask.sizeof import sizeof
 from distributed import Client, Future, Worker, get_client
 
 from daskserve.cluster.channel.kept_results import KeptResults
-from daskserve.cluster.distributed_internals import actors_on, call_scheduler, desire_keys, scheduler_address
+from daskserve.cluster.dask.shared_values import RequestActor, fetch_shared
+from daskserve.cluster.distributed_internals import (
+    actors_on,
+    call_scheduler,
+    desire_keys,
+    scheduler_address,
+)
 from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
 from daskserve.common.types import KeptPayload, Payload, WorkerAddress
 from daskserve.common.value_places import ValuePlaces
@@ -148,9 +155,18 @@ class TakenValues(ValueTransfer):
 class DaskTransfer(TakenValues):
     """Values that are computed on a Dask cluster, and fetched from its workers by their keys."""
 
-    def __init__(self, client: Client, worker: Worker | None = None, kept: KeptResults | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        request: RequestActor,
+        worker: Worker | None = None,
+        kept: KeptResults | None = None,
+    ) -> None:
         self._client = client
+        self._request = request
         self._worker = worker
+        #: The worker on whose machine this process is; empty if it is not known.
+        self.here = "" if worker is None else str(worker.address)
         #: The answers that stay in this process; None in a program.
         self.kept = kept
 
@@ -159,9 +175,26 @@ class DaskTransfer(TakenValues):
         return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
 
     async def fetch(self, keys: bytes) -> list[Any]:
-        """Return the values that `take` took out in another process."""
+        """Return the values that `take` took out in another process.
+
+        Those that the worker of this process holds are the objects in its memory, not copies. Those in memory
+        that it shares with other workers are pickled, as `Payload`.
+
+        Raises
+        ------
+        UnavailableError
+            The cluster has released one of them.
+        """
         loop: Any = self._client.loop
-        return await on_loop(loop.asyncio_loop, fetch(self._client, keys, self._worker))
+        return await on_loop(loop.asyncio_loop, self._fetch(load_bytes(keys)))
+
+    async def _fetch(self, names: Sequence[Any]) -> list[Any]:
+        held: Any = {} if self._worker is None else self._worker.data
+        found = {name: held[name] for name in names if name in held}
+        missing = list({name for name in names if name not in found})
+        if missing:
+            found |= await _fetch_from_others(self._client, self._request, self.here, missing)
+        return [found[name] for name in names]
 
     async def keep(self, result: Payload | KeptPayload) -> Future[Any]:
         """Put the result of a call into the memory of its worker; return its future, of this client.
@@ -218,37 +251,25 @@ async def _put(worker: Worker, key: str, value: Any, owner: str) -> None:
     await scheduler.update_data(who_has={key: [worker.address]}, nbytes={key: sizeof(value)}, client=owner)
 
 
-async def fetch(client: Client, keys: bytes, worker: Worker | None = None) -> list[Any]:
-    """Return the values of keys that exist on the cluster; call this on the client's loop.
-
-    Those that the worker of this process holds are the objects in its memory, not copies.
-
-    Raises
-    ------
-    UnavailableError
-        The cluster has released one of them.
-    """
-    names = load_bytes(keys)
-    found: dict[Any, Any] = {}
-    if worker is not None:
-        found = {name: worker.data[name] for name in names if name in worker.data}
-    missing = list({name for name in names if name not in found})
-    if missing:
-        found |= zip(missing, await _fetch_from_others(client, missing), strict=True)
-    return [found[name] for name in names]
-
-
-async def _fetch_from_others(client: Client, names: list[Any]) -> list[Any]:
-    states = await call_scheduler(client, "get_task_status", keys=names)
+async def _fetch_from_others(
+    client: Client, request: RequestActor, here: WorkerAddress, names: list[Any]
+) -> dict[Any, Any]:
+    states, nbytes, who_has = await asyncio.gather(
+        call_scheduler(client, "get_task_status", keys=names),
+        call_scheduler(client, "nbytes", keys=names, summary=False),
+        call_scheduler(client, "who_has", keys=names),
+    )
     gone = [name for name in names if states.get(name) in (None, "released", "forgotten")]
     if gone:
         raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
+    found: dict[Any, Any] = dict(await fetch_shared(request, here, nbytes, who_has))
+    others = [future for future in futures if future.key not in found]
     try:
-        found: list[Any] = await client.gather(futures, direct=True, asynchronous=True)
+        values = await client.gather(others, direct=True, asynchronous=True)
     except CancelledError as error:  # of the future
         raise UnavailableError(
             f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
-    return found
+    return found | dict(zip((future.key for future in others), values, strict=True))

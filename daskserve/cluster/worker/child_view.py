@@ -86,6 +86,7 @@ class ChildView:
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
+                connection_of(self._client).values.here = self._access.worker.get("address", "")
             return connection_of(self._client)
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:

@@ -28,6 +28,7 @@ from daskserve.cluster.channel.connect.dialling import CHANNEL_OP
 from daskserve.cluster.channel.connect.keyring import ChannelSecret
 from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.encryption import as_client
+from daskserve.cluster.dask.shared_values import ValueVerbs
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     add_handler,
@@ -99,6 +100,7 @@ class Host:
             broken_routes=lambda instance: self._open_connection.cluster(instance).routes.broken(),
             recent_log=recent,
             logs=self._logs.logs,
+            parts=(ValueVerbs(self._worker),),
         )
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s

@@ -27,6 +27,7 @@ from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import UserCode
 from daskserve.data.tasks.consumer import Failure, Lost, Released, TaskConsumer
 from daskserve.data.tasks.payloads import error_text, joined, parted
+from daskserve.data.tasks.queues.instance import InstanceQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ActorLostError, ReplicaBusyError, ReplicaStartError
 from daskserve.options.start_messages import ReplicaStart
@@ -78,11 +79,13 @@ class ReplicaTasks:
         try:
             spec, adapter, durable = await call(_opened, packed)
             self._spec, self._adapter = spec, adapter
+            if durable is not None and isinstance(durable.queue, InstanceQueue):
+                durable.queue.join(self._context.cluster.connection, self._context.spec.instance)
             await call(adapter.initialize, concurrency)
             if durable is None:
                 for name, method in spec.handlers.items():
                     adapter.register_task_handle(self._handler(name, method), name)
-                await asyncio.to_thread(adapter.start_consumer)
+                await call(adapter.start_consumer)
         except Exception as error:
             packed_error = packed_here(error)
             text = f"{self._display_name} cannot consume its tasks: {packed_error.summary}"
@@ -181,18 +184,23 @@ class ReplicaTasks:
         """Give back what still runs, and close the queue."""
         self.pause()
         adapter = self._adapter
-        if self._consumer is not None:
-            await self._consumer.close(grace_s)
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-        if adapter is None:
+        if self._threads is None:
             return
+        # The others may wait for a queue that does not answer.
+        closing = ThreadPoolExecutor(1, "daskserve-task-queue")
+        call = partial(asyncio.get_running_loop().run_in_executor, closing)
         try:
-            if self._consumer is None:
-                await asyncio.to_thread(adapter.stop_consumer, grace_s)
-            await asyncio.to_thread(adapter.shutdown)
+            if self._consumer is not None:
+                await self._consumer.close(grace_s)
+            elif adapter is not None:
+                await call(adapter.stop_consumer, grace_s)
+            if adapter is not None:
+                await call(adapter.shutdown)
         except Exception:  # of an adapter of the user's
             logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
+        finally:
+            for each in (self._threads, closing):
+                each.shutdown(wait=False)
 
 
 def _opened(packed: bytes) -> tuple[ConsumerSpec, TaskProcessorAdapter, DurableAdapter | None]:

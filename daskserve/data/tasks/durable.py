@@ -1,4 +1,4 @@
-"""The adapters of daskserve's own queues: in an SQLite file, and in Redis."""
+"""The adapters of daskserve's own queues: at the instance, in an SQLite file, and in Redis."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
 from daskserve.data.tasks.config import (
     MAX_NAME,
     DurableOptions,
+    InstanceAdapterConfig,
     RedisAdapterConfig,
     SQLiteAdapterConfig,
     TaskProcessorConfig,
@@ -36,8 +37,9 @@ from daskserve.data.tasks.payloads import (
     load,
     packed_arguments,
 )
-from daskserve.data.tasks.queue import Change, TaskQueue
-from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.queues.instance import InstanceQueue
+from daskserve.data.tasks.queues.protocol import Change, TaskQueue
+from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
 from daskserve.loops.tasks import is_cancelling
@@ -47,6 +49,8 @@ from daskserve.payload.pickling import dump
 
 #: How often a change of a task is tried again, if others change it at the same moment.
 TRIES = 20
+#: The options of a task; see `DurableAdapter.enqueue_task_sync`.
+OPTIONS = frozenset({"id", "delay_s", "at", "priority", "result_ttl_s"})
 
 
 class DurableAdapter(TaskProcessorAdapter):
@@ -90,12 +94,6 @@ class DurableAdapter(TaskProcessorAdapter):
         task_name: str,
         args: Any = None,
         kwargs: Any = None,
-        *,
-        id: str | None = None,
-        delay_s: float = 0.0,
-        at: datetime | float | None = None,
-        priority: int = 0,
-        result_ttl_s: float | None = None,
         **options: Any,
     ) -> TaskResult:
         """Submit a task; it is kept when this returns.
@@ -123,16 +121,13 @@ class DurableAdapter(TaskProcessorAdapter):
         TaskQueueError
             The queue cannot be reached; submit it again, with an id if it must not run twice.
         """
-        if options:
-            # Celery has many; those that would be ignored would be missed.
-            raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(options)))}.")
-        made = _made(self.config, task_name, args, kwargs, id, delay_s, at, priority, result_ttl_s)
-        return _submitted(self.queue, [made], self._options)[0]
+        return self.submit_many([{"task_name": task_name, "args": args, "kwargs": kwargs, **options}])[0]
 
     def submit_many(self, tasks: Sequence[Mapping[str, Any]]) -> list[TaskResult]:
         """Submit tasks in one step, all or none; each is a dict with the arguments of `enqueue_task_sync`."""
         made = [_made(self.config, **each) for each in tasks]
-        return _submitted(self.queue, made, self._options)
+        added = self.queue.add(made, self._options.max_queue_length, time_of_day())
+        return [result_of(task, is_new=is_new) for task, is_new in added]
 
     # ---- asking
 
@@ -213,14 +208,25 @@ class DurableAdapter(TaskProcessorAdapter):
         return TaskConsumer(self.queue, self.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
 
 
+def _instance_queue(options: InstanceAdapterConfig) -> TaskQueue:
+    return InstanceQueue(synchronous=options.synchronous)
+
+
 def _sqlite_queue(options: SQLiteAdapterConfig) -> TaskQueue:
     return SqliteQueue(options.file, synchronous=options.synchronous)
 
 
 def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
-    from daskserve.data.tasks.redis_queue import RedisQueue  # an optional dependency
+    from daskserve.data.tasks.queues.redis_queue import RedisQueue  # an optional dependency
 
     return RedisQueue(options.read_url(process_variables()), options.prefix)
+
+
+class InstanceTaskProcessorAdapter(DurableAdapter):
+    """The adapter of a queue that the instance keeps."""
+
+    options_class = InstanceAdapterConfig
+    queue_of = staticmethod(_instance_queue)
 
 
 class SQLiteTaskProcessorAdapter(DurableAdapter):
@@ -331,19 +337,15 @@ def new_id() -> str:
 
 
 def _made(
-    config: TaskProcessorConfig,
-    task_name: str,
-    args: Any = None,
-    kwargs: Any = None,
-    id: str | None = None,
-    delay_s: float = 0.0,
-    at: datetime | float | None = None,
-    priority: int = 0,
-    result_ttl_s: float | None = None,
+    config: TaskProcessorConfig, task_name: Any = None, args: Any = None, kwargs: Any = None, **given: Any
 ) -> Task:
     """Return a new task; see `DurableAdapter.enqueue_task_sync`."""
-    for what, text in (("task_name", task_name), ("id", id)):
-        if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_NAME):
+    if unknown := given.keys() - OPTIONS:
+        # Celery has many; those that would be ignored would be missed.
+        raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(unknown)))}.")
+    id, priority, result_ttl_s = given.get("id"), given.get("priority", 0), given.get("result_ttl_s")
+    for what, text in (("task_name", task_name), *((("id", id),) if id is not None else ())):
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
             raise BadRequestError(f"{what} is {text!r:.100}; give a text of up to {MAX_NAME} characters")
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
         raise BadRequestError(
@@ -360,7 +362,7 @@ def _made(
         task_name,
         payload,
         created_at=now,
-        due_at=_due_at(now, delay_s, at),
+        due_at=_due_at(now, given.get("delay_s", 0.0), given.get("at")),
         priority=priority,
         digest=digest_of(args or (), kwargs or {}) if id else "",
         result_ttl_s=result_ttl_s,
@@ -372,17 +374,13 @@ def _is_duration(value: Any) -> bool:
     return is_number and math.isfinite(value) and 0 <= value < 2**40
 
 
-def _submitted(queue: TaskQueue, tasks: Sequence[Task], options: DurableOptions) -> list[TaskResult]:
-    added = queue.add(tasks, options.max_queue_length, time_of_day())
-    return [result_of(task, is_new=is_new) for task, is_new in added]
-
-
-def _due_at(now: float, delay_s: float, at: datetime | float | None) -> float:
+def _due_at(now: float, delay_s: Any, at: Any) -> float:
     if isinstance(at, datetime):
         if at.tzinfo is None:
             raise BadRequestError(f"at is {at}, without a time zone; use datetime.now(UTC), for example")
         at = at.timestamp()
-    due_at = now + delay_s if at is None else float(at)
-    if not 0 <= due_at < 2**40 or delay_s < 0 or (at is not None and delay_s):
-        raise BadRequestError(f"delay_s is {delay_s!r} and at is {at!r}; give one of them, not before now")
-    return due_at
+    if not _is_duration(delay_s) or not (at is None or _is_duration(at)) or (at is not None and delay_s):
+        raise BadRequestError(
+            f"delay_s is {delay_s!r:.100} and at is {at!r:.100}; give one of them, not before now"
+        )
+    return now + delay_s if at is None else float(at)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from daskserve.data.tasks.errors import TaskConflictError
 
@@ -125,6 +125,12 @@ class Task:
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
+
+
+#: The fields that a task has from its beginning, beside the payload; what a transition may change, beside the
+#: progress.
+FIXED = ("id", "queue", "name", "created_at", "priority", "digest", "result_ttl_s")
+CHANGED = tuple(each.name for each in fields(Task) if each.name not in {*FIXED, "payload", "progress"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed import Client, Scheduler, Worker
+from tables import each_case
 
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler import hosts
 from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
 from daskserve.errors import ActorLostError, InstanceError, UnavailableError
@@ -47,7 +50,7 @@ async def restarted(
     monkeypatch.setattr(hosts, "call_actor", call_actor)
     monkeypatch.setattr(hosts, "connect_comm", connect)
     scheduler: Any = NannyScheduler(**options)
-    registry = HostRegistry(scheduler)
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
     client: Any = object()
     registry.open(client)
     registry._entries[WORKER] = _HostEntry("key", future=client, is_open=True)
@@ -100,7 +103,10 @@ def wait_to_go() -> None:
     GO.wait(50)
 
 
-def test_a_worker_can_be_retired_although_its_host_is_just_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_case("leave", [HostRegistry.release, lambda registry, worker: registry.close()])
+def test_a_worker_can_be_retired_although_its_host_was_just_starting(
+    leave: Callable[[HostRegistry, str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All its task threads are busy, so that the Host waits in the queue."""
     monkeypatch.setattr(hosts, "PROBE_TIMEOUT_S", 50)  # on a busy machine
 
@@ -113,12 +119,12 @@ def test_a_worker_can_be_retired_although_its_host_is_just_starting(monkeypatch:
             Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
         ):
             busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler)
+            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
             registry.open(client)
             admitting = asyncio.ensure_future(registry.admit(worker.address))
             while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
                 await asyncio.sleep(0.001)
-            await registry.release(worker.address)
+            await leave(registry, worker.address)
             GO.set()
             await busy
             retired: Any = await scheduler.retire_workers([worker.address])

@@ -177,6 +177,29 @@ def test_plain_and_async_handlers_run_tasks_and_the_class_still_answers_calls(
         tasks.get_task_status_sync("unknown")
 
 
+def test_programs_and_replicas_share_the_queue_that_the_instance_keeps_by_default(
+    client: serve.Client,
+) -> None:
+    class Sums:
+        @serve.task_handler
+        def add(self, x: int, y: int) -> int:
+            serve.get_task_context().report_progress("begun")
+            return x + y
+
+        def submit(self, x: int) -> str:
+            tasks = serve.instantiate_adapter_from_config(serve.TaskProcessorConfig(queue_name="sums"))
+            return tasks.enqueue_task_sync("add", [x, 1]).id
+
+    config = serve.TaskProcessorConfig(queue_name="sums")
+    tasks = serve.instantiate_adapter_from_config(config)
+    mine = tasks.enqueue_task_sync("add", [1, 2])
+    theirs = run(config, Sums).submit.remote(3).result()
+    assert [each.result for each in ended(tasks, mine.id, theirs)] == [3, 4]
+    again = serve.instantiate_adapter_from_config(config, client=client)
+    assert again.get_task_status_sync(mine.id).attempts == 1
+    serve.delete("default")
+
+
 def test_an_id_makes_a_task_run_once(
     config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
@@ -385,7 +408,9 @@ def test_a_schedule_makes_its_tasks_once_for_all_consumers(tmp_path: Path) -> No
         ({"id": "x" * 201}, BadRequestError, "id is"),
         ({"priority": 101}, BadRequestError, "priority is 101"),
         ({"delay_s": -1}, BadRequestError, "delay_s is -1"),
+        ({"delay_s": "soon"}, BadRequestError, "delay_s is 'soon'"),
         ({"at": datetime(2030, 1, 1)}, BadRequestError, "time zone"),
+        ({"at": "noon"}, BadRequestError, "at is 'noon'"),
         ({"countdown": 5}, BadRequestError, "'countdown'"),
         ({"args": [threading.Lock()]}, UnpicklableError, "threading.Lock"),
     ],
@@ -394,7 +419,7 @@ def test_wrong_tasks_are_refused(
     arguments: dict[str, Any], error: type[Exception], text: str, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     with pytest.raises(error, match=text):
-        tasks.enqueue_task_sync(**{"task_name": "work", **arguments})
+        tasks.submit_many([{"task_name": "work"}, {"task_name": "work", **arguments}])
     assert tasks.get_metrics_sync()["waiting"] == 0
 
 

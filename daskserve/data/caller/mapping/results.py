@@ -28,7 +28,7 @@ FIRST_CALLS = 2
 
 
 class Target(Protocol):
-    """What a map calls, as `daskserve.data.caller.calls.mapped` provides it."""
+    """What a map calls, as `daskserve.data.caller.mapping.methods.MapTarget` provides it."""
 
     @property
     def connection(self) -> ClusterConnection: ...

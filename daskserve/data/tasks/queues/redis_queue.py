@@ -18,35 +18,15 @@ from typing import Any
 import msgpack
 
 from daskserve.data.tasks.errors import TaskQueueError
-from daskserve.data.tasks.queue import Change, Lease, QueueStats, check_room, check_same
-from daskserve.data.tasks.states import ENDED, WAITING, Task, TaskState, claimed
+from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats, check_room, check_same
+from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, TaskState, claimed
 from daskserve.options.fields.secrets import masked
 
 #: How long the server may take to answer, in seconds.
 TIMEOUT_S = 10.0
 
 #: The part of a task that a transition writes as one value.
-FIELDS: Sequence[str] = (
-    "id",
-    "queue",
-    "name",
-    "created_at",
-    "due_at",
-    "priority",
-    "digest",
-    "result_ttl_s",
-    "state",
-    "revision",
-    "attempts",
-    "retries",
-    "losses",
-    "owner",
-    "is_cancelled",
-    "result",
-    "error",
-    "ended_at",
-    "expires_at",
-)
+FIELDS = (*FIXED, *(each for each in CHANGED if each != "lease_until"))
 STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 #: The functions of all scripts. ``KEYS[1]`` is the prefix of all keys.
@@ -249,7 +229,7 @@ end
 
 
 class RedisQueue:
-    """A `daskserve.data.tasks.queue.TaskQueue` in Redis."""
+    """A `daskserve.data.tasks.queues.protocol.TaskQueue` in Redis."""
 
     def __init__(self, url: str, prefix: str) -> None:
         try:
