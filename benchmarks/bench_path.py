@@ -489,7 +489,7 @@ async def measure(rounds: int) -> dict[str, float]:
             if bench.tracing.pending:
                 exported = min(best.get(EXPORT, float("inf")), export_s(bench.tracing))
                 best[EXPORT] = exported
-    processor.shutdown()
+    processor.force_flush()  # its thread ends with the process
     await bench.close()
     return best
 
