@@ -18,18 +18,13 @@ import gc
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import uvloop
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, set_span_in_context
+from span_costs import export_s, sdk_processor, sdk_s
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState as UvicornState
@@ -66,8 +61,6 @@ from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
 from daskserve.proxies.ingress.routes import RouteTable
-from daskserve.telemetry.tracing.export import readable_of
-from daskserve.telemetry.tracing.otlp import SpanEncoder
 from daskserve.telemetry.tracing.process import KEY, Tracing
 
 #: The load: the distinct requests of a round.
@@ -429,55 +422,13 @@ class Bench:
             await replica.stop(1)
 
 
-def export_s(tracing: Tracing) -> float:
-    """Return the CPU seconds of the exporter's thread for the spans that wait, by request of four spans."""
-    resource, scope = Resource({"service.name": "i"}), InstrumentationScope("daskserve", "1")
-    example = ReadableSpan(
-        "", SpanContext(1, 1, is_remote=False), resource=resource, instrumentation_scope=scope
-    )
-    encoder = SpanEncoder(partial(readable_of, resource=resource, scope=scope), example)
-    spans = list(tracing.pending)
-    tracing.pending.clear()
-    began = time.process_time()
-    for span in spans:
-        span.complete()
-    encoder.body([*map(encoder.span, spans)])
-    return (time.process_time() - began) / (len(spans) / 4)
-
-
-class EncodingExporter(SpanExporter):
-    """Encodes spans, and sends them nowhere."""
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        encode_spans(spans).SerializeToString()
-        return SpanExportResult.SUCCESS
-
-
-def sdk_s(processor: BatchSpanProcessor, requests: int = 128) -> float:
-    """Return the CPU seconds, of all threads, in which the SDK makes and exports four nested spans."""
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(processor)
-    tracer = provider.get_tracer("bench")
-    began = time.process_time()
-    for number in range(requests):
-        context, spans = None, []
-        for name in ("GET /b", "route_to_replica", "replica", "user code"):
-            attributes = {"daskserve.step": name, "url.path": "/b", "daskserve.request_id": f"{number:036d}"}
-            spans.append(tracer.start_span(name, context, attributes=attributes))
-            context = set_span_in_context(spans[-1])
-        for span in reversed(spans):
-            span.end()
-    processor.force_flush()
-    return (time.process_time() - began) / requests
-
-
 async def measure(rounds: int) -> dict[str, float]:
     """Return the minimum CPU seconds per request of each case."""
     bench = Bench()
     cases = await bench.cases()
     await asyncio.sleep(0.1)  # until the channels are open
     best = dict.fromkeys(cases, float("inf"))
-    processor = BatchSpanProcessor(EncodingExporter(), schedule_delay_millis=60_000)
+    processor = sdk_processor()
     gc.collect()
     gc.freeze()
     for _ in range(rounds):
