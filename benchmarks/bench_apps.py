@@ -51,6 +51,9 @@ class Case:
     peer: str = "uvicorn"
     peer_path: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    connections: int = CONNECTIONS
+    #: The arguments of the peer's program.
+    peer_arguments: tuple[object, ...] = ()
 
 
 APP = "apps:app"
@@ -62,6 +65,18 @@ CASES = [
     Case("WebSocket echo", APP, "/echo", "websocket"),
     Case("async class, beside FastAPI async", "apps:AsyncModel", "/", "image", peer_path="/async"),
     Case("@serve.batch", "apps:BatchedModel", "/", "image", peer="mosec"),
+    *(
+        Case(
+            f"@serve.batch of 32, {count} connections",
+            "apps:LargerBatches",
+            "/",
+            "image",
+            peer="mosec",
+            connections=count,
+            peer_arguments=(32,),
+        )
+        for count in (32, 128)
+    ),
     Case(
         '@serve.batch, event_loop="worker"',
         "apps:BatchedModel",
@@ -134,9 +149,9 @@ def _busy_children(tree: psutil.Process) -> list[psutil.Process]:
     return [each for each in tree.children(recursive=True) if each.memory_info().rss > 80 << 20]
 
 
-def mosec() -> AbstractContextManager[System]:
+def mosec(*arguments: object) -> AbstractContextManager[System]:
     """Run the model in mosec, with two worker processes."""
-    return program(PEERS / "mosec_worker.py", "digits")
+    return program(PEERS / "mosec_worker.py", "digits", *arguments)
 
 
 def load(case: Case, system: System, path: str, *, connections: int, seconds: float) -> LoadResult:
@@ -176,7 +191,7 @@ async def talk(url: str, *, connections: int, seconds: float) -> list[float]:
 
 def measure(case: Case, system: System, path: str, seconds: float) -> Round:
     """Return the result of one round: under load, then with one connection."""
-    found = load(case, system, path, connections=CONNECTIONS, seconds=seconds)
+    found = load(case, system, path, connections=case.connections, seconds=seconds)
     alone = load(case, system, path, connections=1, seconds=1)
     return Round(found.rate, found.cpu_us, alone.p50_us)
 
@@ -184,7 +199,7 @@ def measure(case: Case, system: System, path: str, seconds: float) -> Round:
 def compare(case: Case, server: str, *, rounds: int, seconds: float) -> None:
     with ExitStack() as stack:
         us = stack.enter_context(ours(case, server))
-        them = stack.enter_context(uvicorn() if case.peer == "uvicorn" else mosec())
+        them = stack.enter_context(uvicorn() if case.peer == "uvicorn" else mosec(*case.peer_arguments))
         their_path = (case.peer_path or case.path) if case.peer == "uvicorn" else ""
         pairs = []
         for number in range(rounds + 1):

@@ -1,7 +1,7 @@
 """mosec, which accepts only POST, on the path /inference.
 
 Without arguments, one worker answers "ok". With ``digits``, two workers run the model of ``bench_apps.py``,
-in batches of the size and with the wait of ``programs/apps.py``.
+in batches with the wait of ``programs/apps.py``, and of the size there or of the number that follows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def print_address(port: int) -> None:
 
 
 if __name__ == "__main__":
-    has_model = sys.argv[1:] == ["digits"]
+    has_model = sys.argv[1:2] == ["digits"]
+    batch_size = int(sys.argv[2]) if len(sys.argv) > 2 else BATCH_SIZE
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -50,7 +51,7 @@ if __name__ == "__main__":
     sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     server = Server()
     if has_model:
-        server.append_worker(Digits, num=2, max_batch_size=BATCH_SIZE, max_wait_time=BATCH_WAIT_MS)
+        server.append_worker(Digits, num=2, max_batch_size=batch_size, max_wait_time=BATCH_WAIT_MS)
     else:
         server.append_worker(Answer, num=1)
     server.run()

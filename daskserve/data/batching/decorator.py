@@ -75,7 +75,8 @@ def batch(
     max_batch_size : int, optional
         Maximum number of calls in a batch; a full batch runs at once. Default: 10.
     batch_wait_timeout_s : float, optional
-        Maximum time that the first call of a batch waits for others, in seconds. Default: 0.01.
+        Maximum time that the first call of a batch waits for others, in seconds. Default: 0.01. In a replica,
+        a batch starts earlier if the queue has as many calls as recent batches found, or as there are slots.
     max_concurrent_batches : int
         Maximum number of batches of one instance that run at a time; further calls wait.
     batch_size_fn : callable, optional

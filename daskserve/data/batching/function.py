@@ -25,6 +25,7 @@ from daskserve.context import (
 )
 from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
 from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.queue import BatchQueue, reconsider_on
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
@@ -153,9 +154,11 @@ class _BatchRunner:
         replica = current_replica.get()
         metrics = None if replica is None else replica.metrics
         counts = None if metrics is None else metrics.batches_of(self.function.__name__)
-        tuner = None
+        tuner = presence = None
         if self.latency_target_s is not None:
             tuner = BatchTuner(self.latency_target_s, limits, self.max_running)
+        elif replica is not None and replica.slots is not None:
+            presence = Presence(replica.slots, f"{self.function.__qualname__} in {replica.display_name}")
         queue: RequestQueue = BatchQueue(
             self._run_streams if self.is_generator else self._run,
             limits if tuner is None else tuner.limits,
@@ -164,6 +167,7 @@ class _BatchRunner:
             on_batch=None if counts is None else counts.observe,
             on_end=None if counts is None else counts.ended,
             tuner=tuner,
+            presence=presence,
         )
         if metrics is not None:
             metrics.watch_queue(queue.queued)

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock
 from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.tuning import BatchTuner
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
@@ -111,6 +112,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         Called when a batch has ended, with the seconds that it ran.
     tuner : BatchTuner, optional
         Is told of each batch, and changes the limits.
+    presence : Presence, optional
+        Decides when a batch has no more callers to wait for; without it, each batch waits.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         on_batch: Callable[[list[float], int], None] | None = None,
         on_end: Callable[[float], None] | None = None,
         tuner: BatchTuner | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self._run = run
         self._limits = limits
@@ -131,20 +135,24 @@ class BatchQueue(Generic[ItemT, ResultT]):
         self._on_batch = on_batch
         self._on_end = on_end
         self._tuner = tuner
+        self._presence = presence
         self._ended_at = -math.inf
         self._key_queues: dict[Hashable, _KeyQueue[ItemT, ResultT]] = {}
         self._numbers = itertools.count()
         self._alarm = Alarm(self.reconsider)
         self._is_starting = False
-        #: The tasks of running batches, with their start times in seconds since the epoch.
-        self._tasks: dict[asyncio.Task[None], float] = {}
+        #: The tasks of running batches, with their start times in seconds since the epoch and their items.
+        self._tasks: dict[asyncio.Task[None], tuple[float, list[BatchEntry[ItemT, ResultT]]]] = {}
 
     def __repr__(self) -> str:
         return f"<BatchQueue waiting={self.queued()} running={len(self._tasks)}>"
 
     def queued(self) -> int:
         """Return the number of items that wait for their batch to run; any thread may call this."""
-        return sum(len(key_queue.entries) for key_queue in list(self._key_queues.values()))
+        key_queues = list(self._key_queues.values())
+        if len(key_queues) == 1:  # as for most
+            return len(key_queues[0].entries)
+        return sum(len(key_queue.entries) for key_queue in key_queues)
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +161,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     @property
     def running(self) -> dict[asyncio.Task[None], float]:
         """The tasks of running batches, with their start times in seconds since the epoch."""
-        return dict(self._tasks)
+        return {task: began for task, (began, _) in self._tasks.items()}
 
     async def submit(self, item: ItemT, key: Hashable = None, priority: int = 0) -> ResultT:
         """Return the item's result once its batch has run; cancellation removes the item."""
@@ -188,13 +196,20 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if key_queue is None:
             key_queue = self._key_queues[key] = _KeyQueue()
         key_queue.put(entry)
-        self.reconsider()
+        if not self._is_starting:
+            self.reconsider()
         return entry
 
     def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
         """Remove an item from the queue or its batch; a batch without items is cancelled."""
         if not entry.result.cancel() and not entry.result.cancelled():
             entry.result.exception()  # retrieved, so that asyncio does not log it as never retrieved
+            return
+        for task, (_, batch) in self._tasks.items():
+            if entry in batch:
+                if all(each.result.done() for each in batch):
+                    task.cancel()
+                return
         key_queue = self._key_queues.get(entry.key)
         if key_queue is not None and entry in key_queue.entries:
             key_queue.entries.remove(entry)
@@ -232,17 +247,23 @@ class BatchQueue(Generic[ItemT, ResultT]):
         """
         found: tuple[int, int, Hashable, int] | None = None
         now = asyncio.get_running_loop().time()
+        has_all = self._has_all()
         for key, key_queue in list(self._key_queues.items()):
             count, is_full = self._count(key_queue)
             if not key_queue.entries:
                 del self._key_queues[key]  # none of its items fits any more
                 continue
-            is_due = is_full or self._due_at(key_queue.oldest) <= now
+            is_due = is_full or has_all or self._due_at(key_queue.oldest) <= now
             first = key_queue.entries[0]
             is_due = is_due and self._may_run(key_queue)
             if is_due and (found is None or (-first.priority, first.number) < found[:2]):
                 found = (-first.priority, first.number, key, count)
         return None if found is None else found[2:]
+
+    def _has_all(self) -> bool:
+        """Return whether no batch runs, and no caller is left to wait for."""
+        presence = self._presence
+        return presence is not None and not self._tasks and presence.has_all(self.queued())
 
     def _due_at(self, first: BatchEntry[ItemT, ResultT]) -> float:
         """Return when a batch with this first item runs, whatever its size."""
@@ -293,18 +314,21 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if found is not None:
             key, count = found
             key_queue = self._key_queues[key]
+            has_waited = not (self._has_all() or self._count(key_queue)[1])
             batch, key_queue.entries = key_queue.entries[:count], key_queue.entries[count:]
             key_queue.forget(self._limits.max_batch_size)
             self._drop_if_empty(key, key_queue)
             loop = asyncio.get_running_loop()
+            now = loop.time()
+            waits_s = [now - entry.added_at for entry in batch]
+            most = self._limits.max_batch_size if self._size_of is None else 0
             if self._on_batch is not None:
-                now = loop.time()
-                most = self._limits.max_batch_size if self._size_of is None else 0
-                self._on_batch([now - entry.added_at for entry in batch], most)
+                self._on_batch(waits_s, most)
+            if has_waited and self._presence is not None:
+                self._presence.waited(waits_s, self._limits.wait_s, most)
             task = loop.create_task(self._run_batch(batch))
-            self._tasks[task] = LoopClock().wall()
+            self._tasks[task] = LoopClock().wall(), batch
             task.add_done_callback(self._note_end)
-            _cancel_when_unwanted(task, batch)
         self.reconsider()
 
     def _forget_cancelled(self) -> None:
@@ -316,7 +340,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 self._drop_if_empty(key, key_queue)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        began = self._tasks.pop(task)
+        began, _ = self._tasks.pop(task)
         if self._on_end is not None:
             self._on_end(max(0.0, LoopClock().wall() - began))
         self.reconsider()
@@ -359,6 +383,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
             if all(entry.result.done() for entry in batch):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
+        if self._presence is not None:  # before the callers know, who may send their next items at once
+            self._presence.ended(self.queued() + sum(len(each) for _, each in self._tasks.values()))
         _settle_all(batch, results)
         del batch, results  # as in submit()
 
@@ -375,22 +401,6 @@ def _settle(future: asyncio.Future[ResultT], result: ResultT | BaseException) ->
         future.set_exception(raisable(result))
     else:
         future.set_result(result)
-
-
-def _cancel_when_unwanted(task: asyncio.Task[None], batch: list[BatchEntry[Any, Any]]) -> None:
-    """Cancel a running batch once all of its results are done and some were cancelled."""
-    waiting = len(batch)
-    has_cancelled = False
-
-    def note(future: asyncio.Future[Any]) -> None:
-        nonlocal waiting, has_cancelled
-        waiting -= 1
-        has_cancelled = has_cancelled or future.cancelled()
-        if not waiting and has_cancelled:
-            task.cancel()
-
-    for entry in batch:
-        entry.result.add_done_callback(note)
 
 
 def reconsider_on(loop: asyncio.AbstractEventLoop, queue: BatchQueue[Any, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from runs import PipedRequest, respond_piped, respond_to, start_async, until
 from starlette.requests import ClientDisconnect, Request
-from tables import case
+from tables import case, each_case
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message
 from daskserve.context import RequestContext
@@ -25,6 +26,7 @@ from daskserve.data.replica.user_code.request_objects import (
     QueryParams,
     ServeRequest,
     legacy_argument,
+    parse_json,
     read_body,
 )
 from daskserve.errors import PassedResponseError, ServeError, UnpicklableError
@@ -88,6 +90,30 @@ class Client:
 
 
 # ---- what user code sees
+
+
+@each_case(
+    "text",
+    [
+        b'{"a": [1, -0.0, 1e400, NaN, -Infinity], "a": 12345678901234567890123}',
+        b'"\\ud800"',
+        '\ufeff["\u00e4"]'.encode(),
+        '["\u00e4"]'.encode("utf-16"),
+        b"0.1000000000000000055511151231257827021181583404541015625",
+        b"[1,]",
+        b"",
+        b'"\xff"',
+        b"nan",
+    ],
+)
+def test_a_body_is_parsed_as_the_json_module_does(text: bytes) -> None:
+    def result(parse: Callable[[bytes], Any]) -> str:
+        try:
+            return repr(parse(text))
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert result(parse_json) == result(json.loads)
 
 
 def test_a_preloaded_body_can_be_awaited_without_a_message() -> None:

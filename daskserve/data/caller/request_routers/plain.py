@@ -104,10 +104,6 @@ def two_of(replicas: list[RunningReplica], rng: random.Random) -> list[list[Runn
     return [[replicas[place], replicas[other + (other >= place)]], replicas]
 
 
-def is_told_of(router: RequestRouter) -> bool:
-    """Return whether a router takes note of the beginnings and ends of requests."""
-    kind = type(router)
-    return (
-        kind.on_request_routed is not RequestRouter.on_request_routed
-        or kind.on_request_completed is not RequestRouter.on_request_completed
-    )
+def has_own(router: RequestRouter, method: str) -> bool:
+    """Return whether a router's class has a method of its own, which is not the empty one of the base."""
+    return getattr(type(router), method) is not getattr(RequestRouter, method)

@@ -10,13 +10,14 @@ longest part of its beginning, unless they have so many more requests than other
 takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
 block sends it, so that processes that have not seen it yet agree.
 
-Names that were not asked for longest are forgotten.
+What was not asked for longest is forgotten, in two generations: what is used goes into the young one, and
+when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
+dictionary would take a quarter of a choice.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +90,9 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
         super().initialize_state()
         self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
-        #: The replicas that got a text with each beginning, the last one first.
-        self._known: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        #: The replicas that got a text with each beginning, the last one first: in two generations.
+        self._young: dict[int, tuple[str, ...]] = {}
+        self._old: dict[int, tuple[str, ...]] = {}
         self._asked: tuple[PendingRequest, list[int]] | None = None
 
     def choose_replicas(
@@ -104,31 +106,40 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         self._asked = pending_request, names
         near, depth = self._nearest(names)
         if near and depth >= self._match * len(names):
-            least = near[0] if len(near) == 1 else min(near, key=lambda each: each.queue_len)
-            count = len(candidate_replicas)
-            other = min(
-                candidate_replicas[int(self.rng.random() * count)].queue_len,
-                candidate_replicas[int(self.rng.random() * count)].queue_len,
-            )
-            if least.has_room and least.queue_len - other <= self._imbalance:
+            least, queue_len = near[0], near[0].queue_len
+            for each in near[1:]:
+                if (other := each.queue_len) < queue_len:
+                    least, queue_len = each, other
+            # Only a replica that is loaded at all can be imbalanced: no others are looked at before.
+            if least.has_room and (
+                queue_len <= self._imbalance
+                or queue_len - self._drawn_queue_len(candidate_replicas) <= self._imbalance
+            ):
                 return [[least], candidate_replicas]
         return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
 
+    def _drawn_queue_len(self, replicas: list[RunningReplica]) -> float:
+        """Return the queue length of the less loaded of two random replicas."""
+        count = len(replicas)
+        one, other = (replicas[int(self.rng.random() * count)].queue_len for _ in range(2))
+        return min(one, other)
+
     def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:
         """Return the replicas that have the longest beginning with any, and its length in blocks."""
-        known, low, high = self._known, 0, len(names)
-        # What is known of a beginning is known of all shorter ones, but for what was forgotten.
+        young, old, by_tag = self._young, self._old, self._by_tag
+        low, high = 0, len(names)
+        # What is known of a beginning is known of all shorter ones.
         while low < high:
             middle = (low + high + 1) // 2
-            if names[middle - 1] in known:
+            name = names[middle - 1]
+            if name in young or name in old:
                 low = middle
             else:
                 high = middle - 1
         for depth in range(low, 0, -1):
             name = names[depth - 1]
-            found = [self._by_tag[tag] for tag in known.get(name, ()) if tag in self._by_tag]
+            found = [by_tag[tag] for tag in young.get(name) or old[name] if tag in by_tag]
             if found:
-                known.move_to_end(name)
                 return found, depth
         return [], 0
 
@@ -139,14 +150,20 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         if self._asked is None or self._asked[0] is not pending_request:
             return
         names, self._asked = self._asked[1], None
-        known, tag = self._known, replica_id.unique_id
-        for name in reversed(names):  # so that long beginnings are forgotten first
-            before = known.get(name, ())
-            if not before or before[0] != tag:
-                known[name] = (tag, *(each for each in before if each != tag))[:MAX_REPLICAS]
-            known.move_to_end(name)
-        while len(known) > self._most:
-            known.popitem(last=False)
+        if len(self._young) + len(names) > self._most // 2:
+            self._young, self._old = {}, self._young
+        young, old, tag = self._young, self._old, replica_id.unique_id
+        alone = (tag,)
+        for name in names:
+            before = young.get(name)
+            if before is None:
+                before = old.get(name)
+                if before is None:
+                    young[name] = alone
+                    continue
+                young[name] = before
+            if before[0] != tag:
+                young[name] = (tag, *(each for each in before if each != tag))[:MAX_REPLICAS]
 
 
 def beginnings_of(text: str) -> list[int]:

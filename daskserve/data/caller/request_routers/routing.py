@@ -40,7 +40,7 @@ from daskserve.data.caller.request_routers.interface import (
     RunningReplica,
     Setup,
 )
-from daskserve.data.caller.request_routers.plain import is_told_of
+from daskserve.data.caller.request_routers.plain import has_own
 from daskserve.data.caller.request_routers.thread import RouterError, RouterThread
 from daskserve.data.caller.request_routers.trouble import RouterTrouble
 from daskserve.data.caller.sessions import session_in
@@ -94,7 +94,7 @@ class RequestRouting:
         self.trouble = RouterTrouble(self._name, tag, self._loop.time)
         self._thread: RouterThread | None = None
         self._router: RequestRouter | None = None
-        self._is_told = False
+        self._notes_routed = self._notes_completed = False
         self._made = partial(
             self._new_router, self_node_id=self_node_id, count_ongoing=lambda: pool.in_flight
         )
@@ -131,7 +131,8 @@ class RequestRouting:
 
     def _ready(self, router: RequestRouter) -> None:
         self._router = router
-        self._is_told = is_told_of(router)
+        self._notes_routed = has_own(router, "on_request_routed")
+        self._notes_completed = has_own(router, "on_request_completed")
         self._seen = None
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class RequestRouting:
         chosen = request.replica = self._known[taken.tag]
         request.sent_at = now
         self._attempts = 0
-        if self._is_told:
+        if self._notes_routed:
             result = ReplicaResult(chosen.replica_id, request.metadata.request_id)
             self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
@@ -251,8 +252,10 @@ class RequestRouting:
                     continue  # it is full, or has stopped meanwhile
                 if entry.is_full:
                     waiting = waiting or entry
-                elif best is None or entry.score(now) < least:
-                    best, least = entry, entry.score(now)
+                    continue
+                load = entry.score(now)
+                if best is None or load < least:
+                    best, least = entry, load
             if best is not None:
                 return best
         if but:
@@ -301,7 +304,7 @@ class RequestRouting:
         changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
         request.has_failed = False
-        if self._is_told and self._router is not None:
+        if self._notes_completed and self._router is not None:
             self._tell(self._router.on_request_completed, replica.replica_id, request.metadata.request_id)
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:

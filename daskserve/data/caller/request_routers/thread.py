@@ -6,6 +6,11 @@ interrupt a thread. Choice: its thread answers, while the loop waits for a short
 late is left alone until it has answered, and again for a while, longer each time, because each wait holds up
 the loop.
 
+The thread sleeps in the read of a pipe. The write that wakes it lets go of the interpreter's lock, so the
+thread takes that, and usually has answered before the loop goes on. With a queue, each of both sleeps and
+wakes twice, once for the queue and once for the lock, and an answer costs twice the processor time (13 µs
+instead of 6).
+
 What the router is only told, it is told in order, without waiting.
 """
 
@@ -14,9 +19,10 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextvars
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
-from queue import SimpleQueue
 from typing import Any
 
 from daskserve.common.clock import stopwatch
@@ -44,7 +50,11 @@ class RouterThread:
     """The thread of one router. `ask` and `tell` are called on one event loop."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wakes, self._wake = os.pipe()
+        #: Whether the thread will look for jobs without another write.
+        self._is_awake = False
+        self._is_closed = False
         self._penalty_s = PENALTY_S
         self._not_before = 0.0
         self._late: _Ask | None = None
@@ -56,14 +66,27 @@ class RouterThread:
         threading.Thread(target=run, args=(self._run,), name=name, daemon=True).start()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        jobs = self._jobs
+        while not self._is_closed:
+            os.read(self._wakes, 64)
+            self._is_awake = False  # before it looks: what is put later writes again
+            while jobs:
+                jobs.popleft()()
+        os.close(self._wakes)
         if self._loop is not None:
             self._loop.close()
 
+    def _put(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+        if not (self._is_awake or self._is_closed):
+            self._is_awake = True
+            os.write(self._wake, b".")
+
     def close(self) -> None:
-        """End the thread once it has done what it was told."""
-        self._jobs.put(None)
+        """End the thread once it has done what it was told; it takes nothing more."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._wake)  # the end of the pipe wakes the thread
 
     @property
     def is_usable(self) -> bool:
@@ -84,8 +107,9 @@ class RouterThread:
             It raised an error, or has not answered in time.
         """
         job = _Ask(function, args)
-        self._jobs.put(job)
-        if not job.answered.acquire(True, ANSWER_S):
+        self._put(job)
+        # The first try is for the usual case: without a time limit, it is a fifth of the cost.
+        if not job.answered.acquire(False) and not job.answered.acquire(True, ANSWER_S):
             self._late = job
             if stopwatch() - self._not_before >= MAX_PENALTY_S:
                 self._penalty_s = PENALTY_S  # it has long been in time
@@ -100,7 +124,7 @@ class RouterThread:
         """Have a function called in the thread; errors are the function's own business."""
         if self._told - self._heard < MAX_BEHIND:
             self._told += 1
-            self._jobs.put(_Tell(self, function, args))
+            self._put(_Tell(self, function, args))
 
     def heard(self) -> None:
         """Count an event that the router has been told."""

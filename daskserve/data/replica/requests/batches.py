@@ -7,7 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+from daskserve.common.types import short_tag
 from daskserve.data.batching.limits import BatchLimits
+from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.multiplexing.ids import model_named_in
 from daskserve.data.replica.errors.log import FailureLog
@@ -19,6 +21,7 @@ from daskserve.data.replica.requests.accept_batch import (
     answer_batch,
     answer_batch_in_thread,
 )
+from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.definitions import Method
 from daskserve.data.replica.user_code.request_objects import request_id_of
 from daskserve.data.replica.user_code.servable import Servable
@@ -62,15 +65,16 @@ class ReplicaBatches:
     def __init__(
         self,
         running: Callable[[], tuple[UserExecutor, Servable]],
-        max_batch_size: int | None,
-        wait_s: float,
+        limits: BatchLimits,
+        slots: Slots,
         metrics: ReplicaMetrics,
         failures: FailureLog,
     ) -> None:
         self._running = running
         self._failures = failures
         self._metrics = metrics
-        self._limits = BatchLimits(max_batch_size or 1, wait_s)
+        self._limits = limits
+        self._slots = slots
         #: The queue of each method, by its name.
         self.queues: dict[str, BatchQueue[tuple[BatchItem, HoldSlot], ItemOutcome]] = {}
 
@@ -91,12 +95,14 @@ class ReplicaBatches:
         if queue is None:
             # A plain function runs one batch at a time; later requests collect meanwhile.
             counts = self._metrics.batches_of(method.name)
+            name = f"{method.name} in replica {short_tag(self._slots.replica_tag)}"
             queue = self.queues[method.name] = BatchQueue(
                 partial(self._run, method),
                 self._limits,
                 max_running=None if method.is_async else 1,
                 on_batch=counts.observe,
                 on_end=counts.ended,
+                presence=Presence(self._slots.usage, name),
             )
             counts.watch_queue(queue.queued)
         return await queue.submit((item, hold), model_named_in(item.head), priority)

@@ -145,6 +145,10 @@ class Slots:
         count = self.count_batched
         return Load(self.ongoing, (0 if count is None else count()) + len(self._waiters.places))
 
+    def usage(self) -> tuple[int, int]:
+        """Return how many slots are taken, and how many there are; any thread may call this."""
+        return self.ongoing, self.concurrency
+
     def not_running(self) -> ActorLostError:
         """Return the error for a request that arrives while the replica is not open."""
         return ActorLostError(self.closed_because, begun=False)

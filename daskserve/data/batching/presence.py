@@ -1,0 +1,92 @@
+"""Decides whether a batch of a replica has a caller left to wait for, and whether its waits help.
+
+A batch waits for more calls, but those of a replica come from a number of clients that each wait for their
+answer. Once all of them are in the queue, the rest of the wait only delays them. So a batch starts at once if
+no other one runs, and one of these holds:
+
+1. The queue holds as many calls as the replica has slots.
+2. The queue holds all requests that the replica has under way, and no recent batch has found more calls
+   present. Until a batch has run, nothing is known, and it waits.
+
+Without the second half of 2, the first of 16 clients to get its answer would run alone, and the others after
+it: with a model that takes as long for one as for 16, half of the throughput.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from daskserve.common.formatting import shown
+
+logger = logging.getLogger("daskserve.replica")
+
+#: How many batches are remembered: a client that leaves costs as many waits.
+REMEMBERED = 16
+#: After so many waits in a row that brought no call, the log says so.
+VAIN = 500
+#: A call that comes in this first share of a wait came together with the first one.
+TOGETHER = 0.1
+
+
+class Presence:
+    """The calls that the batches of one queue have found, queued and running, when they ended.
+
+    Parameters
+    ----------
+    slots : callable
+        Returns how many slots of the replica are taken, and how many it has.
+    name : str
+        The function and its replica, for the log.
+    """
+
+    def __init__(self, slots: Callable[[], tuple[int, int]], name: str) -> None:
+        self._slots = slots
+        self._name = name
+        self._recent: deque[int] = deque(maxlen=REMEMBERED)
+        self._most = 0
+        #: The calls of each wait since the last one that helped; None once it was told.
+        self._vain: list[int] | None = []
+
+    def has_all(self, queued: int) -> bool:
+        """Return whether no other call is to be expected while no batch runs."""
+        taken, slots = self._slots()
+        if queued >= slots:
+            return True
+        return bool(self._most) and queued >= self._most and queued >= taken
+
+    def ended(self, present: int) -> None:
+        """Note that a batch has ended, with so many calls in the queue, in it and in other batches."""
+        self._recent.append(present)
+        self._most = max(self._recent)
+
+    def waited(self, waits_s: Sequence[float], wait_s: float, limit: int) -> None:
+        """Note that a batch starts because the wait of its first call is over.
+
+        Parameters
+        ----------
+        waits_s : sequence of float
+            How long each of its calls has waited.
+        wait_s : float
+            How long the first had to wait.
+        limit : int
+            The size of a full batch; 0 if that is no number of calls.
+        """
+        if self._vain is None or not wait_s:
+            return
+        if min(waits_s) < max(waits_s) - TOGETHER * wait_s:
+            self._vain.clear()
+            return
+        self._vain.append(len(waits_s))
+        if len(self._vain) >= VAIN:
+            logger.warning(
+                "No call came in the wait of %s s of %s, in any of the last %d batches that waited. They had "
+                "%s of %s calls on average. Lower the wait, or set max_batch_size to what they had.",
+                shown(wait_s),
+                self._name,
+                VAIN,
+                shown(sum(self._vain) / VAIN),
+                limit or "any number of",
+            )
+            self._vain = None
