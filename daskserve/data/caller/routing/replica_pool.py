@@ -450,16 +450,14 @@ def has_room(pool: ReplicaPool) -> bool:
 
 def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
     """Record that a request of a batch job waits at a replica for its slot, until `come_back`."""
-    entry.aside += 1
-    entry.in_flight -= 1
+    entry.aside, entry.in_flight = entry.aside + 1, entry.in_flight - 1
     if entry.index < 0:
         pool._add(entry)
 
 
 def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
     """Record that such a request has its slot, or was refused."""
-    entry.aside -= 1
-    entry.in_flight += 1
+    entry.aside, entry.in_flight = entry.aside - 1, entry.in_flight + 1
     if entry.index >= 0 and entry.in_flight >= entry.concurrency:
         pool._remove(entry)
 
