@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copyreg
-import io
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -18,6 +17,7 @@ import pydantic_core
 from starlette.datastructures import FormData, Headers
 from starlette.requests import Request
 
+from daskserve.common.body_buffer import BodyBuffer, announced_bytes
 from daskserve.common.types import Message, Receive
 from daskserve.errors import ServeError
 from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
@@ -92,12 +92,12 @@ class HTTPRequest(Request):
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
-            joined = io.BytesIO()
+            joined = BodyBuffer(announced_bytes(self.scope["headers"]))
             try:
                 async with aclosing(super().stream()) as parts:
                     async for part in parts:
                         joined.write(part)
-                self.whole_body = self._body = joined.getvalue()
+                self.whole_body = self._body = joined.take()
             finally:
                 joined.close()  # at once, although a traceback may refer to this frame
         return self.whole_body
@@ -299,13 +299,12 @@ async def read_body(receive: Receive, first: Message | None = None) -> bytes | N
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
-    # It hands over its buffer: there is no second copy.
-    joined = io.BytesIO()
+    joined = BodyBuffer()
     try:
         while message["type"] == "http.request":
             joined.write(message.get("body", b""))
             if not message.get("more_body", False):
-                return joined.getvalue()
+                return joined.take()
             message = await receive()
         return None
     finally:
