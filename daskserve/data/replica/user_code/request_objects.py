@@ -92,7 +92,7 @@ class HTTPRequest(Request):
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
-            joined = BodyBuffer(announced_bytes(self.scope["headers"]))
+            joined = BodyBuffer(announced_bytes(self.scope.get("headers", ())))
             try:
                 async with aclosing(super().stream()) as parts:
                     async for part in parts:
@@ -294,12 +294,15 @@ def request_id_of(head: Mapping[str, Any]) -> str:
     return found or ""
 
 
-async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
-    """Return the whole body of a request, None if the client left before it was complete."""
+async def read_body(receive: Receive, first: Message | None = None, length_bytes: int = 0) -> bytes | None:
+    """Return the whole body of a request, None if the client left before it was complete.
+
+    ``length_bytes`` is the size that the client has announced; 0 if it has not.
+    """
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
-    joined = BodyBuffer()
+    joined = BodyBuffer(length_bytes)
     try:
         while message["type"] == "http.request":
             joined.write(message.get("body", b""))
