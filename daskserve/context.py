@@ -137,10 +137,14 @@ class PlacementGroup:
 
 
 class RankHolder:
-    """Holds a replica's rank, so that code that has run for long sees the current one."""
+    """Holds a replica's rank and options, so that code that has run for long sees the current ones."""
 
-    def __init__(self, rank_info: RankInfo = (0, 0, 0, 1)) -> None:
+    def __init__(
+        self, rank_info: RankInfo = (0, 0, 0, 1), dask_task_config: Mapping[str, Any] | None = None
+    ) -> None:
         self.rank_info = rank_info
+        #: The values of `daskserve.options.environment.DaskTaskConfig`; empty in a fake replica.
+        self.dask_task_config = dask_task_config or {}
 
 
 class ModelSplit:
@@ -226,7 +230,7 @@ class ReplicaContext:
     #: The replica's counters; None in a fake replica.
     metrics: ReplicaMetrics | None = None
     code_version: str = ""
-    #: The rank, which changes while the replica lives.
+    #: The rank and options that change while the replica lives.
     holder: RankHolder = field(default_factory=RankHolder)
     #: The tags of the deployment's actors, by name.
     actors: Mapping[str, BackendTag] = field(default_factory=dict)
@@ -298,9 +302,9 @@ class ReplicaContext:
 class RequestContext:
     """The request that the current code answers, and the calls that this code makes through handles.
 
-    When the request is cancelled, its unanswered calls are cancelled, too. Async code receives a
-    `CancelledError` and may make further calls to clean up. A plain function cannot be interrupted, so its
-    later calls are cancelled as well.
+    When the request is cancelled, its unanswered calls are cancelled, too, and so are its Dask tasks. Async
+    code receives a `CancelledError` and may make further calls to clean up. A plain function cannot be
+    interrupted, so its later calls are cancelled as well.
     """
 
     # One is created per request. For speed it is not frozen, and it has no set until the first call.
@@ -328,6 +332,8 @@ class RequestContext:
     held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
     #: The id, name, queue and attempt of the task that it is; see `daskserve.data.tasks.current`.
     task: ClassVar[Sequence[Any] | None] = None
+    #: Its Dask tasks (`daskserve.cluster.worker.request_tasks.RequestTasks`); None before the first.
+    dask_tasks: ClassVar[Any] = None
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False
 
@@ -353,11 +359,18 @@ class RequestContext:
         if self._is_cancelled and running_loop() is None:
             call.cancel()
 
+    @property
+    def cancels_new_tasks(self) -> bool:
+        """Whether the request is cancelled, and this is a plain function of it, which cannot be stopped."""
+        return self._is_cancelled and running_loop() is None
+
     def cancel_calls(self) -> None:
-        """Cancel the unanswered calls."""
+        """Cancel the unanswered calls and the unfinished Dask tasks."""
         vars(self)["_is_cancelled"] = True
         for call in list(self._calls):
             call.cancel()
+        if self.dask_tasks is not None:
+            self.dask_tasks.cancel()
 
 
 #: The instance whose actor the current code belongs to; empty outside of actors.

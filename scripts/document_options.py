@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from daskserve.common.types import Location
 from daskserve.data.tasks.config import (
+    InstanceAdapterConfig,
     RedisAdapterConfig,
     SQLiteAdapterConfig,
     TaskProcessorConfig,
@@ -23,7 +24,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
-from daskserve.options.environment import Environment, ModelRepository
+from daskserve.options.environment import DaskTaskConfig, Environment, ModelRepository
 from daskserve.options.fields.base import Options, effect_of
 from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
@@ -51,6 +52,7 @@ MODELS = {
         RequestRouterConfig,
         PriorityConfig,
         HedgingConfig,
+        DaskTaskConfig,
         Environment,
         HTTPOptions,
         LoggingConfig,
@@ -58,6 +60,7 @@ MODELS = {
         TracingConfig,
         TaskProcessorConfig,
         TaskSchedule,
+        InstanceAdapterConfig,
         SQLiteAdapterConfig,
         RedisAdapterConfig,
     )

@@ -291,6 +291,8 @@ class WorkerInfo:
     is_suspect: bool = False
     #: The worker is kept for the controller and the proxies.
     is_system: bool = False
+    #: The amounts of its resources that Dask's tasks hold.
+    taken_by_tasks: Mapping[str, float] = field(default_factory=dict)
 
     def matches(self, names: Collection[str]) -> bool:
         """Return whether one of the names is the worker's address, name or host, or one of its resources."""
@@ -306,34 +308,6 @@ class RetirementStatus(enum.StrEnum):
     MOVED = "moved"
     #: Its actors have no other place in time, so it lets its requests complete itself.
     STAYED = "stayed"
-
-
-@dataclass(frozen=True, slots=True)
-class UsageReport:
-    """A controller's report to the scheduler about the workers that its instance uses.
-
-    Attributes
-    ----------
-    in_use : frozenset
-        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
-    retiring : frozenset
-        Workers that are about to leave, so that the controller places nothing new on them.
-    waiting_workers : int
-        Number of additional workers needed for the replicas that wait for capacity.
-    proxies : frozenset
-        Workers that hold proxies, from which the controller keeps away.
-    held : frozenset
-        Workers that an adaptive cluster must keep: those in use, except for proxies that may end with them.
-    grace_s : float
-        How long the requests on retiring workers may take, in seconds.
-    """
-
-    in_use: frozenset[WorkerAddress] = frozenset()
-    retiring: frozenset[WorkerAddress] = frozenset()
-    waiting_workers: int = 0
-    proxies: frozenset[WorkerAddress] = frozenset()
-    held: frozenset[WorkerAddress] = frozenset()
-    grace_s: float = 0.0
 
 
 #: Answers of at least this size stay at the actor until the caller reads them: it may pass them on unseen.

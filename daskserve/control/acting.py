@@ -13,10 +13,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias, cast
 
 from daskserve.cluster.protocols.base import STOP_MARGIN_S, ActorSpec, Cluster
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, RankInfo, UsageReport, as_rank_info, short_tag
+from daskserve.common.types import ActorKind, RankInfo, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed

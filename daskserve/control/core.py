@@ -18,7 +18,6 @@ from daskserve.cluster.long_poll import WORKERS, LongPollHost
 from daskserve.cluster.protocols.base import ActorContext, Cluster
 from daskserve.cluster.protocols.stores import StoreOwnership
 from daskserve.common.clock import Clock
-from daskserve.common.copying import replace
 from daskserve.common.types import (
     SILENT_WORKERS,
     STORE_TAKEN,
@@ -116,7 +115,7 @@ class ControllerCore:
             poke=reconciler.poke,
         )
         self.undoing.append(self.building.stop)
-        self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
+        self.scaler = Scaler(self.state, self.observed, self.clock, reconciler.poke, self.cluster.tasks)
         self.undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
         self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())
@@ -273,6 +272,8 @@ class ControllerCore:
         if message.get("kind") != WORKERS:
             return
         self.observed.worker_events += 1
+        if "taken" in message:
+            return self.loop.poke(self.observed.note_taken(message["taken"]))
         if message.get("is_adaptive"):
             self.observed.is_adaptive = True
         for worker in message["left"]:
@@ -282,9 +283,7 @@ class ControllerCore:
             info = self.observed.marked(WorkerInfo(**fields))
             self.observed.workers[info.address] = info
         for worker in message.get("retiring", ()):
-            known = self.observed.workers.get(worker)
-            if known is not None:
-                self.observed.workers[worker] = replace(known, is_retiring=True, is_available=False)
+            self.observed.change_worker(worker, is_retiring=True, is_available=False)
         self._note_system_workers()
         self.loop.poke()
 

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import EPOCH_BITS
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import Location, ReplicaState, UsageReport, WorkerAddress
+from daskserve.common.types import Location, ReplicaState, WorkerAddress
 from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
@@ -24,6 +25,7 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import ReconfigureReplica
 from daskserve.control.backend.inputs import Step, StepInputs, unplaced
 from daskserve.control.observed.observed import Observed
+from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.placement.rebalancing import Rebalancer
@@ -237,6 +239,8 @@ class Reconciler:
             frozenset(http_state.held_workers(self._state, self._rules.location)),
             # Asked of all backends, and only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
+            {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
+            claims(self._state, self._observed.workers.values(), waiting) if waiting else {},
         )
         self._acting.tell_scheduler(self._epoch, report)
 

@@ -10,6 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from daskserve.options.fields.base import Amount, ByteCount, Options, parse_typed
 from daskserve.options.fields.ray_names import INSTEAD
 
+#: Prefix of the resources that say which accelerator a worker has.
+ACCELERATOR = "accelerator_type:"
 #: The amount of its accelerator's resource that a replica takes, so that many replicas can share one.
 ACCELERATOR_SHARE = 0.001
 
@@ -64,7 +66,7 @@ class ActorOptions(Options):
             if amount:
                 wanted[name] = wanted.get(name, 0) + amount
         if self.accelerator_type is not None:
-            wanted[f"accelerator_type:{self.accelerator_type}"] = ACCELERATOR_SHARE
+            wanted[f"{ACCELERATOR}{self.accelerator_type}"] = ACCELERATOR_SHARE
         return wanted
 
 

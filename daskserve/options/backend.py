@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationInfo, field_
 from daskserve.common.formatting import as_whole
 from daskserve.common.types import BodyUse
 from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.environment import ModelRepository
+from daskserve.options.environment import DaskTaskConfig, ModelRepository
 from daskserve.options.fields.base import CONTROLLER_ONLY, REPLACES, ByteCount, Masked, Options
 from daskserve.options.fields.bounds import share_or_number
 from daskserve.options.fields.ray_names import translated
@@ -273,9 +273,12 @@ class BackendConfig(Options):
         "own interpreter lock and memory, in whose main thread it is loaded and constructed, whose crash "
         "does not affect the worker and which is killed if it does not end.",
     )
+    dask_task_config: DaskTaskConfig = Field(
+        default_factory=DaskTaskConfig,
+        description="How Dask runs the tasks of its code, see [Dask tasks](docs/tasks_beside_serving.md).",
+    )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
-        default_factory=BackendMetadata,
-        description="Set by daskserve; read-only for users.",
+        default_factory=BackendMetadata, description="Set by daskserve; read-only for users."
     )
 
     @field_validator("max_queued_requests")

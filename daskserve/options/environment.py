@@ -1,4 +1,4 @@
-"""The environment of a backend: its Python, its packages, its variables and its files; its models.
+"""The environment of a backend: its Python, packages, variables and files; its models; its Dask tasks.
 
 The client checks the form. On the machine of the replica, `daskserve.data.replica.environment.interpreters`
 finds the Python, `daskserve.data.replica.environment.packages` installs the packages, and
@@ -182,6 +182,23 @@ def _python(value: Any) -> str:
             f"env must be an absolute path, because each worker looks it up for itself; got {text!r}"
         )
     return text
+
+
+class DaskTaskConfig(Options):
+    """How Dask runs the tasks that the code of a replica submits with ``get_client()`` or ``compute()``."""
+
+    place: ClassVar[str] = "dask_task_config"
+
+    priority: int = Field(
+        -1,
+        description="Dask's priority of tasks that name none. Tasks with a higher one run first; those of "
+        "other clients have 0.",
+    )
+    cancel_with_request: bool = Field(
+        True,
+        description="Whether the unfinished tasks of a request are cancelled when the request is: by its "
+        "caller, its timeout, or its client's disconnect.",
+    )
 
 
 class ModelRepository(Options):

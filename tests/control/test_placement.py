@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
+from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
-from daskserve.control.placement.placement import Demand, capacity, explain, place, ranks, room_for
+from daskserve.control.placement.placement import (
+    Demand,
+    ResourceUsage,
+    TentativeUsage,
+    capacity,
+    explain,
+    place,
+    ranks,
+    room_for,
+)
 from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 
@@ -40,6 +50,57 @@ def test_room_is_what_is_declared_less_what_is_used() -> None:
     assert place(state, [worker(1)], ONE) == ("w1",)
     assert place(state, [worker(1)], Demand("b", ({"CPU": 1.5},))) is None
     assert place(state, [worker(1)], Demand("b", ({"license": 1.0},))) is None
+
+
+def test_what_tasks_hold_is_not_free() -> None:
+    gpu = Demand("b", ({"GPU": 1.0},))
+    there = worker(resources={"GPU": 2.0}, taken_by_tasks={"GPU": 1.0})
+    assert place(State(), [there], gpu) == ("w1",)
+    state = state_of(replica("b#1", demand={"GPU": 1.0}))
+    assert place(state, [there], gpu) is None
+    assert "GPU 1 (most free on one worker: 0)" in explain(state, [there], gpu)
+
+
+def test_waiting_replicas_claim_what_tasks_hold() -> None:
+    gpu = Demand("b", ({"GPU": 1.0, "CPU": 1.0, "accelerator_type:A100": 0.001},))
+    pair = Demand("c", ({"GPU": 1.0}, {"GPU": 1.0}), strategy="STRICT_PACK")
+    has = {"resources": {"GPU": 2.0, "accelerator_type:A100": 1.0}, "taken_by_tasks": {"GPU": 2.0}}
+    there = [worker(1, **has), worker(2, **has, is_available=False)]
+    assert claims(State(), there, [gpu]) == {"w1": {"GPU": 1.0}}
+    assert claims(State(), there, [gpu, gpu, gpu]) == {"w1": {"GPU": 2.0}}, "the third waits for replicas"
+    assert claims(State(), there, [gpu, pair]) == {"w1": {"GPU": 1.0}}
+    assert claims(State(), there, [pair, gpu]) == {"w1": {"GPU": 2.0}}
+    assert not claims(State(), [worker(resources={"GPU": 1.0})], [pair]), "it does not wait for tasks"
+
+
+def test_tasks_in_a_bundle_do_not_count_twice() -> None:
+    group = {"demand": {"GPU": 1.0}, "bundles": ({"GPU": 1.0}, {"GPU": 2.0}), "bundle_workers": ("w1", "w1")}
+    state = state_of(replica("a#1", **group))
+    assert state.occupied.by_replicas == {"w1": {"GPU": 1.0}}
+    one = Demand("b", ({"GPU": 1.0},))
+
+    def has_room(taken: float, usage: ResourceUsage = state) -> bool:
+        there = worker(resources={"GPU": 4.0}, taken_by_tasks={"GPU": taken})
+        return place(usage, [there], one) is not None
+
+    assert [has_room(taken) for taken in (1, 2, 3)] == [True, True, False]
+    added = replica("b#1", demand={"GPU": 1.0})
+    assert not has_room(1, TentativeUsage(state, {added.key: added}))
+
+
+def test_the_scheduler_hears_of_whole_threads_and_of_resources() -> None:
+    state = State()
+    replicas = [replica(f"b#{n}", demand={"CPU": 0.3, "accelerator_type:A100": 0.001}) for n in range(7)]
+    for number, each in enumerate(replicas):
+        assert ("CPU" in state.occupied.by_replicas.get("w1", {})) == (number > 3)
+        state.apply({each.key: each})
+    gpu = replica("a#1", demand={"GPU": 0.5}, worker="w2")
+    state.apply({gpu.key: gpu})
+    assert state.occupied.by_replicas["w2"] == {"GPU": 0.5}
+    state.apply({gpu.key: None, **{each.key: None for each in replicas[3:]}})
+    assert not state.occupied.by_replicas
+    state.apply({each.key: None for each in replicas})
+    assert not state.occupied.used
 
 
 @each_case("full", [1, 2])

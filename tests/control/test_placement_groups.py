@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -392,6 +393,7 @@ async def test_the_scheduler_hears_of_all_bundles_and_of_the_workers_that_are_mi
     assert len(in_use) == 2
     assert running.message.bundles[0] == [running.worker, {"CPU": 3.0}]
     await stage.until(lambda: stage.cluster.reported.in_use == in_use)
+    assert stage.cluster.reported.occupied == {running.worker: {"CPU": 3.0}}, "the others are for tasks"
     await stage.crash_controller()
     await stage.until(lambda: stage.cluster.reported.in_use == in_use)
     assert stage.running_of("b") == [running]
@@ -428,3 +430,22 @@ def test_events_of_a_replica_without_a_group_ignore_the_workers_of_others() -> N
         "b#1", S.STOPPING, worker="w1", bundles=({"CPU": 0.1}, {"CPU": 1.0}), bundle_workers=("w1", "w2")
     )
     assert observed.event_of(stopping) is None
+
+
+@staged(workers=1)
+async def test_a_replica_waits_for_what_tasks_hold_and_then_keeps_it_from_them(stage: Stage) -> None:
+    (only,) = [each.address for each in stage.cluster.workers()]
+    stage.cluster.change_worker(only, resources={"GPU": 1.0}, taken_by_tasks={"GPU": 1.0})
+    await stage.clock.sleep(31)  # by then, the controller has read the list of workers again
+    wanted = {"num_gpus": 1, "num_cpus": 2}
+    with pytest.raises(NoCapacityError, match=r"GPU 1 \(most free on one worker: 0\)"):
+        await stage.create("b", actor_options=wanted, timeout_s=5.0)
+    creating = asyncio.ensure_future(stage.create("b", actor_options=wanted))
+    await stage.until(lambda: stage.cluster.reported.claimed == {only: {"GPU": 1.0}})
+    assert not stage.cluster.reported.occupied
+    stage.cluster.change_worker(only, taken_by_tasks={})
+    await creating
+    await stage.until(lambda: stage.cluster.reported.occupied == {only: {"CPU": 2.0, "GPU": 1.0}})
+    assert not stage.cluster.reported.claimed
+    await stage.delete("b")
+    await stage.until(lambda: not stage.cluster.reported.occupied)

@@ -48,6 +48,7 @@ VALUES: Mapping[str, Any] = {
     "request_router_config": {"request_router_class": "RoundRobin"},
     "priority_config": {"header": "x-priority"},
     "hedging_config": {"budget": 0.02},
+    "dask_task_config": {"priority": 2},
     "method_header": True,
     "on_disconnect": "cancel",
     "event_loop": "worker",

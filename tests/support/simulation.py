@@ -20,7 +20,8 @@ from witness import Call, Witness, listing
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.cluster.protocols.base import ActorContext
-from daskserve.common.types import ActorAddress, ActorKind, Location, ReplicaState, UsageReport, WorkerInfo
+from daskserve.cluster.protocols.usage import UsageReport
+from daskserve.common.types import ActorAddress, ActorKind, Location, ReplicaState, WorkerInfo
 from daskserve.control.controller import Controller
 from daskserve.control.placement.placement import capacity
 from daskserve.control.records.config_ids import is_pausing

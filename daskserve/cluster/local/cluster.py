@@ -34,13 +34,13 @@ from daskserve.cluster.local.topic import Deliver, LocalTopic, deliver_at_once
 from daskserve.cluster.local.world import LocalWorld
 from daskserve.cluster.long_poll import CONTROLLER, ENDED, WORKERS
 from daskserve.cluster.protocols.base import ActorContext, ActorFactory, ActorSpec, Hosted, InstanceStore
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.types import (
     ActorAddress,
     ActorKind,
     InstanceName,
-    UsageReport,
     WorkerAddress,
     WorkerInfo,
 )
@@ -254,6 +254,7 @@ class LocalCluster:
         processes = [self.program, *(host.process for host in self._hosts.values())]
         await asyncio.gather(*(process.channels.close() for process in processes))
         await self._tasks.close()
+        await self.network.tasks.close()
         self.network.records.close()
 
     # Workers
@@ -296,9 +297,15 @@ class LocalCluster:
         return info
 
     def change_worker(self, worker: WorkerAddress, **changes: Any) -> None:
-        """Change worker fields such as ``is_available``; sends no notification, as on a real cluster."""
+        """Change worker fields such as ``is_available``.
+
+        As on a real cluster, it sends no notification, except of ``taken_by_tasks``.
+        """
         host = self._hosts[worker]
         host.info = replace(host.info, **changes)
+        if "taken_by_tasks" in changes:
+            taken = {worker: changes["taken_by_tasks"]}
+            self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "taken": taken})
 
     def suspend_worker(self, worker: WorkerAddress, *, is_suspended: bool = True) -> None:
         """Suspend a worker's process at any point, as SIGSTOP does, or resume it.

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from daskserve.cluster.local.network import LocalNetwork
 from daskserve.cluster.local.topic import LocalTopic
 from daskserve.cluster.protocols.base import Store
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock
-from daskserve.common.types import ActorAddress, InstanceName, UsageReport, WorkerAddress, WorkerInfo
+from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress, WorkerInfo
 
 
 class LocalWorld(Protocol):

@@ -24,8 +24,9 @@ from typing import Any
 from distributed import Scheduler
 
 from daskserve.cluster.distributed_internals import replace_idle_timeout, replace_method, restore_method
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.common.types import InstanceName, UsageReport, WorkerAddress
+from daskserve.common.types import InstanceName, WorkerAddress
 
 logger = logging.getLogger("daskserve.supervisor")
 

@@ -22,6 +22,7 @@ from daskserve.cluster.distributed_internals import (
     is_running,
 )
 from daskserve.cluster.probe import mismatch, version_probe
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.worker.host import Host, present_host
 from daskserve.common.formatting import shown
 from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress
@@ -79,8 +80,10 @@ class _HostEntry:
 class HostRegistry:
     """The Hosts, one per worker, each a Dask actor that the supervisor's client holds."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, reserved: ReservedResources) -> None:
         self._scheduler = scheduler
+        #: What replicas occupy, for the scheduler.
+        self.reserved = reserved
         self._client: Client | None = None
         #: The start message of each instance; the Hosts keep them for the next scheduler.
         self.starts: dict[InstanceName, Mapping[str, Any]] = {}
@@ -123,13 +126,15 @@ class HostRegistry:
         found = []
         for address, worker in self._scheduler.workers.items():
             if self.has(address):
+                declared = self.reserved.declared(worker)
                 found.append(
                     {
                         "address": address,
                         "host": worker.host,
-                        "threads": worker.nthreads,
+                        "threads": declared.threads,
                         "memory_bytes": worker.memory_limit or 0,
-                        "resources": dict(worker.resources),
+                        "resources": dict(declared.resources),
+                        "taken_by_tasks": self.reserved.taken_by_tasks(worker),
                         "name": str(worker.name),
                         "pid": worker.pid if hasattr(worker, "pid") else 0,
                         "is_available": is_running(worker)

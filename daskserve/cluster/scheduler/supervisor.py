@@ -30,6 +30,8 @@ from daskserve.cluster.distributed_internals import (
 )
 from daskserve.cluster.long_poll import ENDED, WORKERS
 from daskserve.cluster.probe import check_caller
+from daskserve.cluster.protocols.usage import UsageReport
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler.capacity import Capacity
 from daskserve.cluster.scheduler.controllers import (
     START_TIMEOUT_S,
@@ -62,7 +64,8 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
-from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, UsageReport, WorkerAddress
+from daskserve.cluster.task_queues import task_verbs
+from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
     InstanceError,
@@ -102,7 +105,9 @@ class Supervisor(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._client: Client | None = None
-        self._hosts = HostRegistry(scheduler)
+        taken = {"kind": WORKERS, "joined": [], "left": []}
+        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**taken, "taken": by}))
+        self._hosts = HostRegistry(scheduler, reserved)
         self._splices = Splices(scheduler, self._hosts)
         self._topics = EndedTopics(scheduler, self._is_anywhere)
         adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
@@ -120,7 +125,7 @@ class Supervisor(SchedulerPlugin):
         page = Page(scheduler, self._instances, access, api.feeds, guard, self._tasks.spawn)
         panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, targets.route, api, page, panels)
+        self._installed = (self._capacity, reserved, targets.route, api, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,
@@ -171,6 +176,7 @@ class Supervisor(SchedulerPlugin):
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
+            **task_verbs(lambda instance: self._known(instance).tasks),
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
@@ -326,6 +332,7 @@ class Supervisor(SchedulerPlugin):
             await self._hosts.end_instance(entry.name)
         self._topics.sweep()
         self._capacity.forget(entry.name)
+        self._hosts.reserved.forget(entry.name)
         self._evacuations.wake()
         entry.parcels.close()
         await close_records(entry)
@@ -369,6 +376,8 @@ class Supervisor(SchedulerPlugin):
         proxies: list[WorkerAddress],
         held: list[WorkerAddress],
         grace_s: float,
+        occupied: Mapping[WorkerAddress, Mapping[str, float]],
+        claimed: Mapping[WorkerAddress, Mapping[str, float]],
     ) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
@@ -380,8 +389,11 @@ class Supervisor(SchedulerPlugin):
                 entry.proxies,
                 frozenset(held),
                 grace_s,
+                occupied,
+                claimed,
             )
             self._capacity.report(instance, report)
+            self._hosts.reserved.reserve(instance, report)
             self._evacuations.wake()
         return self._capacity.is_adaptive
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from distributed import Client, Security, futures_of
 
-from daskserve.cluster.distributed_internals import ScatteringClient, is_wait_for_futures
+from daskserve.cluster.distributed_internals import is_wait_for_futures
+from daskserve.cluster.worker.request_tasks import TaskClient
 from daskserve.cluster.worker.worker_view import refuse_blocking_lock
 from daskserve.loops.event_loop import on_loop, running_loop
 from daskserve.loops.tasks import TaskSet
@@ -62,7 +63,7 @@ async def _release_when_acquired(acquiring: Awaitable[Any], release: Callable[[]
         await release()
 
 
-class UserClient(ScatteringClient):
+class UserClient(TaskClient):
     """A client that may be used anywhere: its methods return awaitables on event loops, and block in threads.
 
     Its methods may be called before it is connected.

@@ -379,6 +379,18 @@ class Observed:
         gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
         return next(gone, None)
 
+    def change_worker(self, worker: WorkerAddress, **changes: Any) -> None:
+        """Change some fields of a worker, if it is in the cluster."""
+        known = self.workers.get(worker)
+        if known is not None:
+            self.workers[worker] = replace(known, **changes)
+
+    def note_taken(self, taken: Mapping[WorkerAddress, Mapping[str, float]]) -> list[BackendTag]:
+        """Note what Dask's tasks hold on some workers; return the backends whose replicas wait for room."""
+        for worker, amounts in taken.items():
+            self.change_worker(worker, taken_by_tasks=amounts)
+        return [tag for tag, notes in self.notes.items() if notes.waiting is not None]
+
     def notes_of(self, tag: BackendTag) -> Notes:
         """Return the notes about a backend."""
         return self.notes.get(tag) or Notes()

@@ -1,14 +1,14 @@
 """Placement: which workers get a replica, or the bundles of a placement group or gang.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
-requests of the replicas placed on it. A worker must be available and allowed, and must have room; it must not
-be one that ``system_workers`` keeps for the controller and the proxies; its host
-must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker with the fewest
-replicas of the same backend wins, then the one whose host has the fewest; then one without the controller
-and proxies, as long as it has fewer replicas than threads; then the one with the fewest replicas, where a
-proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the most replicas
-win in each case, and a proxy or the controller is avoided first. Ties are resolved by address, so the
-result is repeatable.
+requests of the replicas placed on it, and with what Dask's tasks hold. A worker must be available and
+allowed, and must have room; it must not be one that ``system_workers`` keeps for the controller and the
+proxies; its host must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker
+with the fewest replicas of the same backend wins, then the one whose host has the fewest; then one without
+the controller and proxies, as long as it has fewer replicas than threads; then the one with the fewest
+replicas, where a proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the
+most replicas win in each case, and a proxy or the controller is avoided first. Ties are resolved by address,
+so the result is repeatable.
 
 All that is placed together is one `Demand`: bundles that have room all or none
 (`daskserve.control.placement.bin_packing`). A replica is one bundle, or those of its placement group; a gang
@@ -127,6 +127,12 @@ class TentativeUsage:
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
         return self._used[worker] if worker in self._used else self._state.used(worker)
+
+    def used_by_replicas(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return the part of `used` that is not for Dask's tasks; all that has changed counts as such."""
+        own, before = self._state.occupied.by_replicas.get(worker, {}), self._state.used(worker)
+        used = self._used.get(worker, {})
+        return {**own, **{name: own.get(name, 0) + used[name] - before.get(name, 0) for name in used}}
 
     def bundles_on(self) -> Mapping[WorkerAddress, int]:
         """Return the workers that hold bundles, each with their number."""
@@ -331,8 +337,7 @@ def _room_of(
     free = {}
     for worker in workers:
         if worker.is_available and not worker.is_system and is_allowed(worker, demand.allowed_workers):
-            offered, used = capacity(worker), state.used(worker.address)
-            free[worker.address] = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
+            free[worker.address] = _free(state, worker, names)
     hosts = {worker.address: worker.host for worker in workers}
     if demand.most_per_host is None:
         return FreeResources(free, hosts)
@@ -340,6 +345,22 @@ def _room_of(
         on_hosts = _count_on_hosts(workers, state.workers_of(demand.backend))
     left = {host: demand.most_per_host - on_hosts.get(host, 0) for host in hosts.values()}
     return FreeResources(free, hosts, Counter(left))
+
+
+def _free(state: ResourceUsage, worker: WorkerInfo, names: Iterable[str]) -> dict[str, float]:
+    """Return the amounts that neither replicas nor Dask's tasks occupy on a worker."""
+    offered, used = capacity(worker), state.used(worker.address)
+    free = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
+    if worker.taken_by_tasks:
+        # Tasks may be in bundles, which count as used already.
+        if isinstance(state, TentativeUsage):
+            own = state.used_by_replicas(worker.address)
+        else:
+            own = state.occupied.by_replicas.get(worker.address, {})
+        for name in worker.taken_by_tasks.keys() & free.keys():
+            left = offered.get(name, 0) - own.get(name, 0) - worker.taken_by_tasks[name]
+            free[name] = min(free[name], left)
+    return free
 
 
 def _count_on_hosts(workers: Iterable[WorkerInfo], bundles: Mapping[WorkerAddress, int]) -> dict[str, int]:

@@ -6,6 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from daskserve.common.types import WorkerAddress
 from daskserve.control.records.records import ReplicaRecord
+from daskserve.options.actor import ACCELERATOR
+
+#: Tolerance for the rounding errors of sums.
+TOLERANCE = 1e-9
 
 
 def bundles_of(replica: ReplicaRecord) -> tuple[Mapping[str, float], ...]:
@@ -26,3 +30,52 @@ def is_on(replica: ReplicaRecord, workers: Collection[WorkerAddress]) -> bool:
     if not workers:
         return False  # as for nearly all replicas: no worker retires
     return replica.worker in workers or any(each in workers for each in replica.bundle_workers)
+
+
+class OccupiedResources:
+    """The amounts that replicas occupy on each worker, by resource.
+
+    Attributes
+    ----------
+    used : mapping
+        All bundles.
+    by_replicas : mapping
+        The replicas themselves: what Dask's tasks cannot use. The other bundles of placement groups are for
+        tasks. Shares of a worker's threads that are less than one thread together are left out.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[WorkerAddress, dict[str, float]] = {}
+        self.by_replicas: dict[WorkerAddress, dict[str, float]] = {}
+        self._own: dict[WorkerAddress, dict[str, float]] = {}
+
+    def add(self, replica: ReplicaRecord, sign: int) -> None:
+        """Add a replica, or with a ``sign`` of -1 remove it."""
+        for worker, amounts in places_of(replica):
+            _add(self.used.setdefault(worker, {}), amounts, sign)
+        if replica.worker is not None:
+            own = self._own.setdefault(replica.worker, {})
+            _add(own, replica.demand, sign)
+            self._note(replica.worker, own)
+
+    def drop(self, worker: WorkerAddress) -> None:
+        """Forget a worker that is empty, with the rounding errors of its sums."""
+        for known in (self.used, self._own, self.by_replicas):
+            known.pop(worker, None)
+
+    def _note(self, worker: WorkerAddress, own: Mapping[str, float]) -> None:
+        found = {
+            name: amount
+            for name, amount in own.items()
+            if amount > (1 if name == "CPU" else 2 * TOLERANCE) - TOLERANCE
+            and not name.startswith(ACCELERATOR)
+        }
+        if found:
+            self.by_replicas[worker] = found
+        else:
+            self.by_replicas.pop(worker, None)
+
+
+def _add(sums: dict[str, float], amounts: Mapping[str, float], sign: int) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0) + sign * amount

@@ -17,7 +17,7 @@ from daskserve.common.types import (
     described,
 )
 from daskserve.control.records.applications import Applications
-from daskserve.control.records.bundles import places_of
+from daskserve.control.records.bundles import OccupiedResources, places_of
 from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
@@ -114,7 +114,7 @@ class State:
         #: The number of bundles, which may be more than the replicas: of all backends, and of each.
         self._bundles_on: dict[WorkerAddress, int] = {}
         self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
-        self._used: dict[WorkerAddress, dict[str, float]] = {}
+        self.occupied = OccupiedResources()
         self._autoscaled: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
         self._endpoint_by_route: dict[str, EndpointTag] = {}
@@ -192,7 +192,7 @@ class State:
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
-        return self._used.get(worker, {})
+        return self.occupied.used.get(worker, {})
 
     def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
         """Return the endpoints whose traffic or shadows name a backend."""
@@ -322,14 +322,11 @@ class State:
             del self._workers_of[backend]
 
     def _reserve(self, replica: ReplicaRecord, sign: int) -> None:
-        for worker, amounts in places_of(replica):
+        self.occupied.add(replica, sign)
+        for worker, _ in places_of(replica):
             self._count(worker, replica.backend, sign)
-            used = self._used.setdefault(worker, {})
-            for name, amount in amounts.items():
-                used[name] = used.get(name, 0) + sign * amount
             if worker not in self._bundles_on:
-                # The worker is empty: drop the sums with their rounding errors.
-                self._used.pop(worker, None)
+                self.occupied.drop(worker)
 
 
 def _add(counts: dict[str, int], name: str, by: int) -> None:

@@ -113,7 +113,7 @@ class LocalCode:
         self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
-        self._holder = RankHolder(as_rank_info(start.rank_info))
+        self._holder = RankHolder(as_rank_info(start.rank_info), vars(start.config)["dask_task_config"])
         self._has_liveness_probe = start.config.liveness is not None
         self.inspection = LocalInspection(
             start.replica_tag, lambda: self._executor, owns_process=context.owns_process
@@ -347,6 +347,7 @@ class LocalCode:
         self.slots.resize(concurrency)
         executor.threads.limit = _threads(concurrency)
         await self._allow_app_threads(executor, servable, concurrency)
+        self._holder.dask_task_config = vars(options)["dask_task_config"]
         self._set_current_replica(servable.target)
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
@@ -400,13 +401,12 @@ class LocalCode:
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
-        labels = (self._context.spec.instance, self._start.backend_tag, self._start.replica_tag)
+        labels = self._start.labels(self._context.spec.instance)
         return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(labels)]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
-        start = self._start
-        return self._metrics.user_samples((self._context.spec.instance, start.backend_tag, start.replica_tag))
+        return self._metrics.user_samples(self._start.labels(self._context.spec.instance))
 
     def _parts(self) -> tuple[UserExecutor, Servable]:
         if self._executor is None or self._servable is None:

@@ -14,6 +14,7 @@ from daskserve.cluster.actors.calls import host_of
 from daskserve.cluster.local.cluster import LocalCluster, deliver_at_once
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster, StoreChange, verb, verbs_of
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.store.opening import MemoryStore
 from daskserve.common.types import (
     ActorAddress,
@@ -26,7 +27,6 @@ from daskserve.common.types import (
     OnAnswer,
     Receive,
     Send,
-    UsageReport,
     WorkerInfo,
 )
 from daskserve.errors import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.scheduler.capacity import ADAPTIVE_S, REQUEST_WAIT_S, Capacity
 from daskserve.cluster.scheduler.hosts import HOST_KEY
-from daskserve.common.types import UsageReport
 
 pytestmark = pytest.mark.virtual_time
 

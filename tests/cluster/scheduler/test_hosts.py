@@ -12,6 +12,7 @@ import pytest
 from distributed import Client, Scheduler, Worker
 from tables import each_case
 
+from daskserve.cluster.reserved_resources import ReservedResources
 from daskserve.cluster.scheduler import hosts
 from daskserve.cluster.scheduler.hosts import ANSWER_S, HostRegistry, _HostEntry
 from daskserve.errors import ActorLostError, InstanceError, UnavailableError
@@ -49,7 +50,7 @@ async def restarted(
     monkeypatch.setattr(hosts, "call_actor", call_actor)
     monkeypatch.setattr(hosts, "connect_comm", connect)
     scheduler: Any = NannyScheduler(**options)
-    registry = HostRegistry(scheduler)
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
     client: Any = object()
     registry.open(client)
     registry._entries[WORKER] = _HostEntry("key", future=client, is_open=True)
@@ -118,7 +119,7 @@ def test_a_worker_can_be_retired_although_its_host_was_just_starting(
             Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
         ):
             busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler)
+            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
             registry.open(client)
             admitting = asyncio.ensure_future(registry.admit(worker.address))
             while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event

@@ -1,0 +1,42 @@
+"""What a controller reports to the scheduler about the workers that its instance uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from daskserve.common.types import WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """A controller's report to the scheduler about the workers that its instance uses.
+
+    Attributes
+    ----------
+    in_use : frozenset
+        Workers that hold replicas, other bundles of their placement groups, or proxies, or are about to.
+    retiring : frozenset
+        Workers that are about to leave, so that the controller places nothing new on them.
+    waiting_workers : int
+        Number of additional workers needed for the replicas that wait for capacity.
+    proxies : frozenset
+        Workers that hold proxies, from which the controller keeps away.
+    held : frozenset
+        Workers that an adaptive cluster must keep: those in use, except for proxies that may end with them.
+    grace_s : float
+        How long the requests on retiring workers may take, in seconds.
+    occupied : mapping
+        The amounts on each worker that Dask's tasks cannot use, by resource: threads as CPU, and resources.
+    claimed : mapping
+        The amounts of resources on each worker for which replicas wait, because tasks hold them.
+    """
+
+    in_use: frozenset[WorkerAddress] = frozenset()
+    retiring: frozenset[WorkerAddress] = frozenset()
+    waiting_workers: int = 0
+    proxies: frozenset[WorkerAddress] = frozenset()
+    held: frozenset[WorkerAddress] = frozenset()
+    grace_s: float = 0.0
+    occupied: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)
+    claimed: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)
