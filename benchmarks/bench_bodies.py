@@ -1,7 +1,7 @@
 """Bodies of 10 MB beside uvicorn: the CPU time of a request, and the memory that it takes and leaves.
 
 Each system gets the same number of requests over the same connections, in turns; so a busy machine changes
-the CPU time less than the rate. daskserve runs in one worker with a proxy and a replica, uvicorn in one process.
+the CPU time less than the rate. daskserve runs in one worker with a proxy and a replica, uvicorn alone.
 
 It needs ``pip install uvicorn``. Run: ``python benchmarks/bench_bodies.py [--connections N] [--rounds N]``.
 """
@@ -12,7 +12,6 @@ import argparse
 import os
 import socket
 import statistics
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -134,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
