@@ -124,6 +124,7 @@ setup(
         "daskserve.data.replica.requests",
         "daskserve.data.replica.user_code",
         "daskserve.data.tasks",
+        "daskserve.data.tasks.queues",
         "daskserve.internals",
         "daskserve.loops",
         "daskserve.openai",

@@ -74,8 +74,8 @@ if TYPE_CHECKING:
     from daskserve.data.caller.calls.resuming import resume_stream
     from daskserve.data.multiplexing.decorator import multiplexed
     from daskserve.data.replica.user_code.class_app import ingress
-    from daskserve.data.tasks.adapter import instantiate_adapter_from_config
     from daskserve.data.tasks.config import (
+        InstanceAdapterConfig,
         RedisAdapterConfig,
         SQLiteAdapterConfig,
         TaskProcessorConfig,
@@ -133,8 +133,9 @@ _NAMES: Mapping[str, str] = {
     "data.batching.continuous.decorator": "continuous_batch",
     "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
-    "data.tasks.adapter": "instantiate_adapter_from_config",
-    "data.tasks.config": "RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig TaskResult TaskSchedule",
+    "client.functions.task_queues": "instantiate_adapter_from_config",
+    "data.tasks.config": "InstanceAdapterConfig RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig "
+    "TaskResult TaskSchedule",
     "data.tasks.current": "TaskContext get_task_context",
     "data.tasks.http": "task_api",
     "data.tasks.sources": "SourceItem source",
@@ -169,6 +170,7 @@ __all__ = [
     "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
+    "InstanceAdapterConfig",
     "LoggingConfig",
     "PlacementBundle",
     "PlacementGroup",

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from daskserve.data.tasks.adapter import instantiate_adapter_from_config
+from daskserve.client.functions.task_queues import instantiate_adapter_from_config
 from daskserve.data.tasks.decorator import task_consumer, task_handler
 
 __all__ = ["instantiate_adapter_from_config", "task_consumer", "task_handler"]

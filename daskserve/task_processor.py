@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
-from daskserve.data.tasks.durable import RedisTaskProcessorAdapter, SQLiteTaskProcessorAdapter
+from daskserve.data.tasks.durable import (
+    InstanceTaskProcessorAdapter,
+    RedisTaskProcessorAdapter,
+    SQLiteTaskProcessorAdapter,
+)
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
 
 __all__ = [
     "AsyncCapability",
+    "InstanceTaskProcessorAdapter",
     "RedisTaskProcessorAdapter",
     "SQLiteTaskProcessorAdapter",
     "TaskConflictError",

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from daskserve.common.types import Location
 from daskserve.data.tasks.config import (
+    InstanceAdapterConfig,
     RedisAdapterConfig,
     SQLiteAdapterConfig,
     TaskProcessorConfig,
@@ -59,6 +60,7 @@ MODELS = {
         TracingConfig,
         TaskProcessorConfig,
         TaskSchedule,
+        InstanceAdapterConfig,
         SQLiteAdapterConfig,
         RedisAdapterConfig,
     )

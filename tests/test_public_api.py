@@ -35,6 +35,7 @@ PUBLIC = {
     "Response",
     "ResponseGenerator",
     "RunTarget",
+    "InstanceAdapterConfig",
     "RedisAdapterConfig",
     "SQLiteAdapterConfig",
     "ServeError",

@@ -115,7 +115,7 @@ class ControllerCore:
             poke=reconciler.poke,
         )
         self.undoing.append(self.building.stop)
-        self.scaler = Scaler(self.state, self.observed, self.clock, poke=reconciler.poke)
+        self.scaler = Scaler(self.state, self.observed, self.clock, reconciler.poke, self.cluster.tasks)
         self.undoing.append(await self.cluster.subscribe(self._on_message))
         await self._refresh_workers()
         self.observed.unready = unready(self.state, frozenset(), self.state.backends.keys())

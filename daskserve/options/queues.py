@@ -15,8 +15,11 @@ from daskserve.options.fields.secrets import SecretOption, checked_secret, maske
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 #: For a queue of daskserve's own in a file, with an absolute path: ``sqlite:///var/tasks.sqlite``.
 SQLITE_SCHEME = "sqlite"
+#: For a queue that the instance keeps: ``instance://``.
+INSTANCE_SCHEME = "instance"
 #: Kombu's schemes, and whether they use TLS.
 RABBITMQ_SCHEMES: Mapping[str, bool] = {"amqp": False, "pyamqp": False, "amqps": True}
+_KINDS: Mapping[str, str] = {SQLITE_SCHEME: "a file", INSTANCE_SCHEME: "tasks of the instance"}
 #: Smallest allowed poll interval.
 SHORTEST_POLL_S = 0.1
 #: A length is stale after this many poll intervals.
@@ -41,8 +44,8 @@ class QueueOptions:
     ----------
     broker_url : str or reference
         ``redis://``, ``rediss://``, ``unix://`` or ``amqp://`` (``amqps://``), as Celery and Kombu write it,
-        ``sqlite://`` with the path of a file of tasks; or a reference to it
-        (`daskserve.options.fields.secrets`).
+        ``sqlite://`` with the path of a file of tasks, or ``instance://`` for tasks that the instance keeps;
+        or a reference to it (`daskserve.options.fields.secrets`).
     queue_name : str
         The queue; with Redis, the key of the list.
     rabbitmq_management_url : str or reference, optional
@@ -104,7 +107,7 @@ class QueueOptions:
 
     def _check_broker(self) -> None:
         parts = _split("broker_url", self.broker_url)
-        known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES, SQLITE_SCHEME)
+        known = (*REDIS_SCHEMES, *RABBITMQ_SCHEMES, SQLITE_SCHEME, INSTANCE_SCHEME)
         if parts.scheme not in known:
             raise ValueError(
                 f"broker_url is {masked(self.broker_url)!r}; give a URL that begins with one of "
@@ -112,6 +115,10 @@ class QueueOptions:
             )
         if parts.scheme == "unix" and not parts.path:
             raise ValueError('broker_url is "unix://" without a path; write "unix:///run/redis/redis.sock"')
+        if parts.scheme == INSTANCE_SCHEME and (parts.netloc or parts.path):
+            raise ValueError(
+                f'broker_url is {masked(self.broker_url)!r}; write "instance://" for tasks of this instance'
+            )
         if parts.scheme == SQLITE_SCHEME and (parts.netloc not in ("", "~") or len(parts.path) < 2):
             raise ValueError(
                 f"broker_url is {masked(self.broker_url)!r}; give an absolute path, or one with ~, such as "
@@ -142,7 +149,7 @@ class QueueOptions:
         if not self.is_rabbitmq:
             raise ValueError(
                 f"rabbitmq_management_url is given, but broker_url is {masked(self.broker_url)!r}; omit "
-                f"rabbitmq_management_url for {'a file' if broker.scheme == SQLITE_SCHEME else 'Redis'}"
+                f"rabbitmq_management_url for {_KINDS.get(broker.scheme, 'Redis')}"
             )
         parts = _split("rabbitmq_management_url", given)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -173,6 +180,11 @@ class QueueOptions:
     def is_rabbitmq(self) -> bool:
         """Whether the broker is RabbitMQ."""
         return urlsplit(self.url).scheme in RABBITMQ_SCHEMES
+
+    @property
+    def is_of_instance(self) -> bool:
+        """Whether the instance keeps the queue."""
+        return urlsplit(self.url).scheme == INSTANCE_SCHEME
 
     @property
     def file(self) -> str | None:

@@ -264,7 +264,7 @@ def test_a_controller_polls_the_queue_until_the_backend_is_deleted(
     queue = ScriptedQueue()
     opened: list[QueueOptions] = []
 
-    def open_scripted(options: QueueOptions, fetch: Any) -> ScriptedQueue:
+    def open_scripted(options: QueueOptions, fetch: Any, tasks: object) -> ScriptedQueue:
         opened.append(options)
         return queue
 

@@ -18,6 +18,7 @@ from distributed import Client
 from redis_servers import RedisServer
 
 import daskserve as serve
+from daskserve.task_processor import TaskQueueError
 
 COUNT = 2000
 LEASE_S = 3.0
@@ -46,9 +47,9 @@ def run(client: serve.Client, config: serve.TaskProcessorConfig, folder: Path, *
     return notes
 
 
-def submitted(config: serve.TaskProcessorConfig, count: int = COUNT) -> Any:
+def submitted(config: serve.TaskProcessorConfig, count: int = COUNT, **options: Any) -> Any:
     """Submit tasks, twice, and return their adapter."""
-    tasks: Any = serve.instantiate_adapter_from_config(config)
+    tasks: Any = serve.instantiate_adapter_from_config(config, **options)
     many = [{"task_name": "note", "args": [number], "id": f"t{number}"} for number in range(count)]
     for start in range(0, count, 500):
         assert all(each.is_new for each in tasks.submit_many(many[start : start + 500]))
@@ -58,6 +59,14 @@ def submitted(config: serve.TaskProcessorConfig, count: int = COUNT) -> Any:
 
 def done(tasks: Any) -> int:
     return int(tasks.get_metrics_sync()["SUCCESS"])
+
+
+def done_again(tasks: Any) -> int | None:
+    """Return the number of tasks that are done; None while the queue cannot be reached."""
+    try:
+        return done(tasks)
+    except TaskQueueError:
+        return None
 
 
 def check(tasks: Any, notes: Path, count: int = COUNT) -> Counter[str]:
@@ -84,7 +93,7 @@ def worker_pids(dask: Client) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.limit_s(600)
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+@pytest.mark.parametrize("kind", ["sqlite", "redis", "instance"])
 def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         quick = {"lease_s": LEASE_S, "poll_interval_s": 0.05, "max_losses": 1000}
@@ -94,10 +103,12 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
             server = RedisServer(tmp_path)
             stack.callback(lambda: server and server.kill())
             kept = serve.RedisAdapterConfig(url=server.url, **quick)
+        elif kind == "instance":
+            kept = serve.InstanceAdapterConfig(**quick)
         config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
         dask = stack.enter_context(nannied_cluster(3))
         client = stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
-        tasks = submitted(config)
+        tasks = submitted(config, client=client)
         notes = run(client, config, tmp_path, num_replicas=3)
         for round in range(4):
             before = done(tasks)
@@ -122,8 +133,12 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.limit_s(600)
-def test_tasks_run_on_while_the_scheduler_is_dead(tmp_path: Path) -> None:
-    kept = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
+@pytest.mark.parametrize("kind", ["sqlite", "instance", "instance in memory"])
+def test_tasks_run_on_after_the_scheduler_was_killed(kind: str, tmp_path: Path) -> None:
+    kept: Any = serve.InstanceAdapterConfig(lease_s=LEASE_S)
+    if kind == "sqlite":
+        kept = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
+    store = f"sqlite:///{tmp_path}/serve.db" if kind == "instance" else "memory://"
     config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -137,17 +152,25 @@ def test_tasks_run_on_while_the_scheduler_is_dead(tmp_path: Path) -> None:
             stack.enter_context(dask_worker(address, tmp_path))
         dask = stack.enter_context(Client(address))
         dask.wait_for_workers(2, timeout=30)
-        client = stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
+        client = stack.enter_context(
+            serve.start(dask_client=dask, http_options={"port": 0}, store=store, name="shop")
+        )
         tasks = submitted(config, 400)
         notes = run(client, config, tmp_path, num_replicas=2)
         scheduler.process.send_signal(signal.SIGKILL)
         scheduler.wait()
-        before = done(tasks)
-        poll_for(lambda: done(tasks) >= before + 100, 150, every_s=0.05)
+        if kind == "sqlite":  # it is still there
+            before = done(tasks)
+            poll_for(lambda: done(tasks) >= before + 100, 150, every_s=0.05)
+        else:
+            with pytest.raises(TaskQueueError, match="cannot be reached"):
+                tasks.enqueue_task_sync("note", [1])
         again = Program(dask_command("scheduler", *arguments), tmp_path, keeps_stdin=True)
         stack.callback(again.kill)
+        poll_for(lambda: done_again(tasks) is not None, 60, every_s=0.1)
         assert set(check(tasks, notes, 400).values()) == {1}
         tasks.shutdown()
+        client.shutdown()  # while there is a scheduler
 
 
 @pytest.mark.nightly

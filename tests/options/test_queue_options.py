@@ -37,6 +37,7 @@ def config(**kwargs: Any) -> AutoscalingConfig:
         ({**REDIS, "broker_url": f"amqp://u:{SECRET}@/v"}, "without a host"),
         ({**REDIS, "broker_url": "sqlite://tasks.sqlite"}, "give an absolute path"),
         ({**REDIS, "broker_url": "sqlite:///"}, "give an absolute path"),
+        ({**REDIS, "broker_url": "instance://shop"}, 'write "instance://"'),
         ({**REDIS, "queue_name": ""}, "give the name of a queue"),
         ({**REDIS, "queue_name": 7}, "give the name of a queue"),
         ({**REDIS, "poll_interval_s": 0}, "0.1 or more"),

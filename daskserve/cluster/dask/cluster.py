@@ -164,6 +164,17 @@ class RemoteStore:
             ) from error
 
 
+class RemoteTaskQueues:
+    """The instance's queues of tasks, which live in the scheduler process."""
+
+    def __init__(self, client: Client, instance: InstanceName) -> None:
+        self._client, self._instance = client, instance
+
+    async def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        message = {"instance": self._instance, "method": method, "arguments": arguments}
+        return await ask_supervisor(self._client, "call_task_queue", **message)
+
+
 class DaskCluster(ProcessView):
     """The implementation of `daskserve.cluster.protocols.base.Cluster` on Dask.
 
@@ -190,6 +201,7 @@ class DaskCluster(ProcessView):
     ) -> None:
         super().__init__(instance, channels, registry, clock)
         self.store = RemoteStore(client, instance)
+        self.tasks = RemoteTaskQueues(client, instance)
         self.connection = connection
         self._client = client
         self._worker = local_worker
@@ -251,6 +263,7 @@ class DaskCluster(ProcessView):
             held=sorted(report.held),
             grace_s=report.grace_s,
             occupied={worker: dict(amounts) for worker, amounts in report.occupied.items()},
+            claimed={worker: dict(amounts) for worker, amounts in report.claimed.items()},
         )
         return is_adaptive
 

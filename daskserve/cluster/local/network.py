@@ -10,6 +10,7 @@ from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.local.records import LocalRecords
 from daskserve.cluster.local.run_state import RunState
 from daskserve.cluster.local.transport import WhenAwake, connect
+from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError
 
@@ -43,6 +44,8 @@ class LocalNetwork:
         self.when_ended: Callable[[], None] | None = None
         #: The log records of the workers.
         self.records = LocalRecords()
+        #: The queues of tasks, which are where the scheduler would be.
+        self.tasks = InstanceTaskQueues("memory://", "local")
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:
         """Cut two workers off from each other, as if both had noticed by now.

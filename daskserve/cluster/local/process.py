@@ -67,6 +67,7 @@ class LocalProcess(ProcessView):
         self.state = state
         self.connection = LocalConnection(world, self)
         self.store: Store = _ProcessStore(world, state)
+        self.tasks = _ProcessTasks(world, state)
         self._world = world
         here = "program" if registry is None else registry.worker
 
@@ -190,6 +191,19 @@ class _LocalRequest:
             raise
         await self._state.wait_until_running()
         return load
+
+
+class _ProcessTasks:
+    """One process's access to the instance's queues of tasks."""
+
+    def __init__(self, world: LocalWorld, state: RunState) -> None:
+        self._world, self._state = world, state
+
+    async def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        await self._state.wait_until_running()
+        found = await self._world.network.tasks.call(method, plain_copy(arguments))
+        await self._state.wait_until_running()
+        return plain_copy(found)
 
 
 class _ProcessStore:

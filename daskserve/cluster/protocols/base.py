@@ -195,6 +195,13 @@ class ReportsMetrics(Protocol):
 TopicHandler = Callable[[Any], None]
 
 
+class TaskQueues(Protocol):
+    """The queues of tasks of an instance, which are where its store is."""
+
+    async def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of `daskserve.data.tasks.queues.hosted.HostedQueues` with plain values."""
+
+
 class Cluster(Protocol):
     """One process's view of the cluster, for one instance."""
 
@@ -205,6 +212,9 @@ class Cluster(Protocol):
 
     @property
     def store(self) -> Store: ...
+
+    @property
+    def tasks(self) -> TaskQueues: ...
 
     async def workers(self) -> Sequence[WorkerInfo]:
         """Return the workers that may hold actors, as the scheduler knows them now."""

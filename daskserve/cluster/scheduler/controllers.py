@@ -19,6 +19,7 @@ from daskserve.cluster.long_poll import CONTROLLER, WORKERS
 from daskserve.cluster.protocols.base import ActorSpec, InstanceStore
 from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
+from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
 from daskserve.errors import ActorLostError, BadRequestError, ServeError
 
@@ -72,18 +73,24 @@ class Instance:
     #: Whether its start has failed, so that the store goes back to the instance that had it before.
     has_failed: bool = False
     grace: asyncio.TimerHandle | None = None
+    #: The URL of the store.
+    url: str = "memory://"
     parcels: InstanceParcels = field(init=False)
+    tasks: InstanceTaskQueues = field(init=False)
 
     def __post_init__(self) -> None:
         self.parcels = InstanceParcels(self.store)
+        self.tasks = InstanceTaskQueues(self.url, self.name, self.start_id)
 
     @classmethod
     def started_by(cls, start: Mapping[str, Any], store: InstanceStore) -> Self:
         """Return the instance that a message of the verb ``start_instance`` starts."""
         fields = {name: start[name] for name in ("owner", "owns_cluster", "grace_s", "payload")}
         optional = {name: start[name] for name in ("start_id", "is_default") if name in start}
+        url = start.get("store", "memory://")
         system_workers = tuple(start.get("system_workers", ()))
-        return cls(name=start["instance"], store=store, system_workers=system_workers, **fields, **optional)
+        named = {"name": start["instance"], "store": store, "url": url, "system_workers": system_workers}
+        return cls(**named, **fields, **optional)
 
     def spare(self) -> None:
         """Cancel the end that was planned."""

@@ -186,7 +186,7 @@ def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
 
 
 async def close_records(entry: Instance) -> None:
-    """Let others have the records of an instance that ends, and close its store."""
+    """Let others have the records of an instance that ends, and close its store and its queues of tasks."""
     if entry.watching is not None:
         entry.watching.cancel()
     try:
@@ -194,6 +194,7 @@ async def close_records(entry: Instance) -> None:
             await entry.store.release(gives_back=entry.has_failed)
     except (OSError, ServeError) as error:
         logger.warning("Instance %s ended without releasing its store: %s", entry.name, error)
+    await entry.tasks.close()
     await entry.store.close()
 
 

@@ -64,6 +64,7 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
+from daskserve.cluster.task_queues import task_verbs
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
@@ -175,6 +176,7 @@ class Supervisor(SchedulerPlugin):
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
+            **task_verbs(lambda instance: self._known(instance).tasks),
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
@@ -375,6 +377,7 @@ class Supervisor(SchedulerPlugin):
         held: list[WorkerAddress],
         grace_s: float,
         occupied: Mapping[WorkerAddress, Mapping[str, float]],
+        claimed: Mapping[WorkerAddress, Mapping[str, float]],
     ) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
@@ -387,9 +390,10 @@ class Supervisor(SchedulerPlugin):
                 frozenset(held),
                 grace_s,
                 occupied,
+                claimed,
             )
             self._capacity.report(instance, report)
-            self._hosts.reserved.reserve(instance, occupied)
+            self._hosts.reserved.reserve(instance, report)
             self._evacuations.wake()
         return self._capacity.is_adaptive
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from daskserve.cluster.protocols.base import TaskQueues
 from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, QueueLength
+from daskserve.errors import ServeError
 from daskserve.options.queues import QueueOptions
 
 #: Returns the response body of a GET with this username and password; see `fetching.HTTPFetcher`.
@@ -24,15 +26,36 @@ PRIORITY_SEPARATOR = "\x06\x16"
 PRIORITIES = range(1, 10)
 
 
-def open_queue(options: QueueOptions, fetch: FetchAs) -> QueueLength:
-    """Return the queue at its broker, without connecting to it."""
+def open_queue(options: QueueOptions, fetch: FetchAs, tasks: TaskQueues | None = None) -> QueueLength:
+    """Return the queue at its broker, without connecting to it; ``tasks`` are those of the instance."""
+    if options.is_of_instance:
+        return InstanceQueue(tasks, options.queue_name)
     if options.file is not None:
         return FileQueue(options.file, options.queue_name)
     return RabbitMQQueue(options, fetch) if options.is_rabbitmq else RedisQueue(options)
 
 
+class InstanceQueue:
+    """A queue of tasks that the instance keeps."""
+
+    def __init__(self, tasks: TaskQueues | None, name: str) -> None:
+        self._tasks, self._name = tasks, name
+
+    async def read(self) -> float:
+        """Return the number of tasks that are ready to run."""
+        if self._tasks is None:
+            raise ValueError("there is no instance that keeps queues of tasks")
+        try:
+            return float(await self._tasks.call("ready", [self._name]))
+        except ServeError as error:
+            raise ValueError(str(error)) from error
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
 class FileQueue:
-    """A queue of `daskserve.data.tasks.sqlite`, in a file of this machine."""
+    """A queue of `daskserve.data.tasks.queues.sqlite`, in a file of this machine."""
 
     def __init__(self, path: str, name: str) -> None:
         self._path, self._name = Path(os.path.expanduser(path)), name
@@ -68,7 +91,7 @@ class RedisQueue:
         name = options.queue_name
         self._url = options.url
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
-        #: The key of the ready tasks of `daskserve.data.tasks.redis_queue`, with the default prefix.
+        #: The key of the ready tasks of `daskserve.data.tasks.queues.redis_queue`, with the default prefix.
         self._tasks = f"{{daskserve}}:ready:{name}"
         #: The key of the delayed tasks. Only a consumer moves those that are due to the ready ones.
         self._delayed = f"{{daskserve}}:delayed:{name}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
+from daskserve.cluster.protocols.base import TaskQueues
 from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
@@ -97,15 +98,23 @@ class Scaler:
     ----------
     poke
         Makes the controller's loop reconcile some backends.
+    tasks
+        The queues of tasks that the instance keeps.
     """
 
     def __init__(
-        self, state: State, observed: Observed, clock: Clock, *, poke: Callable[[Iterable[str]], None]
+        self,
+        state: State,
+        observed: Observed,
+        clock: Clock,
+        poke: Callable[[Iterable[str]], None],
+        tasks: TaskQueues | None = None,
     ) -> None:
         self._state = state
         self._observed = observed
         self._clock = clock
         self._poke = poke
+        self._tasks = tasks
         self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
         self._fetcher: HTTPFetcher | None = None
@@ -338,7 +347,7 @@ class Scaler:
             entry.backlog = Backlog(
                 display_name(self._state, tag),
                 options,
-                open_queue=lambda options: open_queue(options, fetch),
+                open_queue=lambda options: open_queue(options, fetch, self._tasks),
                 clock=self._clock,
                 variables=settings.process_variables(),
             )

@@ -27,6 +27,7 @@ from daskserve.context import HasConnection
 from daskserve.data.replica.code_protocol import UserCode
 from daskserve.data.tasks.consumer import Failure, Lost, Released, TaskConsumer
 from daskserve.data.tasks.payloads import error_text, joined, parted
+from daskserve.data.tasks.queues.instance import InstanceQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ActorLostError, ReplicaBusyError, ReplicaStartError
 from daskserve.options.start_messages import ReplicaStart
@@ -78,6 +79,8 @@ class ReplicaTasks:
         try:
             spec, adapter, durable = await call(_opened, packed)
             self._spec, self._adapter = spec, adapter
+            if durable is not None and isinstance(durable.queue, InstanceQueue):
+                durable.queue.join(self._context.cluster.connection, self._context.spec.instance)
             await call(adapter.initialize, concurrency)
             if durable is None:
                 for name, method in spec.handlers.items():

@@ -177,32 +177,3 @@ def made_adapter(config: TaskProcessorConfig) -> TaskProcessorAdapter:
     if not isinstance(adapter, TaskProcessorAdapter):
         raise TypeError(f"adapter is {kind!r}; it must return a TaskProcessorAdapter, not {adapter!r:.200}")
     return adapter
-
-
-def instantiate_adapter_from_config(task_processor_config: TaskProcessorConfig) -> TaskProcessorAdapter:
-    """Return the adapter of a queue, connected, with which any program submits tasks.
-
-    Parameters
-    ----------
-    task_processor_config : TaskProcessorConfig
-        The config of the consumer.
-
-    Raises
-    ------
-    ValueError
-        The import path of the adapter cannot be imported.
-    TypeError
-        The adapter is no `TaskProcessorAdapter`.
-    TaskQueueError
-        The queue cannot be reached.
-
-    Examples
-    --------
-    >>> config = TaskProcessorConfig(queue_name="mail")  # doctest: +SKIP
-    >>> adapter = serve.instantiate_adapter_from_config(config)  # doctest: +SKIP
-    >>> adapter.enqueue_task_sync("send", args=["Ann"], id="mail-1").status  # doctest: +SKIP
-    'PENDING'
-    """
-    adapter = made_adapter(task_processor_config)
-    adapter.initialize()
-    return adapter

@@ -18,6 +18,7 @@ from daskserve.options.fields.secrets import masked, read_secret
 from daskserve.options.queues import REDIS_SCHEMES
 
 #: The adapters by the classes of their options.
+INSTANCE = "daskserve.data.tasks.durable:InstanceTaskProcessorAdapter"
 SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
 REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
 #: Ray Serve's default, which daskserve does not have.
@@ -75,7 +76,26 @@ class DurableOptions(Options):
         )
 
 
-class SQLiteAdapterConfig(DurableOptions):
+class FileOptions(DurableOptions):
+    """The options of queues that are kept in a file."""
+
+    synchronous: bool = Field(
+        False,
+        description="Whether each change waits for the disk, so that it survives a power loss at once. "
+        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
+        "is up to a hundred times as fast.",
+    )
+
+
+class InstanceAdapterConfig(FileOptions):
+    """Options of a queue that the instance keeps, where its store is."""
+
+    poll_interval_s: float = Field(
+        0.2, ge=0.005, le=60.0, description="How often an idle consumer asks for tasks, in seconds."
+    )
+
+
+class SQLiteAdapterConfig(FileOptions):
     """Options of a queue in an SQLite file."""
 
     path: str = Field(
@@ -83,12 +103,6 @@ class SQLiteAdapterConfig(DurableOptions):
         min_length=1,
         description="The file, which all consumers and all programs that submit tasks must see, on a disk of "
         "their machine: an absolute path, or one that begins with `~`.",
-    )
-    synchronous: bool = Field(
-        False,
-        description="Whether each change waits for the disk, so that it survives a power loss at once. "
-        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
-        "is up to a hundred times as fast.",
     )
 
     @field_validator("path")
@@ -143,6 +157,7 @@ class CeleryAdapterConfig(Options):
 
 
 _ADAPTERS: Mapping[type, str] = {
+    InstanceAdapterConfig: INSTANCE,
     SQLiteAdapterConfig: SQLITE,
     RedisAdapterConfig: REDIS,
 }
@@ -199,8 +214,8 @@ class TaskProcessorConfig(Options):
     adapter_config: Any = Field(
         None,
         validate_default=True,
-        description="The options of the adapter: `SQLiteAdapterConfig`, `RedisAdapterConfig`, "
-        "or what an adapter of your own takes. Default: `SQLiteAdapterConfig()`.",
+        description="The options of the adapter: `InstanceAdapterConfig`, `SQLiteAdapterConfig`, "
+        "`RedisAdapterConfig`, or what an adapter of your own takes. Default: `InstanceAdapterConfig()`.",
     )
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
@@ -221,7 +236,7 @@ class TaskProcessorConfig(Options):
     @field_validator("adapter_config")
     @classmethod
     def _with_default(cls, value: Any) -> Any:
-        return SQLiteAdapterConfig() if value is None else value
+        return InstanceAdapterConfig() if value is None else value
 
     @model_validator(mode="after")
     def _has_other_queues(self) -> TaskProcessorConfig:
@@ -239,8 +254,9 @@ class TaskProcessorConfig(Options):
             if isinstance(self.adapter_config, kind):
                 return path
         raise ValueError(
-            f"adapter_config is of type {type(self.adapter_config).__name__}; give a SQLiteAdapterConfig or "
-            "a RedisAdapterConfig, or name your own class as adapter: daskserve has none for Celery"
+            f"adapter_config is of type {type(self.adapter_config).__name__}; give an "
+            "InstanceAdapterConfig, a SQLiteAdapterConfig or a RedisAdapterConfig, or name your own class as "
+            "adapter: daskserve has none for Celery"
         )
 
     def rules(self) -> RetryRules:

@@ -27,7 +27,7 @@ from daskserve.common.clock import Clock
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
-from daskserve.data.tasks.queue import Change, QueueStats, TaskQueue
+from daskserve.data.tasks.queues.protocol import Change, QueueStats, TaskQueue
 from daskserve.data.tasks.schedules import due_task, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.loops.tasks import TaskSet, pause

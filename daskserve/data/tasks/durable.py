@@ -1,4 +1,4 @@
-"""The adapters of daskserve's own queues: in an SQLite file, and in Redis."""
+"""The adapters of daskserve's own queues: at the instance, in an SQLite file, and in Redis."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
 from daskserve.data.tasks.config import (
     MAX_NAME,
     DurableOptions,
+    InstanceAdapterConfig,
     RedisAdapterConfig,
     SQLiteAdapterConfig,
     TaskProcessorConfig,
@@ -36,8 +37,9 @@ from daskserve.data.tasks.payloads import (
     load,
     packed_arguments,
 )
-from daskserve.data.tasks.queue import Change, TaskQueue
-from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.queues.instance import InstanceQueue
+from daskserve.data.tasks.queues.protocol import Change, TaskQueue
+from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError
 from daskserve.loops.tasks import is_cancelling
@@ -206,14 +208,25 @@ class DurableAdapter(TaskProcessorAdapter):
         return TaskConsumer(self.queue, self.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
 
 
+def _instance_queue(options: InstanceAdapterConfig) -> TaskQueue:
+    return InstanceQueue(synchronous=options.synchronous)
+
+
 def _sqlite_queue(options: SQLiteAdapterConfig) -> TaskQueue:
     return SqliteQueue(options.file, synchronous=options.synchronous)
 
 
 def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
-    from daskserve.data.tasks.redis_queue import RedisQueue  # an optional dependency
+    from daskserve.data.tasks.queues.redis_queue import RedisQueue  # an optional dependency
 
     return RedisQueue(options.read_url(process_variables()), options.prefix)
+
+
+class InstanceTaskProcessorAdapter(DurableAdapter):
+    """The adapter of a queue that the instance keeps."""
+
+    options_class = InstanceAdapterConfig
+    queue_of = staticmethod(_instance_queue)
 
 
 class SQLiteTaskProcessorAdapter(DurableAdapter):

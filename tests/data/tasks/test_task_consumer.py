@@ -18,9 +18,9 @@ from daskserve.common.clock import LoopClock
 from daskserve.data.tasks import states
 from daskserve.data.tasks.consumer import Released, TaskConsumer
 from daskserve.data.tasks.errors import TaskQueueError
-from daskserve.data.tasks.queue import Change
+from daskserve.data.tasks.queues.protocol import Change
+from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.schedules import next_time
-from daskserve.data.tasks.sqlite import SqliteQueue
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.errors import BadRequestError
 

@@ -177,6 +177,29 @@ def test_plain_and_async_handlers_run_tasks_and_the_class_still_answers_calls(
         tasks.get_task_status_sync("unknown")
 
 
+def test_programs_and_replicas_share_the_queue_that_the_instance_keeps_by_default(
+    client: serve.Client,
+) -> None:
+    class Sums:
+        @serve.task_handler
+        def add(self, x: int, y: int) -> int:
+            serve.get_task_context().report_progress("begun")
+            return x + y
+
+        def submit(self, x: int) -> str:
+            tasks = serve.instantiate_adapter_from_config(serve.TaskProcessorConfig(queue_name="sums"))
+            return tasks.enqueue_task_sync("add", [x, 1]).id
+
+    config = serve.TaskProcessorConfig(queue_name="sums")
+    tasks = serve.instantiate_adapter_from_config(config)
+    mine = tasks.enqueue_task_sync("add", [1, 2])
+    theirs = run(config, Sums).submit.remote(3).result()
+    assert [each.result for each in ended(tasks, mine.id, theirs)] == [3, 4]
+    again = serve.instantiate_adapter_from_config(config, client=client)
+    assert again.get_task_status_sync(mine.id).attempts == 1
+    serve.delete("default")
+
+
 def test_an_id_makes_a_task_run_once(
     config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:

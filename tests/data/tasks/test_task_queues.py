@@ -8,21 +8,29 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_servers import redis_server
 
+from daskserve.client.functions.local import loop_in_thread
+from daskserve.cluster.local.cluster import LocalCluster
+from daskserve.cluster.task_queues import InstanceTaskQueues, file_of
+from daskserve.common.clock import time_of_day
 from daskserve.control.scaling import brokers
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQueueFullError
 from daskserve.data.tasks.payloads import digest_of
-from daskserve.data.tasks.queue import Change, Lease, TaskQueue
-from daskserve.data.tasks.redis_queue import RedisQueue
-from daskserve.data.tasks.sqlite import SqliteQueue
+from daskserve.data.tasks.queues.instance import InstanceQueue
+from daskserve.data.tasks.queues.plain import plain_task
+from daskserve.data.tasks.queues.protocol import Change, Lease, TaskQueue
+from daskserve.data.tasks.queues.redis_queue import RedisQueue
+from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
+from daskserve.errors import BadRequestError
 from daskserve.options.queues import QueueOptions
 
 RULES = RetryRules(max_retries=1, result_ttl_s=60.0)
@@ -35,9 +43,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", "redis", "instance"])
 def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TaskQueue]:
     made: TaskQueue
+    if request.param == "instance":
+        with loop_in_thread() as loop:
+            yield from at_an_instance(loop)
+        return
     if request.param == "sqlite":
         made = SqliteQueue(tmp_path / "folder" / "tasks.sqlite")
     else:
@@ -45,6 +57,18 @@ def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TaskQueue]
     made.open()
     yield made
     made.close()
+
+
+def at_an_instance(loop: asyncio.AbstractEventLoop) -> Iterator[TaskQueue]:
+    def run(coroutine: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    cluster = LocalCluster({}, workers=0)
+    run(cluster.__aenter__())
+    queue = InstanceQueue(synchronous=True)
+    queue.join(cluster.program.connection, cluster.instance)
+    yield queue
+    run(cluster.close())
 
 
 def task(id: str, due_at: float = 0.0, **changes: object) -> Task:
@@ -203,24 +227,27 @@ def test_consumers_in_many_threads_share_the_tasks(queue: TaskQueue) -> None:
     assert sorted(found, key=int) == [str(number) for number in range(200)]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+@pytest.mark.parametrize("kind", ["sqlite", "redis", "instance"])
 def test_the_policy_queue_sees_the_tasks_that_could_run(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    url = f"sqlite://{tmp_path}/tasks.sqlite" if kind == "sqlite" else request.getfixturevalue("server")
-    options = QueueOptions(url, "q")
+    urls = {"sqlite": f"sqlite://{tmp_path}/tasks.sqlite", "instance": "instance://"}
+    url = urls.get(kind) or request.getfixturevalue("server")
+    # That of the instance is in a file, too, which another process may open.
+    store = f"sqlite:///{tmp_path}/serve.db"
+    kept = InstanceTaskQueues(store, "shop")
 
     async def length() -> float:
-        backlog = brokers.open_queue(options, lambda url, login: asyncio.sleep(0, b""))
+        backlog = brokers.open_queue(QueueOptions(url, "q"), lambda url, login: asyncio.sleep(0, b""), kept)
         try:
             return await backlog.read()
         finally:
             await backlog.close()
+            await kept.close()
 
     assert asyncio.run(length()) == 0.0
-    queue: TaskQueue = (
-        SqliteQueue(tmp_path / "tasks.sqlite") if kind == "sqlite" else RedisQueue(url, "daskserve")
-    )
+    path = file_of(store, "shop", "") if kind == "instance" else tmp_path / "tasks.sqlite"
+    queue: TaskQueue = RedisQueue(url, "daskserve") if kind == "redis" else SqliteQueue(path)
     # c is due, although no consumer has seen that.
     add(queue, task("a"), task("b"), task("c", due_at=90.0), task("d", due_at=2.0**39))
     assert asyncio.run(length()) == 3.0
@@ -240,3 +267,46 @@ def test_a_file_that_is_no_queue_is_an_error_with_its_path(tmp_path: Path) -> No
     connection.close()
     with pytest.raises(TaskQueueError, match="newer daskserve"):
         SqliteQueue(newer).open()
+
+
+def plain(id: str) -> list[Any]:
+    return plain_task(task(id))
+
+
+async def test_the_queues_of_an_instance_are_beside_its_store_and_leases_outlive_its_scheduler(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/serve.db"
+    first = InstanceTaskQueues(url, "shop/eu")
+    await first.call("add", [False, [plain("a")], 10, 0.0])
+    await first.call("claim", ["q", "me", 1, 1.0, 30.0])
+    await first.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["serve.db.shop%2Feu.tasks"]
+    again = InstanceTaskQueues(url, "shop/eu")
+    assert await again.call("held", ["q", "me"]) == [("a", 1, False)]
+    # A consumer could not renew its lease meanwhile.
+    assert await again.call("expired", ["q", time_of_day() + 5.0, 10]) == []
+    assert len(await again.call("expired", ["q", time_of_day() + 60.0, 10])) == 1
+    await again.close()
+
+
+async def test_the_queues_of_an_instance_in_memory_end_with_it() -> None:
+    path = file_of("memory://", "shop", "start")
+    queues = InstanceTaskQueues("memory://", "shop", "start")
+    await queues.call("open", [])
+    assert path.stat().st_mode & 0o077 == 0
+    await queues.close()
+    assert not path.exists()
+
+
+async def test_a_store_that_cannot_keep_tasks_is_an_error_that_names_those_that_can() -> None:
+    queues = InstanceTaskQueues("s3://user:secret@bucket/folder", "shop")
+    with pytest.raises(BadRequestError, match="RedisAdapterConfig") as failed:
+        await queues.call("open", [])
+    assert "secret" not in str(failed.value)
+    await queues.close()
+
+
+def test_a_queue_of_no_instance_says_how_to_find_one() -> None:
+    with pytest.raises(TaskQueueError, match=r"serve\.connect"):
+        InstanceQueue(synchronous=False).open()

@@ -33,11 +33,8 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    path = str(tmp_path_factory.mktemp("tasks") / "tasks.sqlite")
-    kept = serve.SQLiteAdapterConfig(
-        path=path, poll_interval_s=0.01, max_queue_length=2, max_payload_bytes=1000
-    )
+def http() -> Iterator[httpx.Client]:
+    kept = serve.InstanceAdapterConfig(poll_interval_s=0.01, max_queue_length=2, max_payload_bytes=1000)
     config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept, max_retries=0)
     with local_instance(http_options={"port": 0}) as client:
         consumer = serve.task_consumer(task_processor_config=config)(Work)

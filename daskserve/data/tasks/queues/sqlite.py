@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from daskserve.data.tasks.errors import TaskQueueError
-from daskserve.data.tasks.queue import Change, Lease, QueueStats, check_room, check_same
+from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats, check_room, check_same
 from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, TaskState, claimed
 
 #: How long a transaction waits for another process.
@@ -79,7 +79,7 @@ STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 
 class SqliteQueue:
-    """A `daskserve.data.tasks.queue.TaskQueue` in an SQLite file."""
+    """A `daskserve.data.tasks.queues.protocol.TaskQueue` in an SQLite file."""
 
     def __init__(self, path: Path, *, synchronous: bool = True) -> None:
         self.path = path
@@ -104,11 +104,27 @@ class SqliteQueue:
             if connection is not None and self._pid == os.getpid():
                 connection.close()
 
+    def sync(self, synchronous: bool) -> None:
+        """Let the following changes wait for the disk, or not."""
+        with self._lock, self._translated():
+            if synchronous != self._synchronous:
+                self._opened().execute(_synced(synchronous))
+                self._synchronous = synchronous
+
+    def spare(self, until: float) -> None:
+        """Let no lease end before a time: consumers could not renew them while this file was not open."""
+        with self._transaction() as connection:
+            connection.execute(
+                f"UPDATE daskserve_tasks SET lease_until = ? WHERE place = {RUNNING} AND lease_until < ?",
+                (until, until),
+            )
+
     def _opened(self) -> sqlite3.Connection:
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
             return connection
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.touch(mode=0o600, exist_ok=True)  # the arguments are for this user
         connection = sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
@@ -120,7 +136,7 @@ class SqliteQueue:
                     "that version, or another file."
                 )
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA synchronous = {'FULL' if self._synchronous else 'NORMAL'}")
+            connection.execute(_synced(self._synchronous))
             if found < FORMAT:
                 connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         except BaseException:
@@ -272,6 +288,23 @@ class SqliteQueue:
             ).fetchall()
             return [_task(row) for row in rows]
 
+    def ready(self, queue: str, now: float) -> int:
+        """Return how many tasks could run."""
+        with self._reading() as connection:
+            found: int = connection.execute(
+                f"SELECT (SELECT count(*) FROM daskserve_tasks WHERE place = {READY} AND queue = ?) + "
+                f"(SELECT count(*) FROM daskserve_tasks WHERE place = {DELAYED} AND queue = ? "
+                "AND due_at <= ?)",
+                (queue, queue, now),
+            ).fetchone()[0]
+            return found
+
+    def names(self) -> list[str]:
+        """Return the names of the queues that have tasks."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT DISTINCT queue FROM daskserve_task_counts WHERE amount > 0")
+            return sorted(name for (name,) in rows)
+
     def stats(self, queue: str, now: float) -> QueueStats:
         with self._reading() as connection:
             counts = dict(
@@ -286,6 +319,10 @@ class SqliteQueue:
                 (queue, queue),
             ).fetchone()[0]
         return QueueStats(counts, 0.0 if oldest is None else max(0.0, now - oldest))
+
+
+def _synced(synchronous: bool) -> str:
+    return f"PRAGMA synchronous = {'FULL' if synchronous else 'NORMAL'}"
 
 
 def _place(task: Task, now: float) -> int:

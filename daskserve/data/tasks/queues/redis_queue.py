@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from daskserve.data.tasks.errors import TaskQueueError
-from daskserve.data.tasks.queue import Change, Lease, QueueStats, check_room, check_same
+from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats, check_room, check_same
 from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, TaskState, claimed
 from daskserve.options.fields.secrets import masked
 
@@ -229,7 +229,7 @@ end
 
 
 class RedisQueue:
-    """A `daskserve.data.tasks.queue.TaskQueue` in Redis."""
+    """A `daskserve.data.tasks.queues.protocol.TaskQueue` in Redis."""
 
     def __init__(self, url: str, prefix: str) -> None:
         try:

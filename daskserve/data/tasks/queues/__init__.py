@@ -1,0 +1,1 @@
+"""What keeps tasks: a file of SQLite, Redis, or the instance itself."""
