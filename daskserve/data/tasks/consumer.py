@@ -43,6 +43,8 @@ T = TypeVar("T")
 CANCEL_POLL_S = 0.5
 #: How often a consumer looks for lost tasks and counts the tasks of the queue.
 UPKEEP_S = 1.0
+#: The pause after a consumer has taken all tasks, so that it takes the next ones together.
+GATHER_S = 0.02
 #: How many tasks are found lost, or forgotten, in one step.
 BATCH = 500
 #: The longest wait before a queue that cannot be reached is tried again.
@@ -216,8 +218,9 @@ class TaskConsumer:
                 tasks = await self._call(self._queue.claim, self._name, self._owner, room, now, lease_s)
                 for task in tasks:
                     self._begin(task)
-                if not tasks:
-                    await _elapsed(self._clock, self._closing, interval_s)
+                if len(tasks) < room:  # all that there were
+                    pause_s = min(interval_s, GATHER_S) if tasks else interval_s
+                    await _elapsed(self._clock, self._closing, pause_s)
                 continue
             self._has_room.clear()
             # Not longer: the replica may have been given more room.
