@@ -21,7 +21,8 @@ from daskserve.options.queues import REDIS_SCHEMES
 INSTANCE = "daskserve.data.tasks.durable:InstanceTaskProcessorAdapter"
 SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
 REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
-#: Ray Serve's default, which daskserve does not have.
+CELERY = "daskserve.data.tasks.celery_adapter:CeleryTaskProcessorAdapter"
+#: Ray Serve's default; the options say which of daskserve's it is.
 RAY_ADAPTER = "ray.serve.task_processor.CeleryTaskProcessorAdapter"
 
 MAX_NAME = 200
@@ -142,7 +143,7 @@ class RedisAdapterConfig(DurableOptions):
 
 
 class CeleryAdapterConfig(Options):
-    """Options for an adapter of yours to Celery, with Ray Serve's names."""
+    """Options of a queue at a broker of Celery, with Ray Serve's names."""
 
     broker_url: str = Field(description="URL of Celery's broker.", repr=False)
     backend_url: str = Field(description="URL of Celery's result backend.", repr=False)
@@ -160,6 +161,7 @@ _ADAPTERS: Mapping[type, str] = {
     InstanceAdapterConfig: INSTANCE,
     SQLiteAdapterConfig: SQLITE,
     RedisAdapterConfig: REDIS,
+    CeleryAdapterConfig: CELERY,
 }
 
 
@@ -254,9 +256,9 @@ class TaskProcessorConfig(Options):
             if isinstance(self.adapter_config, kind):
                 return path
         raise ValueError(
-            f"adapter_config is of type {type(self.adapter_config).__name__}; give an "
-            "InstanceAdapterConfig, a SQLiteAdapterConfig or a RedisAdapterConfig, or name your own class as "
-            "adapter: daskserve has none for Celery"
+            f"adapter_config is of type {type(self.adapter_config).__name__}; give an InstanceAdapterConfig, "
+            "SQLiteAdapterConfig, RedisAdapterConfig or CeleryAdapterConfig, or name your own class as "
+            "adapter"
         )
 
     def rules(self) -> RetryRules:
