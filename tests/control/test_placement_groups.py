@@ -436,16 +436,16 @@ def test_events_of_a_replica_without_a_group_ignore_the_workers_of_others() -> N
 async def test_a_replica_waits_for_what_tasks_hold_and_then_keeps_it_from_them(stage: Stage) -> None:
     (only,) = [each.address for each in stage.cluster.workers()]
     stage.cluster.change_worker(only, resources={"GPU": 1.0}, taken_by_tasks={"GPU": 1.0})
-    stage.cluster.take_resources(only, GPU=1.0)
     await stage.clock.sleep(31)  # by then, the controller has read the list of workers again
     wanted = {"num_gpus": 1, "num_cpus": 2}
     with pytest.raises(NoCapacityError, match=r"GPU 1 \(most free on one worker: 0\)"):
         await stage.create("b", actor_options=wanted, timeout_s=5.0)
     creating = asyncio.ensure_future(stage.create("b", actor_options=wanted))
-    await stage.clock.sleep(1)
+    await stage.until(lambda: stage.cluster.reported.claimed == {only: {"GPU": 1.0}})
     assert not stage.cluster.reported.occupied
-    stage.cluster.take_resources(only)
+    stage.cluster.change_worker(only, taken_by_tasks={})
     await creating
     await stage.until(lambda: stage.cluster.reported.occupied == {only: {"CPU": 2.0, "GPU": 1.0}})
+    assert not stage.cluster.reported.claimed
     await stage.delete("b")
     await stage.until(lambda: not stage.cluster.reported.occupied)

@@ -297,14 +297,15 @@ class LocalCluster:
         return info
 
     def change_worker(self, worker: WorkerAddress, **changes: Any) -> None:
-        """Change worker fields such as ``is_available``; sends no notification, as on a real cluster."""
+        """Change worker fields such as ``is_available``.
+
+        As on a real cluster, it sends no notification, except of ``taken_by_tasks``.
+        """
         host = self._hosts[worker]
         host.info = replace(host.info, **changes)
-
-    def take_resources(self, worker: WorkerAddress, **amounts: float) -> None:
-        """Have the tasks on a worker hold these amounts of its resources, as Dask's own tasks do."""
-        self.change_worker(worker, taken_by_tasks=amounts)
-        self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "taken": {worker: amounts}})
+        if "taken_by_tasks" in changes:
+            taken = {worker: changes["taken_by_tasks"]}
+            self.topic.publish({"kind": WORKERS, "joined": [], "left": [], "taken": taken})
 
     def suspend_worker(self, worker: WorkerAddress, *, is_suspended: bool = True) -> None:
         """Suspend a worker's process at any point, as SIGSTOP does, or resume it.

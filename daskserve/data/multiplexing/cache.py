@@ -25,7 +25,7 @@ LOADED: Final = "loaded"
 LEAVING: Final = "leaving"
 
 #: A model is plainly more popular than another one by these many uses and this factor.
-MARGIN: Final = 4.0
+MARGIN: Final = 2.0
 FACTOR: Final = 1.25
 #: A count halves with this many uses of any model, for each model that is kept, and at least as many as for
 #: 8.

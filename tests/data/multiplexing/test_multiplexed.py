@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import pickle
 import threading
@@ -239,6 +240,42 @@ def test_concurrent_requests_for_a_model_share_one_load_and_do_not_delay_others(
         assert models.loaded == ["slow", "quick"]
 
     models.run(main())
+
+
+def test_the_p99_of_a_loaded_model_is_the_same_while_others_load() -> None:
+    models = Models(max_num_models_per_replica=10)
+    numbers = itertools.count()
+
+    async def use(model_id: str) -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with Request(model_id):
+            await models.get(model_id)
+            await asyncio.sleep(0.01)
+        return loop.time() - began
+
+    async def p99(loaders: int) -> float:
+        async def load() -> None:
+            while True:
+                model_id = f"m{next(numbers)}"
+                models.gates[model_id] = gate = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.2, gate.set)
+                await use(model_id)
+
+        tasks = [asyncio.create_task(load()) for _ in range(loaders)]
+        found = sorted([await use("cached") for _ in range(400)])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return found[len(found) * 99 // 100]
+
+    async def main() -> None:
+        current_replica.set(ReplicaContext("i", "default/d", "default/d#r", multiplexer=models.multiplexer))
+        await use("cached")
+        assert [await p99(loaders) for loaders in (0, 3, 8)] == pytest.approx([0.01] * 3)
+        assert models.loaded.count("cached") == 1
+
+    run_virtual(main)
 
 
 def test_a_failed_load_fails_its_callers_and_the_next_one_tries_again() -> None:

@@ -11,10 +11,11 @@ hashing).
 1. The first replica in this order that has the model, or loads it, and is not overloaded. So a second copy is
    used only while it is needed; afterwards it is the least recently used one there, and goes.
 2. If each that has it is overloaded: another replica, which then loads it, if the model's share of all
-requests
-   is worth a further copy. A model with a quarter of the requests is worth one whole replica of four.
-3. If each that has it has no free slot: none, for a while; then another replica. 4. If no replica has it:
-the one with the fewest models as long as one has room for it, else the first in order.
+   requests is worth a further copy. One with a quarter of the requests is worth one whole replica of four.
+3. If each that has it has no free slot: none, for a while; then another replica.
+4. If no replica has it: the one with the fewest models as long as one has room for it, else the one with
+   the least load, the first in order of those. Each load takes the room of a model, so several loads at one
+   replica would push out popular models there while rare ones stay elsewhere.
 
 Pure: the load of replicas and the time are arguments.
 """
@@ -131,7 +132,7 @@ def choose_place(
         if not with_model and is_patient and len(having) >= worth:
             return None
         others = calm or others
-    return _emptiest(ordered(key, others, known), known, now)
+    return _emptiest(ordered(key, others, known), known, loads, now)
 
 
 def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> list[P]:
@@ -140,10 +141,14 @@ def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> 
     return sorted(places, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
 
 
-def _emptiest(places: Sequence[P], known: Mapping[str, KnownModels], now: float) -> P | None:
-    """Return the replica with the fewest models if it has room for one more, else the first one."""
+def _emptiest(
+    places: Sequence[P], known: Mapping[str, KnownModels], loads: Mapping[str, float], now: float
+) -> P | None:
+    """Return the replica with the fewest models if it has room for one more, else the least loaded one."""
     if not places:
         return None
     counts = [(known[each.tag].count(now), known[each.tag].capacity) for each in places]
     roomy = [place for place, (count, most) in enumerate(counts) if most is None or count < most]
-    return places[min(roomy, key=lambda place: counts[place][0]) if roomy else 0]
+    if roomy:
+        return places[min(roomy, key=lambda place: counts[place][0])]
+    return min(places, key=lambda each: loads[each.tag])
