@@ -98,7 +98,7 @@ def cpu_s() -> float:
     """Return the processor time of this process and its children so far."""
     here = psutil.Process()
     times = [each.cpu_times() for each in (here, *here.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def shown(name: str, *values: float | None) -> None:

@@ -86,7 +86,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         if self._options.broker_transport_options is not None:
             app.conf.broker_transport_options = self._options.broker_transport_options
         app.conf.update(self._options.app_custom_config or {})
-        self._app = app
+        self._app, self._letters = app, _Letters(self.config, app)
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
         """Add a handler; it is tried again as ``max_retries`` says."""
@@ -102,8 +102,9 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             return func(*args, **kwargs)
 
         # Celery gives tasks to all applications of a process, unless told otherwise.
-        made = {"name": name or func.__name__, "shared": False, "lazy": False}
-        self.app.task(**made, on_failure=partial(self._failed, made["name"]), **options)(handler)
+        name = name or func.__name__
+        on_failure = partial(self._letters.failed, name)
+        self.app.task(name=name, on_failure=on_failure, shared=False, lazy=False, **options)(handler)
 
     # ---- submitting and asking
 
@@ -125,14 +126,14 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             sent["countdown"] = delay_s
         if (at := options.pop("at", None)) is not None:
             sent["eta"] = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
-        self._called(
+        _called(
             self.app.send_task, task_name, args=list(args or ()), kwargs=dict(kwargs or {}), **sent, **options
         )
         return TaskResult(id=id, status="PENDING")
 
     def get_task_status_sync(self, task_id: str) -> TaskResult:
         """Return what Celery knows of a task: an unknown one is ``PENDING``."""
-        found = self._called(self.app.backend.get_task_meta, task_id)
+        found = _called(self.app.backend.get_task_meta, task_id)
         status, result = str(found["status"]), found.get("result")
         if isinstance(result, BaseException):
             result = f"{type(result).__name__}: {result}"
@@ -147,28 +148,16 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
     def cancel_task_sync(self, task_id: str) -> bool:
         """Ask consumers to drop a task; one that runs is not stopped. Return whether it has not begun."""
         status = self.get_task_status_sync(task_id).status
-        self._called(self.app.control.revoke, task_id)
+        _called(self.app.control.revoke, task_id)
         return status in ("PENDING", "RETRY", "REVOKED")
 
     def get_metrics_sync(self) -> dict[str, Any]:
         """Return the statistics of Celery's consumers, by their names."""
-        return dict(self._called(self.app.control.inspect(timeout=ASK_S).stats) or {})
+        return dict(_called(self.app.control.inspect(timeout=ASK_S).stats) or {})
 
     def health_check_sync(self) -> list[dict[str, Any]]:
         """Return the answers of Celery's consumers to a ping."""
-        return list(self._called(self.app.control.ping, timeout=ASK_S))
-
-    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except ServeError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise BadRequestError(f"Celery cannot send this: {error}") from error
-        except Exception as error:  # each broker has its own
-            raise TaskQueueError(
-                f"Celery's broker or result backend cannot be used: {type(error).__name__}: {error}"
-            ) from error
+        return list(_called(self.app.control.ping, timeout=ASK_S))
 
     # ---- consuming
 
@@ -177,7 +166,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         if self._thread is not None:
             return
         self.app.finalize()
-        _signals().task_unknown.connect(self._note_unknown, weak=True)
+        _signals().task_unknown.connect(self._letters.unknown)
         name = f"{self.config.queue_name}@{uuid.uuid4().hex[:12]}"
         self._worker = self.app.WorkController(
             hostname=name,
@@ -205,7 +194,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         worker, self._worker = self._worker, None
         if thread is None:
             return
-        _signals().task_unknown.disconnect(self._note_unknown)
+        _signals().task_unknown.disconnect(self._letters.unknown)
         # Its loop must not read from a connection that is being closed.
         states = importlib.import_module("celery.bootsteps")
         if worker.consumer is not None:
@@ -225,26 +214,47 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         if self._app is not None:
             self._app.close()
 
-    # ---- dead letters
 
-    def _failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        queue = self.config.failed_task_queue_name
-        if queue is not None:
-            self._send_letter(name, queue, [id, str(exc), list(args), dict(kwargs), str(einfo)])
+class _Letters:
+    """Sends the dead letters of one queue, in the order that Ray Serve has for their arguments."""
 
-    def _note_unknown(
+    def __init__(self, config: TaskProcessorConfig, app: Any) -> None:
+        self._config, self._app = config, app
+
+    def failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """Send a task that has failed for good."""
+        parts = [id, str(exc), list(args), dict(kwargs), str(einfo)]
+        self._send(name, self._config.failed_task_queue_name, parts)
+
+    def unknown(
         self, sender: Any = None, name: str = "", id: str = "", message: Any = None, exc: Any = None, **_: Any
     ) -> None:
-        # The signal comes from all workers of this process.
-        queue = self.config.unprocessable_task_queue_name
-        if queue is not None and sender is not None and sender.app is self._app:
-            self._send_letter(name, queue, [name, id, str(message.body), str(exc), {}])
+        """Send a task without a handler; the signal comes from all workers of this process."""
+        if sender is not None and sender.app is self._app:
+            parts = [name, id, str(message.body), str(exc), {}]
+            self._send(name, self._config.unprocessable_task_queue_name, parts)
 
-    def _send_letter(self, name: str, queue: str, args: list[Any]) -> None:
+    def _send(self, name: str, queue: str | None, args: list[Any]) -> None:
+        if queue is None:
+            return
         try:
-            self._called(self.app.send_task, name, args=args, queue=queue)
+            _called(self._app.send_task, name, args=args, queue=queue)
         except ServeError as error:
-            logger.error("Queue %r: a dead letter is lost: %s", self.config.queue_name, error)
+            logger.error("Queue %r: a dead letter is lost: %s", self._config.queue_name, error)
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of Celery, with daskserve's errors."""
+    try:
+        return function(*args, **kwargs)
+    except ServeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise BadRequestError(f"Celery cannot send this: {error}") from error
+    except Exception as error:  # each broker has its own
+        raise TaskQueueError(
+            f"Celery's broker or result backend cannot be used: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _celery() -> Any:

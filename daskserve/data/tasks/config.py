@@ -26,6 +26,8 @@ CELERY = "daskserve.data.tasks.celery_adapter:CeleryTaskProcessorAdapter"
 RAY_ADAPTER = "ray.serve.task_processor.CeleryTaskProcessorAdapter"
 
 MAX_NAME = 200
+#: A year.
+MAX_CATCH_UP_S = 31_622_400.0
 
 
 class DurableOptions(Options):
@@ -180,7 +182,9 @@ class TaskSchedule(Options):
     catch_up_s: float = Field(
         60.0,
         ge=0.0,
-        description="How late its task is still made if no consumer ran at its time, in seconds.",
+        le=MAX_CATCH_UP_S,
+        description="How late its task is still made if no consumer ran at its time, in seconds. Of all "
+        "times that have passed meanwhile, only the last one has a task.",
     )
 
     @model_validator(mode="after")
@@ -221,6 +225,13 @@ class TaskProcessorConfig(Options):
     )
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
+    )
+    slot_share: float = Field(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        description="Share of a replica's `max_ongoing_requests` that tasks get, in the order of waiting, "
+        "once requests have left them less for a second; at least one slot. 0: only what requests leave.",
     )
     failed_task_queue_name: str | None = Field(
         None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."

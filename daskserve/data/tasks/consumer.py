@@ -28,9 +28,9 @@ from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
 from daskserve.data.tasks.queues.protocol import Change, QueueStats, TaskQueue
-from daskserve.data.tasks.schedules import due_task, next_time
+from daskserve.data.tasks.schedules import due_task, last_time, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
-from daskserve.loops.tasks import TaskSet, pause
+from daskserve.loops.tasks import TaskSet
 
 if TYPE_CHECKING:  # takes long to import
     from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
@@ -412,13 +412,12 @@ class TaskConsumer:
 
     async def _follow(self, name: str, schedule: Any) -> None:
         """Make the tasks of a schedule, each of which has an id of its own, so that it is made once."""
-        at = next_time(schedule, self._clock.wall() - schedule.catch_up_s)
+        at = last_time(schedule, self._clock.wall() - schedule.catch_up_s, self._clock.wall())
         while True:
             now = self._clock.wall()
             following = next_time(schedule, at)
-            if following <= now:  # only the last one is caught up
-                at = following
-                await pause()
+            if following <= now:  # this consumer was stopped meanwhile
+                at = last_time(schedule, at, now)
                 continue
             if at > now:
                 await self._clock.sleep(min(at - now, 60.0))
