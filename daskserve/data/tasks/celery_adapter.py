@@ -35,8 +35,7 @@ LOOP_S = 4.0
 #: The delay before the first retry, in seconds, which doubles up to the longest.
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
 
-Settings = Mapping[str, Any]
-SETTINGS: Settings = {
+SETTINGS: Mapping[str, Any] = {
     "task_acks_late": True,
     "task_reject_on_worker_lost": True,
     "task_track_started": True,
