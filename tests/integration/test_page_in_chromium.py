@@ -181,6 +181,17 @@ def application(name: str, **deployments: Any) -> dict[str, Any]:
     }
 
 
+_METRICS = {
+    "requests_per_s": 3.0,
+    "errors_per_s": 0.0,
+    "latency_p50_s": 1.2,
+    "latency_p99_s": 2.5,
+    "ongoing": 8,
+    "queued": 2,
+    "continuous": {"active": 6, "slots": 8, "queued": 2, "outputs_per_s": 310.0},
+}
+#: Of a deployment with a continuous batch.
+LIVE = {**_METRICS, "replicas": 1, "by_replica": {"Front#abc": _METRICS}}
 INSTANCE = {
     "instance": "one",
     "http_urls": ["http://127.0.0.1:8000"],
@@ -328,6 +339,19 @@ async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_gr
         assert await tab.ask("document.querySelectorAll('.rows .row').length") == 1
         page.feeds.set(controller=ONLINE)
         await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
+
+
+async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
+    async with site() as page:
+        tab = page.tab
+        page.feeds.set(app__shop=application("shop", Front=deployment("Front")), live__Front=LIVE)
+        await page.go("/app/shop/Front")
+        await tab.until("document.querySelector('main').innerText.includes('of 8 taken')")
+        text = await tab.ask("document.querySelector('main').innerText")
+        assert "2 requests wait for a slot" in text
+        assert "310" in text
+        cells = "[...document.querySelectorAll('.rows .row > *')].map((each) => each.textContent)"
+        assert {"Slots6/8", "Outputs/s310"} <= set(await tab.ask(cells))
 
 
 async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_never_waits_for_ever() -> None:
@@ -500,6 +524,7 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
                 "shop", Front=deployment("Front", rollout=rollout, needs=["Back"]), Back=back
             )
         )
+        page.feeds.set(live__Front=LIVE)
         await tab.until("site.deployments.length === 2")
         # The policy of the page refuses scripts of others, so the checker comes by the browser's own door.
         await tab.send("Page.setBypassCSP", enabled=True)
