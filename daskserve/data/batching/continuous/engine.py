@@ -125,7 +125,7 @@ class Engine:
         return not slots.queued and not slots.active
 
     def load(self) -> tuple[int, int, float, int]:
-        """Return the active and queued requests, the cost of the queued ones, and the slots; for any thread."""
+        """Return the active and queued requests, the cost of the latter, and the slots; for any thread."""
         slots = self.rounds.slots
         return len(slots.active), slots.queued, slots.queued_cost, slots.limits.max_slots
 

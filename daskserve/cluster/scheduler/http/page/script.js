@@ -764,7 +764,7 @@ function systemPage() {
   return [h("div", { class: "head", key: "head" }, h("h1", { tabindex: -1 }, "System"), h("div", { class: "acts" }, h("a", { class: "button", href: `${ROOT}status` }, "Dask's dashboard"), h("a", { class: "button", href: `${BASE}${encodeURIComponent(site.instance)}/api/serve/applications/` }, "REST API"))),
     notes.length ? h("ul", { class: "items card", key: "notes" }, notes.map((each, index) => h("li", { key: index }, h("p", { class: "note bad" }, each)))) : null,
     card("Instance", {}, null, h("div", { class: "body" }, h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", { key: `t${name}` }, name), h("dd", { key: `d${name}` }, value)])))),
-    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", null, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
+    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", { class: "whole" }, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
 }
 
 /** Return the answer to a request for the page that is shown: asked again if the key is another one. */
@@ -868,7 +868,7 @@ function graph(list) {
     const at = isBack ? { x: (x1 + x2) / 2, y: (y1 + y2) / 2 } : { x: x1 + 0.66 * (x2 - x1), y: y1 + 0.8 * (y2 - y1) };
     return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, ...at, look: look(each) };
   });
-  return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
+  return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { class: width > 640 && width < 1000 ? "fits" : null, role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
     lines.map((each) => h("path", { key: `e${each.from}\n${each.to}`, class: `edge ${each.look}`, d: each.d })),
     lines.map((each) => h("path", { key: `t${each.from}\n${each.to}`, class: `tip ${each.look}`, d: each.tip })),
     lines.map((each) => h("text", { key: `r${each.from}\n${each.to}`, class: "rate", x: each.x, y: each.y + 4 }, each.requests_per_s == null ? "" : `${number(each.requests_per_s)}/s`)),
