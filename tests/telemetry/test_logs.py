@@ -223,11 +223,14 @@ def test_what_is_kept_is_text_whatever_is_logged() -> None:
             raise RuntimeError("no text")
 
     ring = Ring()
-    for made in (record(Rude()), record("%d", Rude()), record("%s", {"a": [1]}), record("%(a)s", {"a": 1})):  # type: ignore[arg-type]
+    rude: Any = Rude()
+    for made in (record(rude), record("%d", rude), record("%s", {"a": [1]}), record("%(a)s", {"a": 1})):
         kept = ring.add(made, REPLICA)
         assert kept.args is None
+    ring.add(record("%s", "caf\udce9"), REPLICA)
     texts = [each["message"] for each in ring.rows()]
-    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1"]
+    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1", "caf\\udce9"]
+    assert text_of(record(rude), REPLICA, LogSettings()).endswith(" -- <Rude: RuntimeError in its text>")
 
 
 def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) -> None:
