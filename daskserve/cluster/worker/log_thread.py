@@ -70,8 +70,10 @@ class _QueuedRecord(NamedTuple):
     is_print: bool = False
 
 
-class _Drain:
-    """In the queue: lines of the access log wait."""
+class _Drain(NamedTuple):
+    """In the queue: lines of the access log wait, or an actor is gone whose records are all before this."""
+
+    gone: tuple[Any, ...]
 
 
 class LogThread:
@@ -129,7 +131,7 @@ class LogThread:
         self._original = intercept_records(intercept)
         self._thread = thread
         self.logs.open()
-        self.logs.wake = lambda: self._queue.put(_Drain())
+        self.logs.wake = lambda *gone: self._queue.put(_Drain(gone))
         thread.start()
         atexit.register(self._end_process, thread)
 
@@ -221,8 +223,9 @@ class LogThread:
                 self._report_dropped()
                 entry.set()
             elif isinstance(entry, _Drain):
-                time.sleep(GATHER_S)
-                self._drain()
+                if not entry.gone:
+                    time.sleep(GATHER_S)
+                self._drain(entry.gone)
             else:
                 self._call_handlers(entry)
             del entry  # an idle thread must not keep a traceback alive
@@ -248,9 +251,9 @@ class LogThread:
         if not is_written and not entry.is_print:
             self._original(source, record)
 
-    def _drain(self) -> None:
+    def _drain(self, gone: tuple[Any, ...]) -> None:
         try:
-            self.logs.drain(self._original)
+            self.logs.drain(self._original, gone)
         except Exception:
             _report_error()
 
