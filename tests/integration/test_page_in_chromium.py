@@ -107,7 +107,9 @@ class Posts(RequestHandler):
         elif "profile" in path and "memory" in self.request.query:
             lines = [["/a/b/c/d.py", 7, 3 << 20, 12, 1024]]
             sizes = {"traced_bytes": 4 << 20, "peak_bytes": 5 << 20}
-            self.write({"seconds": 5.0, "memory": {"was_on": False, "was_ended": False, "lines": lines, **sizes}})
+            self.write(
+                {"seconds": 5.0, "memory": {"was_on": False, "was_ended": False, "lines": lines, **sizes}}
+            )
         elif path.endswith("serve/logs"):
             self._notes.append(("GET", path, b""))
             if sum(each[1] == path for each in self._notes) == 2:
