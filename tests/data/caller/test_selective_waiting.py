@@ -288,6 +288,7 @@ async def test_a_model_is_not_loaded_by_a_second_replica_because_the_first_takes
     await stage.send(backend, idempotent(model_id="cold"))
     assert len(set(stage.replicas.asked[1:])) == 2
     assert set(stage.replicas.asked[1:]) <= {"r0", "r1"}
+    await quiet()
     assert backend.in_flight == 0
 
 

@@ -28,9 +28,11 @@ MAX_SAVED = 10.0
 #: How many late requests are looked at when a second try may begin.
 MAX_GRANTED = 8
 
-#: Sends a request; starts a second try, or returns None if there is no replica for one.
+#: Sends a request.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
-SecondTry: TypeAlias = Callable[[Send], Coroutine[Any, Any, None] | None]
+#: Takes a replica for a second try; returns the coroutine, and what gives the replica back. None if there is no
+#: replica. A task that is cancelled before its first step never enters its coroutine.
+SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
 class Sent:
@@ -132,8 +134,8 @@ class Hedging:
             self._late.pop(race, None)
             for each in tasks:
                 each.cancel()
-            if self._late:
-                self._grant()
+            if self._late:  # not now: those that end at the same time need no second try
+                loop.call_soon(self._grant)
 
     def _grant(self) -> None:
         """Begin second tries of those that are late for longest, as far as budget and replicas allow.
@@ -144,10 +146,13 @@ class Hedging:
         if self._saved < 1 or not self._late:
             return
         for race, second in list(islice(self._late.items(), MAX_GRANTED)):
-            if race.is_on and (trying := second(race.sender(1))) is not None:
+            if race.is_on and (taken := second(race.sender(1))) is not None:
+                trying, give_back = taken
                 del self._late[race]
                 self._saved -= 1
-                race.join(self._start(trying))
+                task = self._start(trying)
+                task.add_done_callback(lambda _, give_back=give_back: give_back())
+                race.join(task)
                 if self._saved < 1:
                     return
 

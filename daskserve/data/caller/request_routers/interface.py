@@ -256,6 +256,7 @@ class PendingRequest:
         "metadata",
         "replica",
         "sent_at",
+        "sent_by",
     )
 
     def __init__(self, envelope: Envelope, session_id: str, now: float, body: bytes = b"") -> None:
@@ -267,6 +268,8 @@ class PendingRequest:
         self.body = body
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
+        #: Whose choice that was; another one follows when the options change.
+        self.sent_by: object = None
         self.sent_at = now
         #: Whether the response of the replica says that it failed.
         self.has_failed = False

@@ -188,7 +188,7 @@ class RequestRouting:
         if taken is None:
             return None
         chosen = request.replica = self._known[taken.tag]
-        request.sent_at = now
+        request.sent_at, request.sent_by = now, self
         self._attempts = 0
         if self._notes_routed:
             result = ReplicaResult(chosen.replica_id, request.metadata.request_id)
@@ -293,13 +293,14 @@ class RequestRouting:
         if type(request) is not PendingRequest:
             return  # it began before there was a router
         replica, request.replica = request.replica, None
-        if replica is None:
-            return
+        if replica is None or request.sent_by is not self:
+            return  # another router has chosen, which is gone
         latency_s, took_s = replica.latency_s, now - request.sent_at
         is_good = type(outcome) is Load and not request.has_failed
         if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
             # Errors come quickly, but a replica that has nothing else is not the one that answers first.
-            mean_s = sum(each.latency_s for each in self._replicas) / len(self._replicas)
+            # There may be none any more.
+            mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
         changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
@@ -309,7 +310,7 @@ class RequestRouting:
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:
         if self._thread is None:
-            function(*args)
+            self._told(function, *args)
         else:
             self._thread.tell(self._told, function, *args)
 

@@ -140,25 +140,27 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
         Not one that may be the reason why a process was lost: ``apart`` knows those.
         """
-        assert self.hedging is not None
+        hedging = self.hedging
+        if hedging is None:  # the options have changed before this began
+            return await send_to(envelope, receive, send)
         envelope.routed = Sent()
 
+        outcome: Load | Exception | None = None  # of the second try
+
         async def try_again(replica: PooledReplica, send: Send) -> None:
-            outcome: Load | Exception | None = None
+            nonlocal outcome
             try:
                 outcome = await replica.handle(replace(envelope, call=None)).respond(no_body(), send)
             except (ReplicaBusyError, ActorLostError) as error:
                 outcome = error
                 apart.note_lost(envelope, replica, error)
                 raise
-            finally:
-                release(replica, outcome)
 
-        def second(send: Send) -> Coroutine[Any, Any, None] | None:
+        def second(send: Send) -> tuple[Coroutine[Any, Any, None], Callable[[], None]] | None:
             replica = self._take_other(envelope) if apart.may_repeat(envelope) else None
-            return None if replica is None else try_again(replica, send)
+            return replica and (try_again(replica, send), lambda: release(replica, outcome))
 
-        await self.hedging.send(partial(send_to, envelope), second, receive, send)
+        await hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room for a second try of a request that has a replica."""
@@ -248,7 +250,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if pick is None and envelope.places is not None:
             pick = near(self._pool, envelope.places, now, self._rng)
         found = self._pool.take(now, self._rng, pick)
-        if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
+        if found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
         return found
 
@@ -336,7 +338,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         now = self._clock.now()
         passed: set[str] = set()
         for waiter in self._in_order(now):
-            if len(passed) == MAX_MODELS or not has_room(self._pool):
+            if len(passed) == MAX_MODELS or not has_room(self._pool, now):
                 break  # until a request ends
             envelope, since = self[waiter]
             model_id = envelope.model_id
@@ -356,8 +358,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None
-        for waiter in self._in_order(self._clock.now()):
-            if not left or not has_room(self._pool):
+        now = self._clock.now()
+        for waiter in self._in_order(now):
+            if not left or not has_room(self._pool, now):
                 break
             envelope, since = self[waiter]
             session = bound_by(routing, envelope)
