@@ -30,8 +30,8 @@ MAX_GRANTED = 8
 
 #: Sends a request.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
-#: Takes a replica for a second try; returns the coroutine, and what gives the replica back. None if there is no
-#: replica. A task that is cancelled before its first step never enters its coroutine.
+#: Takes a replica for a second try; returns the coroutine, and what gives the replica back, or None if there
+#: is no replica. A task that is cancelled before its first step never enters its coroutine.
 SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
@@ -147,18 +147,19 @@ class Hedging:
             return
         for race, second in list(islice(self._late.items(), MAX_GRANTED)):
             if race.is_on and (taken := second(race.sender(1))) is not None:
-                trying, give_back = taken
                 del self._late[race]
                 self._saved -= 1
-                task = self._start(trying)
-                task.add_done_callback(lambda _, give_back=give_back: give_back())
-                race.join(task)
+                race.join(self._start(*taken))
                 if self._saved < 1:
                     return
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], give_back: Callable[[], object] | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
+        if give_back is not None:
+            task.add_done_callback(lambda _: give_back())
         task.add_done_callback(self._ended)
         return task
 

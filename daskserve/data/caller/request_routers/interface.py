@@ -259,13 +259,13 @@ class PendingRequest:
         "sent_by",
     )
 
-    def __init__(self, envelope: Envelope, session_id: str, now: float, body: bytes = b"") -> None:
+    def __init__(self, envelope: Envelope, session_id: str, now: float) -> None:
         self._envelope = envelope
         self._arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._context: RequestRoutingContext | None = None
         self.metadata = RequestMetadata(envelope, session_id)
         self.created_at = now
-        self.body = body
+        self.body = b""
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
         #: Whose choice that was; another one follows when the options change.

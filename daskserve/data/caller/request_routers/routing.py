@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import seeded_rng
 from daskserve.common.types import (
@@ -58,6 +58,14 @@ FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
 #: How often each replica may be named in an answer, on average; more is not looked at.
 MAX_NAMED = 10
+
+
+#: Chooses one of the replicas that are not suspended, or none.
+Pick: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+def _any() -> None:
+    """Choose a replica by its load alone."""
 
 
 class Body(Protocol):
@@ -157,11 +165,11 @@ class RequestRouting:
         for tag, each in self._known.items():
             each.multiplexed_model_ids = models_of(tag)
 
-    def request_of(self, envelope: Envelope, body: bytes = b"") -> PendingRequest:
+    def request_of(self, envelope: Envelope) -> PendingRequest:
         """Return a request as the router sees it, which the envelope keeps."""
         found = envelope.routed
         if type(found) is not PendingRequest:
-            found = PendingRequest(envelope, self._session_of(envelope), self._loop.time(), body)
+            found = PendingRequest(envelope, self._session_of(envelope), self._loop.time())
             envelope.routed = found
         return found
 
@@ -169,22 +177,26 @@ class RequestRouting:
         """Read the beginning of a request's body if the router wants that."""
         router = self._router
         if router is not None and router.wants_body and envelope.has_body is not ON_DEMAND:
-            self.request_of(envelope, await body.peek())
+            # It is already there if the response of the request is watched.
+            self.request_of(envelope).body = await body.peek()
 
-    def take(self, envelope: Envelope, now: float) -> Any:
-        """Return the replica for a request, counting one more in flight; None if it has to wait."""
+    def take(self, envelope: Envelope, now: float, other: Callable[[], Pick | None] = _any) -> Any:
+        """Return the replica for a request, counting one more in flight; None if it has to wait.
+
+        ``other`` returns the choice that there is without a router.
+        """
         request = self.request_of(envelope)
         request.replica = None
         if self._router is None or (self._thread is not None and not self._thread.is_usable):
             if self.trouble.text:  # else it is still being loaded
                 self.trouble.count("load" if self._router is None else "late")
-            return self._pool.take(now, self._rng)
+            return _take_without(self, other(), now)
         try:
             taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
         except RouterError as error:
             self._trouble(error)
             self.trouble.count(error.kind)
-            return self._pool.take(now, self._rng)
+            return _take_without(self, other(), now)
         if taken is None:
             return None
         chosen = request.replica = self._known[taken.tag]
@@ -214,7 +226,7 @@ class RequestRouting:
     def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
         """Return the answer of a user's router as lists; runs in its thread."""
         try:
-            ask = partial(router.choose_replicas, self._replicas, request)
+            ask = partial(router.choose_replicas, [*self._replicas], request)  # it may change the list
             found = ask()
             if isinstance(found, Coroutine):
                 assert self._thread is not None
@@ -282,7 +294,7 @@ class RequestRouting:
         self._show_facts()
         self._replicas = list(self._known.values())
         self._seen = entries
-        self._tell(router.update_replicas, self._replicas)
+        self._tell(router.update_replicas, [*self._replicas])
 
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
         """Take note of how a request has ended at a replica, or None if that says nothing of the replica.
@@ -369,6 +381,13 @@ def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> S
         return send(message)
 
     return noting
+
+
+def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any:
+    taken = routing._pool.take(now, routing._rng, pick)
+    if taken is None and pick is not None:
+        routing._wait_to_ask()  # its choice depends on the time
+    return taken
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:

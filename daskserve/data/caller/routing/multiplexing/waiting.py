@@ -31,7 +31,7 @@ from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room, near
+from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -158,7 +158,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
         def second(send: Send) -> tuple[Coroutine[Any, Any, None], Callable[[], None]] | None:
             replica = self._take_other(envelope) if apart.may_repeat(envelope) else None
-            return replica and (try_again(replica, send), lambda: release(replica, outcome))
+            return None if replica is None else (try_again(replica, send), lambda: release(replica, outcome))
 
         await hedging.send(partial(send_to, envelope), second, receive, send)
 
@@ -244,12 +244,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self._names_priorities:
             self._order.note_priority(envelope)
         if self.routing is not None:
-            return self._routed(self.routing, envelope, now)
-        model_id = envelope.model_id
-        pick = self._known_models().picker(model_id, now, since) if model_id else None
-        if pick is None and envelope.places is not None:
-            pick = near(self._pool, envelope.places, now, self._rng)
-        found = self._pool.take(now, self._rng, pick)
+            return self._routed(self.routing, envelope, now, since)
+        found = self._pool.take(now, self._rng, _plain_pick(self, envelope, now, since))
         if found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
         return found
@@ -261,15 +257,19 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._watch("models", self.models.update)
         return self.models
 
-    def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:
+    def _routed(
+        self, routing: RequestRouting, envelope: Envelope, now: float, since: float | None
+    ) -> PooledReplica | None:
         """Return the replica that the router of an option chooses, which may know the models."""
-        if not envelope.model_id:
-            found: PooledReplica | None = routing.take(envelope, now)
+        found: PooledReplica | None
+        if not envelope.model_id and envelope.places is None:
+            found = routing.take(envelope, now)
             return found
-        models = self._known_models()
-        routing.show_models(partial(models.models_of, now=now))
-        found = routing.take(envelope, now)
-        if found is not None:
+        if envelope.model_id:
+            models = self._known_models()
+            routing.show_models(partial(models.models_of, now=now))
+        found = routing.take(envelope, now, partial(_plain_pick, self, envelope, now, since))
+        if found is not None and envelope.model_id:
             models.assume(found.tag, envelope.model_id, now)
         return found
 
@@ -386,6 +386,13 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def _wake_at(self, at: float | None) -> None:
         if at is not None:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
+
+
+def _plain_pick(waiting: WaitingRequests, envelope: Envelope, now: float, since: float | None) -> Pick | None:
+    """Return what chooses the replica for a request without a router; None for its load alone."""
+    if envelope.model_id:
+        return waiting._known_models().picker(envelope.model_id, now, since)
+    return None if envelope.places is None else near(waiting._pool, envelope.places, now, waiting._rng)
 
 
 def _give(
