@@ -356,11 +356,11 @@ class RequestContext:
         call.add_done_callback(calls.discard)
         # Checked after adding the call. `cancel_calls` sets the flag before it reads the calls, so one of the
         # two always sees the other.
-        if self.cancels_new_calls:
+        if self._is_cancelled and running_loop() is None:
             call.cancel()
 
     @property
-    def cancels_new_calls(self) -> bool:
+    def cancels_new_tasks(self) -> bool:
         """Whether the request is cancelled, and this is a plain function of it, which cannot be stopped."""
         return self._is_cancelled and running_loop() is None
 

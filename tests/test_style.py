@@ -46,10 +46,6 @@ PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
 )
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (f"daskserve/telemetry/tracing/shared.py:{name}" for name in ("NOTHING", "USER_CODE")),
-        "it keeps its own encoded form, and is the same in each instance",
-    ),
     "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
     "daskserve/common/types.py:DONE": "it is an empty tuple of an awaitable class",
 }

@@ -10,23 +10,28 @@ belong to a replica as to an idle one. Choice: the scheduler counts less of the 
 
 The last one needs three decisions of the scheduler, which are replaced while instances run. Nothing changes
 in the workers, so a worker that joins again, or another scheduler, begins with all that it has. In the other
-direction, the controllers learn what tasks hold of the declared resources, so that no replica takes it.
+direction, the controllers learn what tasks hold of the declared resources, so that no replica takes it. A
+replica that waits for such a resource claims it: further tasks do not get it, and those that wait at the
+worker move to others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.types import InstanceName, WorkerAddress
 from daskserve.internals.checking import needs
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed import Scheduler, SchedulerPlugin
     from distributed.scheduler import SchedulerState, WorkerState
+    from distributed.stealing import WorkStealing
 
     check.attributes(
         Scheduler, "add_resources", "bulk_schedule_unrunnable_after_adding_worker", "transitions"
@@ -36,10 +41,12 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
         SchedulerState, "host_info", "idle", "idle_task_count", "resources", "running", "total_nthreads"
     )
     check.fields(SchedulerState, "tasks", "total_nthreads_history", "validate", "workers")
-    check.fields(WorkerState, "nthreads", "resources", "used_resources")
+    check.fields(SchedulerState, "extensions")
+    check.fields(WorkerState, "nthreads", "processing", "resources")
     check.parameters(SchedulerState.check_idle_saturated, "self", "ws", "occ")
     check.parameters(SchedulerState.valid_workers, "self", "ts")
     check.parameters(SchedulerState.worker_objective, "self", "ts", "ws")
+    check.parameters(WorkStealing.move_task_request, "self", "ts", "victim", "thief")
 
 #: The resource that stands for the threads of a worker.
 CPU = "CPU"
@@ -87,6 +94,14 @@ def _rounded(amount: float) -> float:
     return whole if abs(amount - whole) < TOLERANCE else amount
 
 
+def _total(amounts: Iterable[Amounts]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in amounts:
+        for name, amount in each.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
 @dataclass(slots=True)
 class _Changed:
     """A worker of which the scheduler counts less than it has."""
@@ -94,6 +109,8 @@ class _Changed:
     worker: WorkerState
     declared: Offer
     left: Offer
+    #: What tasks have, with what replicas wait for.
+    unclaimed: Offer
 
 
 class ReservedResources(SchedulerPlugin):
@@ -112,7 +129,7 @@ class ReservedResources(SchedulerPlugin):
     ) -> None:
         self._scheduler: Any = scheduler
         self._announce = announce
-        self._reserved: dict[InstanceName, Mapping[WorkerAddress, Amounts]] = {}
+        self._reports: dict[InstanceName, UsageReport] = {}
         self._changed: dict[WorkerAddress, _Changed] = {}
         #: The workers that get no tasks; empty if all of them stand aside.
         self._aside: frozenset[WorkerState] = frozenset()
@@ -132,7 +149,7 @@ class ReservedResources(SchedulerPlugin):
 
     def uninstall(self) -> None:
         """Give all workers back to tasks, and the decisions to the scheduler; idempotent."""
-        self._reserved = {}
+        self._reports = {}
         self._apply(list(self._changed))
         for name in self._originals:
             vars(self._scheduler).pop(name, None)
@@ -142,19 +159,17 @@ class ReservedResources(SchedulerPlugin):
         if self._announcing is not None:
             self._announcing.cancel()
 
-    def reserve(self, instance: InstanceName, occupied: Mapping[WorkerAddress, Amounts]) -> None:
-        """Set what the replicas of an instance occupy on each worker."""
-        before = self._reserved.get(instance, {})
-        if occupied:
-            self._reserved[instance] = occupied
-        else:
-            self._reserved.pop(instance, None)
-        if before != occupied:
-            self._apply([*before, *occupied])
+    def reserve(self, instance: InstanceName, report: UsageReport) -> None:
+        """Set what the replicas of an instance occupy and claim on each worker."""
+        before = self._reports.get(instance, UsageReport())
+        self._reports[instance] = report
+        if (before.occupied, before.claimed) != (report.occupied, report.claimed):
+            self._apply([*before.occupied, *before.claimed, *report.occupied, *report.claimed])
 
     def forget(self, instance: InstanceName) -> None:
         """Give the workers of an instance back to tasks."""
-        self.reserve(instance, {})
+        self.reserve(instance, UsageReport())
+        del self._reports[instance]
 
     def declared(self, worker: WorkerState) -> Offer:
         """Return what a worker has, with what replicas occupy."""
@@ -168,12 +183,17 @@ class ReservedResources(SchedulerPlugin):
 
     def taken_by_tasks(self, worker: WorkerState) -> dict[str, float]:
         """Return the amounts of declared resources that the tasks on a worker hold."""
-        return {
-            # Tasks that wait there count, too, and may want more than there is.
-            name: min(amount, worker.resources.get(name, 0.0))
-            for name, amount in worker.used_resources.items()
-            if amount > 0
-        }
+        if not worker.resources:
+            return {}
+        taken: dict[str, float] = {}
+        # Not `used_resources`: Dask does not count in it that a task has moved to another worker.
+        for task in worker.processing:
+            for name, amount in (task.resource_restrictions or {}).items():
+                taken[name] = taken.get(name, 0.0) + amount
+        changed = self._changed.get(worker.address)
+        offered = worker.resources if changed is None else changed.unclaimed.resources
+        # Tasks that wait there count, too, and may want more than there is.
+        return {name: held for name in taken if (held := min(taken[name], offered.get(name, 0.0))) > 0}
 
     # ---- Dask's events
 
@@ -187,6 +207,12 @@ class ReservedResources(SchedulerPlugin):
         self._changed.pop(worker, None)
         self._announced.pop(worker, None)
         self._apply([])
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Decide again which workers stand aside, after one has paused or goes on."""
+        if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
+            # Dask logs the event before it has changed what it knows of the worker.
+            asyncio.get_running_loop().call_soon(self._apply, ())
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Announce soon what tasks hold, if a task with resources begins or ends."""
@@ -224,21 +250,20 @@ class ReservedResources(SchedulerPlugin):
         for worker in changed:
             if scheduler.workers.get(worker.address) is worker:
                 self._wake(worker)
+                self._move_waiting(worker)
 
     def _count_left(self, worker: WorkerState) -> bool:
         """Count what is left of a worker; return whether that has changed."""
-        declared = self.declared(worker)
-        occupied: dict[str, float] = {}
-        for of_instance in self._reserved.values():
-            for name, amount in of_instance.get(worker.address, {}).items():
-                occupied[name] = occupied.get(name, 0.0) + amount
-        left = declared.without(occupied)
+        declared, reports = self.declared(worker), self._reports.values()
+        unclaimed = declared.without(_total(each.occupied.get(worker.address, {}) for each in reports))
+        claimed = _total(each.claimed.get(worker.address, {}) for each in reports)
+        left = Offer(unclaimed.threads, unclaimed.without(claimed).resources, unclaimed.is_aside)
         known = self._changed.get(worker.address)
         before = Offer(worker.nthreads, dict(worker.resources), known is not None and known.left.is_aside)
         if left == declared:
             self._changed.pop(worker.address, None)
         else:
-            self._changed[worker.address] = _Changed(worker, declared, left)
+            self._changed[worker.address] = _Changed(worker, declared, left, unclaimed)
         if left == before:
             return False
         self._count(worker, left)
@@ -264,6 +289,25 @@ class ReservedResources(SchedulerPlugin):
         if worker in scheduler.running:
             scheduler.transitions(scheduler.bulk_schedule_unrunnable_after_adding_worker(worker), cause)
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=cause)
+
+    def _move_waiting(self, worker: WorkerState) -> None:
+        """Move the tasks that wait on a worker for a claimed resource to workers that have it."""
+        changed = self._changed.get(worker.address)
+        if changed is None or changed.left == changed.unclaimed:
+            return
+        claimed = {
+            name for name, left in changed.left.resources.items() if left < changed.unclaimed.resources[name]
+        }
+        counts: Counter[WorkerState] = Counter()
+        for task in list(worker.processing):
+            if claimed.isdisjoint(task.resource_restrictions or ()):
+                continue
+            others = (self._scheduler.valid_workers(task) or set()) - {worker}
+            if others:
+                best = min(others, key=lambda each: len(each.processing) + counts[each])
+                counts[best] += 1
+                # As if the other one had no work. A task that runs stays.
+                self._scheduler.extensions["stealing"].move_task_request(task, worker, best)
 
     # ---- the scheduler's decisions
 

@@ -25,6 +25,7 @@ from daskserve.control.backend import step as backend_state
 from daskserve.control.backend.actions import ReconfigureReplica
 from daskserve.control.backend.inputs import Step, StepInputs, unplaced
 from daskserve.control.observed.observed import Observed
+from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import Demand, place
 from daskserve.control.placement.rebalancing import Rebalancer
@@ -239,6 +240,7 @@ class Reconciler:
             # Asked of all backends, and only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
+            claims(self._state, self._observed.workers.values(), waiting) if waiting else {},
         )
         self._acting.tell_scheduler(self._epoch, report)
 

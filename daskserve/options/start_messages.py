@@ -144,6 +144,10 @@ class ReplicaStart(StartMessage):
     is_exact: bool
     tracing: Mapping[str, Any]
 
+    def labels(self, instance: str) -> tuple[str, str, str]:
+        """Return the values of the labels of the replica's metrics."""
+        return instance, self.backend_tag, self.replica_tag
+
     @property
     def kind(self) -> str:
         """``"deployment"``, or ``"backend"`` for one of the classic system."""

@@ -282,8 +282,8 @@ def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts)
 def _exemplar(example: Example) -> Exemplar:
     from prometheus_client.core import Exemplar
 
-    value, ids, at_ns = example
-    trace_id, _, span_id = ids.partition("-")
+    value, span, at_ns = example
+    trace_id, _, span_id = span.ids.partition("-")
     return Exemplar({"trace_id": trace_id, "span_id": span_id}, value, at_ns / 1e9)
 
 

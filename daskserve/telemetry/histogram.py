@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.common import settings
 from daskserve.common.clock import wall_ns
@@ -66,9 +66,16 @@ CAUSES: Mapping[type[BaseException], str] = {
 }
 
 
-#: One value that was counted, the ids of its trace and span, ``TRACE-SPAN`` in hexadecimal, and its time in
-#: nanoseconds since the epoch.
-Example: TypeAlias = tuple[float, str, int]
+class TracedValue(Protocol):
+    """The span of a value that was counted."""
+
+    @property
+    def ids(self) -> str:
+        """The ids of its trace and of the span, ``TRACE-SPAN`` in hexadecimal."""
+
+
+#: One value that was counted, its span, and its time in nanoseconds since the epoch.
+Example: TypeAlias = tuple[float, TracedValue, int]
 
 
 class HistogramCounts:
@@ -103,11 +110,11 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def note_trace(self, value: float, ids: str) -> None:
-        """Note the trace and the span of a value that was counted."""
+    def note_trace(self, value: float, span: TracedValue) -> None:
+        """Note the span of a value that was counted."""
         if self.examples is None:
             self.examples = {}
-        self.examples[bisect_left(self.bounds, value)] = value, ids, wall_ns()
+        self.examples[bisect_left(self.bounds, value)] = value, span, wall_ns()
 
     def add(self, counts: Iterable[int], total: float) -> None:
         """Add the counts of another histogram with the same bounds."""

@@ -73,7 +73,8 @@ class AccessLog:
                 request.trace[0][3:35] if request.trace else "",
                 route.route,
                 route.endpoint,
-                proxy=self._name,
-                instance=self._instance,
+                "",
+                self._name,
+                self._instance,
             )
         )

@@ -212,7 +212,6 @@ class IngressApp:
             if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
-                ids = "" if request.span is None else request.span.ids
                 self.metrics.observe(
                     request.route,
                     method,
@@ -220,7 +219,7 @@ class IngressApp:
                     seconds,
                     request.cause,
                     response.matched_route,
-                    ids,
+                    request.span,
                 )
                 if self._access_log is not None:
                     self._access_log.note(request, scope, seconds)

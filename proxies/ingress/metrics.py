@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daskserve.proxies.ingress.routes import Route
-from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.histogram import LatencyHistogram, TracedValue
 from daskserve.telemetry.table import MetricSample
 
 #: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
@@ -76,12 +76,11 @@ class IngressMetrics:
         seconds: float,
         cause: str,
         matched: str = "",
-        ids: str = "",
+        span: TracedValue | None = None,
     ) -> None:
         """Count a request that has ended.
 
-        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route;
-        ``ids`` are those of its trace and span.
+        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route.
         """
         metrics = self._routes.get((route.route, route.endpoint, matched))
         if metrics is None:
@@ -98,8 +97,8 @@ class IngressMetrics:
             metrics.errors[cause] = metrics.errors.get(cause, 0) + 1
         if method != "WEBSOCKET":  # a connection may be open for days
             metrics.latency.observe(seconds)
-            if ids:
-                metrics.latency.note_trace(seconds, ids)
+            if span is not None:
+                metrics.latency.note_trace(seconds, span)
 
     def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
         # An application may make up routes; the first ones of each are counted apart.

@@ -11,6 +11,7 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.proxies.ingress.request import IngressRequest
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parent_in, read_headers
+from daskserve.telemetry.tracing.templates import SpanTemplate
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.process import Tracing
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MAX_TEXT = 512
 #: The methods that the conventions know; others are one.
 _METHODS = frozenset("GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH QUERY".split())
+OTHER = "_OTHER"
 
 
 def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) -> None:
@@ -32,23 +34,19 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
         return
     state, baggage = carrier[1:] if carrier else ("", "")
+    trace = f"00-{parent.trace_id or tracing.bits(128) | 1:032x}-"  # as `trace_head`
+    request.span = span = tracing.begin(tracing.unrouted, trace, parent.span_id)
+    if state:
+        span.tracestate = state
     # The path may be another one when the request ends.
-    own = {"url.path": scope["path"]}
-    request.span = span = tracing.span("HTTP", parent, own, tracing.server_kind, state)
-    # As `span.traceparent`, without a call.
-    request.trace = [f"{span.trace}{span.span_id:016x}-01", state, baggage]
+    span.own = {"url.path": scope["path"]}
+    request.trace = [f"{trace}{span.span_id:016x}-01", state, baggage]  # as `span.traceparent`
 
 
-def _shared(
-    scheme: str,
-    version: str,
-    method: str,
-    route: str | None,
-    server: tuple[str, int | None] | None,
-    host: bytes,
-    client: str | None,
-    agent: bytes,
-) -> dict[str, Any]:
+def _template(key: tuple[Any, ...], kind: Any) -> SpanTemplate:
+    name: str
+    method, route, status, scheme, version, server, host, client, agent = key
+    name = "HTTP" if method == OTHER else method
     found: dict[str, Any] = {
         "daskserve.step": "proxy_http_request",
         "url.scheme": scheme,
@@ -64,7 +62,9 @@ def _shared(
         found["client.address"] = client
     if agent:
         found["user_agent.original"] = agent.decode("latin-1")
-    return found
+    if status:
+        found["http.response.status_code"] = status
+    return SpanTemplate(name if route is None else f"{name} {route}", kind, found)
 
 
 def end_trace(tracing: Tracing, span: RecordedSpan, request: IngressRequest, scope: Scope) -> None:
@@ -95,28 +95,24 @@ def _complete(
     assert found is not None
     found["url.path"] = found["url.path"][:MAX_TEXT]
     found["daskserve.request_id"] = request_id.decode("latin-1")
-    if status:
-        found["http.response.status_code"] = status
-    name = method = scope.get("method", "GET")
+    method = scope.get("method", "GET")
     if method not in _METHODS:
         found["http.request.method_original"] = method[:MAX_TEXT]
-        name, method = "HTTP", "_OTHER"
-    span.name = name if route is None else f"{name} {route}"
+        method = OTHER
     agent = b""
     for header, value in scope["headers"]:
         if header == b"user-agent":
             agent = value[:MAX_TEXT]
     client, server = scope.get("client"), scope.get("server")
-    span.shared = tracing.shared.get(
-        (
-            scope.get("scheme", "http"),
-            scope.get("http_version", "1.1"),
-            method,
-            route,
-            server and tuple(server),
-            host[:MAX_TEXT],
-            client and client[0],
-            agent,
-        ),
-        _shared,
+    key = (
+        method,
+        route,
+        status,
+        scope.get("scheme", "http"),
+        scope.get("http_version", "1.1"),
+        server and tuple(server),
+        host[:MAX_TEXT],
+        client and client[0],
+        agent,
     )
+    span.template = tracing.templates.get(key, _template, tracing.unrouted.kind)

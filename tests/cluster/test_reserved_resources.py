@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from distributed import Client, LocalCluster, Scheduler, get_worker
 from tables import each_case
 
+from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.cluster.reserved_resources import PLUGIN_NAME, Offer, ReservedResources
 
 #: How long to wait for what takes milliseconds.
@@ -46,11 +47,29 @@ class Bench:
         self.client, self.scheduler, self.reserved = client, scheduler, reserved
         self.first, *self.others = self.addresses = sorted(scheduler.workers)
 
+    def reserve(self, instance: str, occupied: Mapping[str, Any], **claimed: Any) -> None:
+        report = UsageReport(occupied=occupied, claimed={self.first: claimed} if claimed else {})
+        self.reserved.reserve(instance, report)
+
     async def places(self, count: int, **options: Any) -> set[str]:
         """Return where this many tasks run."""
         tasks = self.client.map(place, range(count), pure=False, **options)
         async with asyncio.timeout(LIMIT_S):
             return set(await self.client.gather(tasks))
+
+    def hold(self, workers: Collection[str], count: int) -> Callable[[], Awaitable[None]]:
+        """Have tasks hold the GPU of some workers, until the returned function is called."""
+        name = str(len(MAY_END))
+        ends = MAY_END[name] = asyncio.Event()
+        options = {"workers": list(workers), "resources": {"GPU": 1}, "pure": False}
+        tasks = self.client.map(hold, [name] * count, range(count), **options)
+
+        async def release() -> None:
+            ends.set()
+            async with asyncio.timeout(LIMIT_S):
+                await self.client.gather(tasks)
+
+        return release
 
     def counts(self) -> dict[str, tuple[int, dict[str, float]]]:
         return {
@@ -58,12 +77,12 @@ class Bench:
         }
 
 
-#: Ends `hold`; all workers are in this process.
-MAY_END = asyncio.Event()
+#: Ends `hold`, by the name of the event; all workers are in this process.
+MAY_END: dict[str, asyncio.Event] = {}
 
 
-async def hold(_: Any) -> None:
-    await MAY_END.wait()
+async def hold(name: str, _: int) -> None:
+    await MAY_END[name].wait()
 
 
 def place(_: Any) -> str:
@@ -105,8 +124,8 @@ async def test_a_worker_whose_threads_are_occupied_gets_only_tasks_that_no_other
     async with bench(
         **{f"{scheduler}.worker-saturation": saturation, f"{scheduler}.validate": saturation != "inf"}
     ) as there:
-        there.reserved.reserve("a", {there.first: {"CPU": 1}})
-        there.reserved.reserve("b", {there.first: {"CPU": 1}})
+        there.reserve("a", {there.first: {"CPU": 1}})
+        there.reserve("b", {there.first: {"CPU": 1}})
         assert there.scheduler.total_nthreads == 5
         # Many tasks wait in the scheduler's queue, few do not.
         for count in 20, 4, 1:
@@ -119,10 +138,10 @@ async def test_a_worker_whose_threads_are_occupied_gets_only_tasks_that_no_other
 async def test_tasks_go_to_all_workers_if_none_has_a_thread_left() -> None:
     async with bench() as there:
         one = {each: {"CPU": 1} for each in there.addresses}
-        there.reserved.reserve("a", one)
-        there.reserved.reserve("b", {there.first: one[there.first]})
+        there.reserve("a", one)
+        there.reserve("b", {there.first: one[there.first]})
         assert await there.places(20) == set(there.others)
-        there.reserved.reserve("b", one)
+        there.reserve("b", one)
         assert await there.places(20) == set(there.addresses)
         assert there.scheduler.total_nthreads == 3
         there.reserved.forget("b")
@@ -130,13 +149,22 @@ async def test_tasks_go_to_all_workers_if_none_has_a_thread_left() -> None:
         assert await there.places(20) == set(there.addresses)
 
 
+async def test_tasks_go_to_a_worker_without_threads_while_all_others_are_paused() -> None:
+    async with bench() as there:
+        there.reserve("a", {there.first: {"CPU": 2}})
+        for status, expected in (("paused", {there.first}), ("running", set(there.others))):
+            for each in there.others:
+                there.scheduler.handle_worker_status_change(status, each, "test")
+            assert await there.places(20) == expected
+
+
 async def test_a_task_waits_for_a_resource_that_replicas_occupy() -> None:
     async with bench() as there:
-        there.reserved.reserve("a", {each: {"GPU": 1} for each in there.addresses})
+        there.reserve("a", {each: {"GPU": 1} for each in there.addresses})
         task = there.client.submit(place, 0, resources={"GPU": 1})
         await until(lambda: there.scheduler.unrunnable)
         assert await there.places(20) == set(there.addresses), "their threads are free"
-        there.reserved.reserve("a", {each: {"GPU": 1} for each in there.others})
+        there.reserve("a", {each: {"GPU": 1} for each in there.others})
         async with asyncio.timeout(LIMIT_S):
             assert await task == there.first
 
@@ -144,7 +172,7 @@ async def test_a_task_waits_for_a_resource_that_replicas_occupy() -> None:
 async def test_workers_leave_and_join_while_their_resources_are_reserved() -> None:
     async with bench() as there:
         everywhere = {each: {"CPU": 2, "GPU": 1} for each in there.addresses}
-        there.reserved.reserve("a", {each: everywhere[each] for each in there.others})
+        there.reserve("a", {each: everywhere[each] for each in there.others})
         assert await there.places(20) == {there.first}
         await there.scheduler.remove_worker(there.first, stimulus_id="test")
         # The last one with a thread left is gone.
@@ -156,23 +184,39 @@ async def test_workers_leave_and_join_while_their_resources_are_reserved() -> No
 async def test_what_tasks_hold_is_announced() -> None:
     announced: list[Any] = []
     async with bench(announced) as there:
-        tasks = there.client.map(hold, range(5), workers=[there.first], resources={"GPU": 1}, pure=False)
-        async with asyncio.timeout(LIMIT_S):
-            await until(lambda: announced)
-            MAY_END.set()
-            await there.client.gather(tasks)
-            await until(lambda: announced[-1] == {there.first: {}})
+        release = there.hold([there.first], 5)
+        await until(lambda: announced)
+        await release()
+        await until(lambda: announced[-1] == {there.first: {}})
         # Those that wait at the worker hold no more than it has.
         assert announced[0] == {there.first: {"GPU": 1}}
         assert not there.reserved.taken_by_tasks(there.scheduler.workers[there.first])
 
 
+async def test_a_claimed_resource_goes_to_no_further_task() -> None:
+    async with bench() as there:
+        release = there.hold(there.addresses, 9)
+        scheduler = there.scheduler
+        first, *others = (scheduler.workers[each] for each in there.addresses)
+        await until(lambda: [len(each.processing) for each in (first, *others)] == [3, 3, 3])
+        there.reserve("a", {}, GPU=1)
+        # The task that runs stays, and those that wait there move.
+        await until(lambda: len(first.processing) == 1)
+        assert there.reserved.taken_by_tasks(first) == {"GPU": 1}
+        assert there.counts()[there.first] == (2, {"GPU": 0})
+        await release()
+        assert not there.reserved.taken_by_tasks(first)
+        assert await there.places(4, resources={"GPU": 1}) <= set(there.others)
+        there.reserve("a", {there.first: {"GPU": 1}})
+        assert await there.places(4, resources={"GPU": 1}) <= set(there.others)
+
+
 async def test_resources_that_a_worker_declares_later_are_offered() -> None:
     async with bench() as there:
-        there.reserved.reserve("a", {there.first: {"GPU": 1}})
+        there.reserve("a", {there.first: {"GPU": 1}})
         scheduler: Scheduler = there.scheduler
         scheduler.add_resources(there.first, {"GPU": 3})
         found = there.reserved.declared(there.scheduler.workers[there.first])
         assert found == Offer(2, {"GPU": 3})
-        there.reserved.reserve("a", {there.first: {"GPU": 2}})
+        there.reserve("a", {there.first: {"GPU": 2}})
         assert there.counts()[there.first] == (2, {"GPU": 1})

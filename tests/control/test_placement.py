@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import WorkerInfo
+from daskserve.control.placement.claims import claims
 from daskserve.control.placement.cluster_demand import workers_needed
 from daskserve.control.placement.placement import (
     Demand,
@@ -58,6 +59,18 @@ def test_what_tasks_hold_is_not_free() -> None:
     state = state_of(replica("b#1", demand={"GPU": 1.0}))
     assert place(state, [there], gpu) is None
     assert "GPU 1 (most free on one worker: 0)" in explain(state, [there], gpu)
+
+
+def test_waiting_replicas_claim_what_tasks_hold() -> None:
+    gpu = Demand("b", ({"GPU": 1.0, "CPU": 1.0, "accelerator_type:A100": 0.001},))
+    pair = Demand("c", ({"GPU": 1.0}, {"GPU": 1.0}), strategy="STRICT_PACK")
+    has = {"resources": {"GPU": 2.0, "accelerator_type:A100": 1.0}, "taken_by_tasks": {"GPU": 2.0}}
+    there = [worker(1, **has), worker(2, **has, is_available=False)]
+    assert claims(State(), there, [gpu]) == {"w1": {"GPU": 1.0}}
+    assert claims(State(), there, [gpu, gpu, gpu]) == {"w1": {"GPU": 2.0}}, "the third waits for replicas"
+    assert claims(State(), there, [gpu, pair]) == {"w1": {"GPU": 1.0}}
+    assert claims(State(), there, [pair, gpu]) == {"w1": {"GPU": 2.0}}
+    assert not claims(State(), [worker(resources={"GPU": 1.0})], [pair]), "it does not wait for tasks"
 
 
 def test_tasks_in_a_bundle_do_not_count_twice() -> None:

@@ -441,10 +441,11 @@ async def test_a_replica_waits_for_what_tasks_hold_and_then_keeps_it_from_them(s
     with pytest.raises(NoCapacityError, match=r"GPU 1 \(most free on one worker: 0\)"):
         await stage.create("b", actor_options=wanted, timeout_s=5.0)
     creating = asyncio.ensure_future(stage.create("b", actor_options=wanted))
-    await stage.clock.sleep(1)
+    await stage.until(lambda: stage.cluster.reported.claimed == {only: {"GPU": 1.0}})
     assert not stage.cluster.reported.occupied
     stage.cluster.change_worker(only, taken_by_tasks={})
     await creating
     await stage.until(lambda: stage.cluster.reported.occupied == {only: {"CPU": 2.0, "GPU": 1.0}})
+    assert not stage.cluster.reported.claimed
     await stage.delete("b")
     await stage.until(lambda: not stage.cluster.reported.occupied)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import dask.config
@@ -27,7 +28,7 @@ class Requests:
         latency = LatencyHistogram()
         for seconds in (0.0002, 0.0002, 100.0):
             latency.observe(seconds)
-        latency.note_trace(100.0, f"{7:032x}-{9:016x}")
+        latency.note_trace(100.0, SimpleNamespace(ids=f"{7:032x}-{9:016x}"))
         labels = ("i", "shop/model")
         return [
             ("deployment_requests", labels, 3),

@@ -219,7 +219,7 @@ def test_each_refusal_of_a_request_is_an_event_of_its_way(tracing: tuple[Tracing
         way.sent(f"b#{number}", "tcp://w", is_queued=False)
         way.refused(error, f"b#{number}")
     way.sent("b#2", "tcp://w", is_queued=True)
-    way.end(None)
+    way.finish(None)
     (span,) = kept
     assert [(name, facts["daskserve.replica"]) for name, facts, _ in span.events] == [
         ("retry", "b#0"),

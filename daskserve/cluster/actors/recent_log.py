@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
@@ -87,9 +87,10 @@ class LogFile(TakesRecords):
         traceback_of(record)
         self._write(Entry(record, tags).plain())
 
-    def take_access(self, access: Access) -> None:
-        """Write a line of the access log."""
-        self._write(access.plain())
+    def take_access(self, lines: Iterable[Access]) -> None:
+        """Write lines of the access log."""
+        for each in lines:
+            self._write(each.plain())
 
     def _write(self, plain: Plain) -> None:
         # A full disk must not fail the user's call of a logger.

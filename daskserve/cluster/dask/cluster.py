@@ -263,6 +263,7 @@ class DaskCluster(ProcessView):
             held=sorted(report.held),
             grace_s=report.grace_s,
             occupied={worker: dict(amounts) for worker, amounts in report.occupied.items()},
+            claimed={worker: dict(amounts) for worker, amounts in report.claimed.items()},
         )
         return is_adaptive
 

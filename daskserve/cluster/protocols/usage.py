@@ -28,6 +28,8 @@ class UsageReport:
         How long the requests on retiring workers may take, in seconds.
     occupied : mapping
         The amounts on each worker that Dask's tasks cannot use, by resource: threads as CPU, and resources.
+    claimed : mapping
+        The amounts of resources on each worker for which replicas wait, because tasks hold them.
     """
 
     in_use: frozenset[WorkerAddress] = frozenset()
@@ -37,3 +39,4 @@ class UsageReport:
     held: frozenset[WorkerAddress] = frozenset()
     grace_s: float = 0.0
     occupied: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)
+    claimed: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)

@@ -377,6 +377,7 @@ class Supervisor(SchedulerPlugin):
         held: list[WorkerAddress],
         grace_s: float,
         occupied: Mapping[WorkerAddress, Mapping[str, float]],
+        claimed: Mapping[WorkerAddress, Mapping[str, float]],
     ) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
@@ -389,9 +390,10 @@ class Supervisor(SchedulerPlugin):
                 frozenset(held),
                 grace_s,
                 occupied,
+                claimed,
             )
             self._capacity.report(instance, report)
-            self._hosts.reserved.reserve(instance, occupied)
+            self._hosts.reserved.reserve(instance, report)
             self._evacuations.wake()
         return self._capacity.is_adaptive
 

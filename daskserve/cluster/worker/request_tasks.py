@@ -8,8 +8,10 @@ for one of the futures gets its `CancelledError`.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from dask.base import get_annotations
@@ -19,9 +21,12 @@ from daskserve.context import current_replica, current_request
 from daskserve.internals.checking import needs
 
 with needs("distributed", ">=2025.1,<2026.9") as check:
-    from distributed import Client, Future
+    from distributed import Client, Future, futures_of
+    from distributed.client import FutureState
 
-    check.attributes(Client, "_graph_to_futures")
+    check.attributes(Client, "_gather", "_graph_to_futures")
+    check.attributes(FutureState, "wait")
+    check.fields(Future, "_state")
 
 
 class RequestTasks:
@@ -41,7 +46,8 @@ class RequestTasks:
         for reference in list(self._futures):
             future = reference()
             if future is not None and not future.done():
-                future.release()
+                with suppress(RuntimeError):  # the loop of its client has ended, as the replica does
+                    future.release()
 
 
 def default_priority() -> int:
@@ -61,8 +67,12 @@ def end_with_request(futures: Iterable[Future[Any]]) -> None:
     if tasks is None:  # setdefault is atomic, so all threads get the same
         tasks = vars(request).setdefault("dask_tasks", RequestTasks())
     tasks.add(futures)
-    if request.cancels_new_calls:
+    if request.cancels_new_tasks:
         tasks.cancel()
+
+
+class _FailedError(Exception):
+    """A task has failed."""
 
 
 class TaskClient(ScatteringClient):
@@ -80,3 +90,27 @@ class TaskClient(ScatteringClient):
         futures = super()._graph_to_futures(*args, **kwargs)
         end_with_request(futures.values())
         return futures
+
+    async def _gather(self, futures: Any, errors: str = "raise", *args: Any, **kwargs: Any) -> Any:
+        # Dask's own way to wait leaves a task behind for each future if it is cancelled, which logs an error.
+        mine = [each for each in futures_of(futures) if each.client is self and not each.done()]
+        await _settled(mine, errors)
+        return await super()._gather(futures, errors, *args, **kwargs)
+
+
+async def _settled(futures: Iterable[Any], errors: str) -> None:
+    """Return once all tasks have ended, or one has failed and ``errors`` says that this is the end."""
+
+    async def wait_for(state: Any) -> None:
+        await state.wait()
+        if errors == "raise" and state.status != "finished":
+            raise _FailedError
+
+    waiting = [asyncio.ensure_future(wait_for(each._state)) for each in futures]
+    if waiting:
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)

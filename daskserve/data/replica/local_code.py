@@ -110,7 +110,6 @@ class LocalCode:
         self._context = context
         self._start = start
         self._metrics = metrics
-        self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
         self._executor: UserExecutor | None = None
         self._servable: Servable | None = None
         self._serving: ServingCode | None = None
@@ -402,11 +401,12 @@ class LocalCode:
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics."""
-        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(self._labels)]
+        labels = self._start.labels(self._context.spec.instance)
+        return [*own, *self._logs.payloads.samples(), *self.models.multiplexer.samples(labels)]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code."""
-        return self._metrics.user_samples(self._labels)
+        return self._metrics.user_samples(self._start.labels(self._context.spec.instance))
 
     def _parts(self) -> tuple[UserExecutor, Servable]:
         if self._executor is None or self._servable is None:

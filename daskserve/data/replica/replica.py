@@ -59,7 +59,7 @@ class Replica:
         self._context = context
         self._start = start = ReplicaStart.decode(context.spec.payload)
         self._metrics = ReplicaMetrics()
-        self._labels = (context.spec.instance, start.backend_tag, start.replica_tag)
+        self._labels = start.labels(context.spec.instance)
         self._code = place(context, start, self._metrics)
         #: Takes a request; user code answers it.
         self.handle = self._code.handle

@@ -10,13 +10,15 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
-from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags, printable
 from daskserve.telemetry.logs.settings import LogSettings
 
 #: The attributes that Python's `logging` gives every record.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
 _OURS = frozenset((*TAG_NAMES, "component_name"))
+#: Milliseconds.
+_THREE = tuple(f"{number:03d}" for number in range(1000))
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
@@ -92,26 +94,52 @@ def access_text(access: Access) -> str:
 def access_json(access: Access) -> str:
     """Return a line of the access log as a JSON object.
 
-    It joins parts, some of which many lines share: encoding a dictionary takes four times as long.
+    It joins parts, most of which many lines share: encoding a dictionary takes ten times as long.
     """
-    parts = [
-        f'{{"levelname": "INFO", "asctime": "{clock(access.time)}"',
-        f'"timestamp_ns": {int(access.time * 1e9)}',
-        f'"message": {_quoted(access.message)}',
-        _shared_json(access.backend, access.replica, access.route, access.instance),
-        f'"method": {_quoted(access.method)}, "path": {_quoted(access.path)}, "status": {access.status}',
-        f'"duration_s": {access.seconds:.6f}',
-        f'"client": {"null" if access.client is None else _quoted(access.client[0])}',
-    ]
-    if access.request_id:
-        parts.append(f'"request_id": {_quoted(access.request_id)}')
-    if access.trace_id:
-        parts.append(f'"trace_id": {_quoted(access.trace_id)}')
-    return f"{', '.join(parts)}}}"
+    at, method, target, query, status, seconds, client, version, request_id, trace_id, *names = access
+    whole = printable(target + b"?" + query) if query else printable(target)
+    quoted = _quoted(whole)
+    # If it has nothing to escape, neither has its part.
+    is_plain = len(quoted) == len(whole) + 2 == len(target) + len(query) + (3 if query else 2)
+    path = f'"{whole[: len(target)]}"' if is_plain else _quoted(printable(target))
+    who, host = ("", "null") if client is None else _client_json(client)
+    if method == "CALL":
+        message = _quoted(access.message)
+    else:
+        before, after = _around_target(method, version, status)
+        message = f'"{who}{before}{quoted[1:-1]}{after}"'
+    request = f', "request_id": {_quoted(request_id)}' if request_id else ""
+    trace = f', "trace_id": {_quoted(trace_id)}' if trace_id else ""
+    at_ns = int(at * 1e9)
+    return (
+        f'{_head_json(int(at))}{_THREE[at_ns // 1_000_000 % 1000]}", "timestamp_ns": {at_ns}, '
+        f'"message": {message}, {_shared_json(*names)}, "method": {_quoted(method)}, "path": {path}, '
+        f'"status": {status}, "duration_s": {seconds:.6f}, "client": {host}{request}{trace}}}'
+    )
+
+
+@lru_cache(8)
+def _head_json(second: int) -> str:
+    return f'{{"levelname": "INFO", "asctime": "{_second(second)},'
 
 
 @lru_cache(1024)
-def _shared_json(backend: str, replica: str, route: str, instance: str) -> str:
+def _client_json(client: tuple[str, int]) -> tuple[str, str]:
+    """Return a client as within a text of JSON, and its host as one."""
+    return _quoted(f"{client[0]}:{client[1]}")[1:-1], _quoted(client[0])
+
+
+@lru_cache(1024)
+def _around_target(method: str, version: str, status: int) -> tuple[str, str]:
+    """Return what stands before and after the target in a message, within a text of JSON."""
+    mark = "\x00"
+    message = Access(0.0, method, mark.encode(), b"", status, 0.0, None, version).message
+    before, after = message.split("\\x00")
+    return _quoted(before)[1:-1], _quoted(after)[1:-1]
+
+
+@lru_cache(1024)
+def _shared_json(route: str, backend: str, replica: str, proxy: str, instance: str) -> str:
     """Return the part that all requests of a route or a replica share."""
     empty = Access(0.0, "", b"", b"", 0, 0.0)
     tags = empty._replace(route=route, backend=backend, replica=replica, instance=instance).tags

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class ProcessLogs:
         self.ended = EndedFiles()
         self.wake: Callable[[], object] = self.drain
         self.dropped: dict[str, int] = defaultdict(int)
-        self.keep_access: Callable[[Access], object] = self.ring.add_access
+        self.keep_access: Callable[[Sequence[Access]], object] = self.ring.add_access
         self._now = now
         self._default_level = default_level
         self._stdout = stdout or StreamSink()
@@ -166,7 +166,7 @@ class ProcessLogs:
         if len(pending) >= MAX_PENDING:
             # A handler hangs, maybe; who asks for the logs still sees the line.
             self.dropped["access"] += 1
-            self.keep_access(access)
+            self.keep_access([access])
             return
         pending.append(access)
         self._wake()
@@ -222,8 +222,9 @@ class ProcessLogs:
         lines: dict[Path | None, list[str]] = defaultdict(list)
         sizes: dict[Path, LogSettings] = {}
         places: dict[str, tuple[Path | None, bool, LogSettings] | None] = {}
+        if taken:
+            self.keep_access(taken)
         for access in taken:
-            self.keep_access(access)
             name = access.replica or access.proxy
             place = places[name] if name in places else places.setdefault(name, self._place(name))
             if place is None:

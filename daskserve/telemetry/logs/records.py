@@ -150,7 +150,7 @@ class Access(NamedTuple):
     @property
     def message(self) -> str:
         """The line, as uvicorn has it for HTTP, and Ray Serve for calls."""
-        target = _printable(self.target + (b"?" + self.query if self.query else b""))
+        target = printable(self.target + (b"?" + self.query if self.query else b""))
         if self.method == "CALL":
             return f"CALL {target} {CALL_RESULTS.get(self.status, 'ERROR')} {1000 * self.seconds:.1f}ms"
         client = "" if self.client is None else f"{self.client[0]}:{self.client[1]}"
@@ -161,7 +161,7 @@ class Access(NamedTuple):
     @property
     def path(self) -> str:
         """The target as text that can be printed."""
-        return _printable(self.target)
+        return printable(self.target)
 
     @property
     def size(self) -> int:
@@ -222,7 +222,8 @@ def _message(msg: Any, args: Any) -> str:
         return msg if type(msg) is str else f"<{type(msg).__name__}: {type(error).__name__} in its text>"
 
 
-def _printable(text: bytes) -> str:
+def printable(text: bytes) -> str:
+    """Return text of a client as it may stand in a line."""
     found = text.decode("latin-1")
     # A client must not write lines of its own, nor control a terminal.
     return found if found.isascii() and found.isprintable() else found.encode("unicode_escape").decode()

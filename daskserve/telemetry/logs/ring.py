@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,16 +107,18 @@ class Ring:
         self._append(entry)
         return entry
 
-    def add_access(self, access: Access) -> None:
-        """Keep a line of the access log."""
-        self._append(access)
-
-    def _append(self, entry: Entry | Access) -> None:
+    def add_access(self, lines: Sequence[Access]) -> None:
+        """Keep lines of the access log."""
         with self._lock:
-            number = next(self._numbers)
-            if isinstance(entry, Entry):
-                entry.number = number
-            self._entries.append((number, entry))
+            self._entries.extend(zip(self._numbers, lines))  # noqa: B905 - numbers have no end
+            self._bytes += sum(len(each.target) + len(each.query) for each in lines)
+            self._bytes += len(lines) * _OVERHEAD
+            self._trim()
+
+    def _append(self, entry: Entry) -> None:
+        with self._lock:
+            entry.number = next(self._numbers)
+            self._entries.append((entry.number, entry))
             self._bytes += entry.size + _OVERHEAD
             self._trim()
 

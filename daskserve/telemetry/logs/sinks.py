@@ -40,7 +40,7 @@ class StreamSink:
             if stream is None:
                 raise OSError("there is no standard output")
             encoding = getattr(stream, "encoding", None) or "utf-8"
-            text = "".join(f"{line}\n" for line in lines)
+            text = "\n".join((*lines, ""))
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
         except (OSError, ValueError):  # full, closed, or the reader has gone
@@ -78,7 +78,7 @@ class FileSink:
         if self._failed_at is not None and self._now() - self._failed_at < RETRY_S:
             self.lost += len(lines)
             return
-        data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+        data = "\n".join((*lines, "")).encode("utf-8", "backslashreplace")
         try:
             is_retry = self._failed_at is not None
             file = self._opened(len(data))

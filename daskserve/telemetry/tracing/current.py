@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.routing import Way
 
 
 def current_trace_id() -> str:
@@ -19,6 +24,14 @@ def loaded(name: str, attribute: str) -> Any:
     """Return a module that has an attribute; None also while another thread imports the module."""
     module = sys.modules.get(name)
     return module if hasattr(module, attribute) else None
+
+
+@cache
+def way_finder() -> Callable[[Mapping[str, Any], Mapping[str, Any], str], Way | None]:
+    """Return `daskserve.telemetry.tracing.routing.way_of`, whose module takes long to import."""
+    from daskserve.telemetry.tracing.routing import way_of
+
+    return way_of
 
 
 def get_trace_context() -> Any:

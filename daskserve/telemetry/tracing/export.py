@@ -134,6 +134,11 @@ class Export:
         self._dropped = 0
 
     @property
+    def is_used(self) -> bool:
+        """Whether spans go anywhere."""
+        return bool(self.batches or self.processors)
+
+    @property
     def exported(self) -> int:
         """Spans that an exporter has delivered."""
         return sum(each.exported for each in self.batches)
@@ -217,7 +222,7 @@ def readable_of(span: RecordedSpan, resource: Any, scope: Any) -> ReadableSpan:
         attributes=dict(span.attributes),
         events=[Event(name, attributes, timestamp) for name, attributes, timestamp in span.events],
         links=list(span.links),
-        kind=span.kind,
+        kind=span.template.kind,
         status=Status(*span.status) if span.status[1] else Status(span.status[0]),
         start_time=span.start_ns,
         end_time=span.end_ns,

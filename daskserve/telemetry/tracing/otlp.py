@@ -11,23 +11,25 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from daskserve.telemetry.tracing.shared import SharedAttributes
 from daskserve.telemetry.tracing.span import RecordedSpan
+from daskserve.telemetry.tracing.templates import SpanTemplate
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import StatusCode
 
-#: How many keys, names, and numbers with their keys are kept encoded.
+#: How many keys with the length of their text, and numbers with their keys are kept encoded.
 MAX_KEPT = 4096
 #: The numbers of fields of text or messages, with the wire type 2.
-_TRACE_ID, _SPAN_ID, _STATE, _PARENT, _NAME = b"\x0a\x10", b"\x12\x08", b"\x1a", b"\x22\x08", b"\x2a"
-_KIND, _ATTRIBUTE, _STATUS = 0x30, b"\x4a", b"\x7a"
-#: The kind, and the fixed fields start and end.
-_TIMES = struct.Struct("<BBBQBQ")
-#: OTLP's flags say that it is known whether the parent is in another process, and that it may be.
-_FLAGS = b"\x85\x01" + struct.pack("<I", 0x100)
-_FLAGS_BELOW = b"\x85\x01" + struct.pack("<I", 0x300)
+_STATE, _NAME, _ATTRIBUTE, _STATUS, _SPAN = b"\x1a", b"\x2a", b"\x4a", b"\x7a", b"\x12"
+_KIND = 0x30
+#: The fields of fixed length, each after its number: flags, start and end, the ids of the trace and the span.
+_ROOT = struct.Struct("<HIBQBQ H16s H8s")
+#: And that of the span above.
+_BELOW = struct.Struct("<HIBQBQ H16s H8s H8s")
+_FLAGS, _START, _END, _TRACE_ID, _SPAN_ID, _PARENT = 0x0185, 0x39, 0x41, 0x100A, 0x0812, 0x0822
+#: It is known whether the parent is in another process; and that it may be.
+_KNOWN, _REMOTE = 0x100, 0x300
 _DOUBLE = struct.Struct("<Bd")
 _INT64 = 1 << 63
 
@@ -49,7 +51,7 @@ class SpanEncoder:
         self._readable_of = readable_of
         self._encode_spans: Any = encode_spans
         self._kept: Callable[[str, Any, type], bytes] = lru_cache(MAX_KEPT)(_attribute)
-        self._name, self._key = lru_cache(MAX_KEPT)(_name), lru_cache(MAX_KEPT)(_key)
+        self._before: Callable[[str, int], bytes] = lru_cache(MAX_KEPT)(_before)
         found = encode_spans([example]).resource_spans[0]
         scope = found.scope_spans[0]
         del scope.spans[:]
@@ -63,53 +65,39 @@ class SpanEncoder:
 
     def span(self, span: RecordedSpan) -> bytes:
         """Return a span as part of a body."""
-        return _field(b"\x12", self._span(span))
+        encoded = self._span(span)
+        length = len(encoded)
+        if 127 < length < 1 << 14:  # as most
+            return b"\x12%c%c%b" % (length & 0x7F | 0x80, length >> 7, encoded)
+        return _field(_SPAN, encoded)
 
     def _span(self, span: RecordedSpan, *, is_plain: bool = False) -> bytes:
         if (span.events or span.links) and not is_plain:
             return self._odd(span)
-        parts = [
-            _TRACE_ID,
-            bytes.fromhex(span.trace[3:35]),
-            _SPAN_ID,
-            span.span_id.to_bytes(8, "big"),
-            self._name(span.name),
-            _TIMES.pack(_KIND, span.kind.value + 1, 0x39, span.start_ns, 0x41, span.end_ns),
-        ]
+        template, own_id = span.template, span.span_id.to_bytes(8, "big")
+        times = _START, span.start_ns, _END, span.end_ns
+        ids = _TRACE_ID, bytes.fromhex(span.trace[3:35]), _SPAN_ID, own_id
         if span.parent_id:
-            parts += (_PARENT, span.parent_id.to_bytes(8, "big"), _FLAGS_BELOW)
+            above = span.parent_id.to_bytes(8, "big")
+            parts = [_BELOW.pack(_FLAGS, _REMOTE, *times, *ids, _PARENT, above)]
         else:
-            parts.append(_FLAGS)
+            parts = [_ROOT.pack(_FLAGS, _KNOWN, *times, *ids)]
+        parts.append(template.encoded or _encode(template))
         if span.tracestate:
             parts.append(_text(_STATE, span.tracestate))
-        shared = span.shared
-        parts.append(shared.encoded or self._shared(shared))
-        for key, value in (span.own or {}).items():
-            kind = type(value)
-            if kind is str:
-                parts.append(self._text(key, value))
-            elif kind is int or kind is bool or kind is float:
-                parts.append(self._kept(key, value, kind))
-            elif not is_plain:
-                return self._odd(span)
+        if span.own is not None:
+            for key, value in span.own.items():
+                kind = type(value)
+                if kind is str:
+                    text = value.encode("utf-8", "replace")
+                    parts += self._before(key, len(text)), text
+                elif kind is int or kind is bool or kind is float:
+                    parts.append(self._kept(key, value, kind))
+                elif not is_plain:
+                    return self._odd(span)
         status = span.status
         parts.append(_UNSET if status is RecordedSpan.status else _status(*status))
         return b"".join(parts)
-
-    def _shared(self, shared: SharedAttributes) -> bytes:
-        values = shared.values.items()
-        encoded = b"".join([_attribute(key, value, type(value)) for key, value in values])
-        shared.encoded = encoded
-        return encoded
-
-    def _text(self, key: str, text: str) -> bytes:
-        """Return an attribute with a text, which is often another one for each span, and so is not kept."""
-        encoded = text.encode("utf-8", "replace")
-        length, prefix = len(encoded), self._key(key)
-        whole = len(prefix) + length + 4
-        if whole > 127:
-            return _attribute(key, text, str)
-        return b"%b%c%b\x12%c\x0a%c%b" % (_ATTRIBUTE, whole, prefix, length + 2, length, encoded)
 
     def _odd(self, span: RecordedSpan) -> bytes:
         try:
@@ -146,12 +134,19 @@ def _text(number: bytes, text: str) -> bytes:
     return _field(number, text.encode("utf-8", "replace"))
 
 
-def _key(text: str) -> bytes:
-    return _text(b"\x0a", text)
+def _encode(template: SpanTemplate) -> bytes:
+    parts = [_text(_NAME, template.name), bytes((_KIND, template.kind.value + 1))]
+    for key, value in template.values.items():
+        parts.append(_attribute(key, value, type(value)))
+    template.encoded = encoded = b"".join(parts)
+    return encoded
 
 
-def _name(text: str) -> bytes:
-    return _text(_NAME, text)
+def _before(key: str, length: int) -> bytes:
+    """Return what stands before an attribute's text, which is often another one for each span."""
+    value = b"\x0a" + _varint(length)
+    found = _text(b"\x0a", key) + b"\x12" + _varint(len(value) + length) + value
+    return _ATTRIBUTE + _varint(len(found) + length) + found
 
 
 def _attribute(key: str, value: Any, kind: type) -> bytes:

@@ -11,20 +11,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import system_rng
 from daskserve.telemetry.collector import PROCESS
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.carrier import (
-    LENGTH,
-    NEW,
-    NO_PARENT,
-    SAMPLED,
-    Carrier,
-    Parent,
-)
-from daskserve.telemetry.tracing.shared import NOTHING, KnownAttributes
+from daskserve.telemetry.tracing.carrier import NEW, NO_PARENT, Carrier, Parent, parent_in, trace_head
+from daskserve.telemetry.tracing.templates import SpanTemplate, SpanTemplates
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.export import Export
@@ -65,9 +59,12 @@ class Tracing:
 
         from daskserve.telemetry.tracing.span import RecordedSpan
 
-        self._span = RecordedSpan
-        self.shared = KnownAttributes()
-        self._internal_kind, self.server_kind = SpanKind.INTERNAL, SpanKind.SERVER
+        #: ``begin(template, trace, parent_id)`` begins a span; see `RecordedSpan`.
+        self.begin: Callable[[SpanTemplate, str, int], RecordedSpan] = partial(RecordedSpan, self)
+        self.templates = SpanTemplates()
+        self._internal_kind = SpanKind.INTERNAL
+        #: Of spans whose route or replica is set when they are exported.
+        self.unrouted = SpanTemplate("HTTP", SpanKind.SERVER)
         self.instance = instance
         self.config = config
         self.resource = resource
@@ -119,8 +116,8 @@ class Tracing:
         tracestate: str = "",
     ) -> RecordedSpan:
         """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
-        trace = f"00-{parent[0] or self.bits(128) | 1:032x}-"  # as `trace_head`
-        found = self._span(self, name, trace, parent[1], NOTHING, kind or self._internal_kind)
+        trace = trace_head(parent.trace_id or self.bits(128) | 1)
+        found = self.begin(SpanTemplate(name, kind or self._internal_kind), trace, parent.span_id)
         if attributes is not None:
             found.own = attributes
         if tracestate:
@@ -131,23 +128,12 @@ class Tracing:
         self, carrier: Carrier, name: str, own: dict[str, Any] | None = None, kind: Any = None
     ) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
-        text = carrier[0] if carrier else ""
-        if len(text) == LENGTH:
-            # As `parent_in` and `span`, in a third of the time.
-            if not int(text[53:], 16) & SAMPLED:
-                return None
-            parent_id = int(text[36:52], 16)
-            found = self._span(self, name, text[:36], parent_id, NOTHING, kind or self._internal_kind)
-            if carrier[1]:
-                found.tracestate = carrier[1]
-            if own is not None:
-                found.own = own
-            return found
-        if text == NEW:
+        if carrier and carrier[0] == NEW:
             found = self.span(name, NO_PARENT, own, kind)
             found.start_ns = int(carrier[3])
             return found
-        return None
+        parent = parent_in(carrier)
+        return self.span(name, parent, own, kind, carrier[1]) if parent.is_sampled else None
 
     def drop(self) -> None:
         """Count a span for which there is no room."""
@@ -188,14 +174,14 @@ class Tracing:
     def _drain(self) -> None:
         spans = [self.pending.popleft() for _ in range(len(self.pending))]
         self.ended += len(spans)
-        for span in spans:
-            try:
-                span.complete()
-            except Exception:
-                logger.exception("A span has less attributes than it should have")
         if self.export is None:
             self.dropped += len(spans)
-        elif spans:
+        elif self.export.is_used:
+            for span in spans:
+                try:
+                    span.complete()
+                except Exception:
+                    logger.exception("A span has less attributes than it should have")
             self.export.put(spans)
 
     def samples(self) -> list[MetricSample]:

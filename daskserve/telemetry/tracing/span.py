@@ -16,7 +16,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 
 from daskserve.common.clock import wall_ns
 from daskserve.telemetry.tracing.carrier import SAMPLED
-from daskserve.telemetry.tracing.shared import NOTHING, SharedAttributes
+from daskserve.telemetry.tracing.templates import SpanTemplate
 
 #: Ended spans that wait for the thread; as many as the SDK's own queue holds.
 MAX_PENDING = 2048
@@ -69,25 +69,20 @@ class RecordedSpan(Span):
     later: tuple[Any, ...] | None = None
     _context: SpanContext | None = None
 
-    def __init__(
-        self,
-        tracing: SpanMaker,
-        name: str,
-        trace: str,
-        parent_id: int,
-        shared: SharedAttributes,
-        kind: SpanKind = SpanKind.INTERNAL,
-    ) -> None:
+    def __init__(self, tracing: SpanMaker, template: SpanTemplate, trace: str, parent_id: int) -> None:
         self.tracing = tracing
-        self.name = name
+        self.template = template
         #: The beginning of a ``traceparent``, of all spans of its trace.
         self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
         self.span_id = tracing.bits(64) | 1
-        self.shared = shared
-        self.kind = kind
         self.start_ns = wall_ns()
+
+    @property
+    def name(self) -> str:
+        """What the span is about."""
+        return self.template.name
 
     @property
     def trace_id(self) -> int:
@@ -102,9 +97,8 @@ class RecordedSpan(Span):
     @property
     def attributes(self) -> Mapping[str, Any]:
         """All attributes."""
-        if self.later is not None:
-            self.complete()
-        return {**self.shared.values, **(self.own or {})}
+        self.complete()
+        return {**self.template.values, **(self.own or {})}
 
     @property
     def traceparent(self) -> str:
@@ -113,15 +107,14 @@ class RecordedSpan(Span):
 
     def child(
         self,
-        name: str,
-        attributes: dict[str, Any] | SharedAttributes,
+        name: str | SpanTemplate,
+        attributes: dict[str, Any] | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> RecordedSpan:
-        """Begin a span under this one, with attributes that it shares, or of its own."""
-        if isinstance(attributes, SharedAttributes):
-            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, attributes, kind)
-        else:
-            found = RecordedSpan(self.tracing, name, self.trace, self.span_id, NOTHING, kind)
+        """Begin a span under this one, by a template or a name, with attributes of its own."""
+        template = SpanTemplate(name, kind) if isinstance(name, str) else name
+        found = RecordedSpan(self.tracing, template, self.trace, self.span_id)
+        if attributes is not None:
             found.own = attributes
         if self.tracestate:
             found.tracestate = self.tracestate
@@ -162,12 +155,13 @@ class RecordedSpan(Span):
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         if self.end_ns:
             return
-        cleaned, known = _cleaned(attributes), self.own
-        if not self.shared.values.keys().isdisjoint(cleaned):
-            known, self.shared = dict(self.attributes), NOTHING
+        cleaned, known, template = _cleaned(attributes), self.own, self.template
+        if not template.values.keys().isdisjoint(cleaned):
+            known = dict(self.attributes)
+            self.template = template = SpanTemplate(template.name, template.kind)
         if known is None:
             known = {}
-        most = MAX_ATTRIBUTES - len(self.shared.values)
+        most = MAX_ATTRIBUTES - len(template.values)
         for key, value in cleaned.items():
             if key in known or len(known) < most:
                 known[key] = value
@@ -186,7 +180,8 @@ class RecordedSpan(Span):
 
     def update_name(self, name: str) -> None:
         if not self.end_ns:
-            self.name = str(name)
+            template = self.template
+            self.template = SpanTemplate(str(name), template.kind, template.values)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         if self.end_ns or self.status[0] is StatusCode.OK:

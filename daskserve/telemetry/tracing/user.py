@@ -20,8 +20,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
 from daskserve.telemetry.tracing.carrier import trace_head
-from daskserve.telemetry.tracing.shared import SharedAttributes
 from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
+from daskserve.telemetry.tracing.templates import SpanTemplate, SpanTemplates
 
 
 class UserTracer(Tracer):
@@ -29,7 +29,8 @@ class UserTracer(Tracer):
 
     def __init__(self, provider: UserTracerProvider, scope: str) -> None:
         self._provider = provider
-        self._shared = SharedAttributes({"otel.scope.name": str(scope)})
+        self._values = {"otel.scope.name": str(scope)}
+        self._templates = SpanTemplates()
 
     def start_span(
         self,
@@ -48,7 +49,8 @@ class UserTracer(Tracer):
         if tracing is None or not known.is_valid or not known.trace_flags.sampled:
             # Only requests begin traces: a framework begins a span for each request, sampled or not.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
-        span = RecordedSpan(tracing, name, trace_head(known.trace_id), known.span_id, self._shared, kind)
+        template = self._templates.get((name, kind), self._template)
+        span = RecordedSpan(tracing, template, trace_head(known.trace_id), known.span_id)
         span.tracestate = known.trace_state.to_header()
         if start_time:
             span.start_ns = start_time
@@ -56,6 +58,9 @@ class UserTracer(Tracer):
         for each in links or ():
             span.add_link(each.context, each.attributes)
         return span
+
+    def _template(self, key: tuple[str, SpanKind]) -> SpanTemplate:
+        return SpanTemplate(*key, self._values)
 
     def start_as_current_span(  # type: ignore[override]
         self,

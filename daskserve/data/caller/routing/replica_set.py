@@ -39,6 +39,7 @@ from daskserve.errors import ActorLostError, BackPressureError, ReplicaBusyError
 from daskserve.loops.alarm import Alarm
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.carrier import TRACE
+from daskserve.telemetry.tracing.current import way_finder
 
 if TYPE_CHECKING:
     from daskserve.telemetry.tracing.routing import Way
@@ -419,9 +420,7 @@ async def _send_traced(
     send: Send,
     refused: ReplicaBusyError | ActorLostError | None,
 ) -> None:
-    from daskserve.telemetry.tracing.routing import way_of  # OpenTelemetry takes long to import
-
-    way = way_of(getattr(cluster, "shared", _NOTHING), envelope.head, backend_of(replicas.tag))
+    way = way_finder()(getattr(cluster, "shared", _NOTHING), envelope.head, backend_of(replicas.tag))
     if way is None:
         await replicas._send(envelope, receive, send, refused)
         return
@@ -433,7 +432,7 @@ async def _send_traced(
         failure = error
         raise
     finally:
-        way.end(failure)
+        way.finish(failure)
         del failure  # else an error's traceback holds this frame, and this frame the error
 
 

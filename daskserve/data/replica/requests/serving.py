@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daskserve.common.types import Message, Payload, Receive, short_tag
 from daskserve.data.replica.errors.log import FailureLog
@@ -15,6 +15,9 @@ from daskserve.data.replica.requests.slots import Slots
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import ActorLostError
 from daskserve.telemetry.replica import ReplicaMetrics
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.templates import ReplicaTemplates
 
 
 class ServingCode:
@@ -45,8 +48,8 @@ class ServingCode:
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
         #: The description of the replica for callers that choose it; see `daskserve.ReplicaSelection`.
         self.place: Mapping[str, Any] = {}
-        #: The application, deployment, replica and version, for spans; None until they are known.
-        self.names: tuple[str, str, str, str] | None = None
+        #: The templates of its spans; None before the first one.
+        self.templates: ReplicaTemplates | None = None
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
         #: Takes the calls that have ended, for the access log; None without one.

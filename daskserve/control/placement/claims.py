@@ -1,0 +1,35 @@
+"""What replicas that wait would use of the resources that Dask's tasks hold. Pure.
+
+Without a claim, the scheduler would give a worker's GPU to one task after another, and a replica would wait
+for all of them. With one, the scheduler gives the GPU to no further task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from daskserve.common.copying import replace
+from daskserve.common.types import WorkerAddress, WorkerInfo
+from daskserve.control.placement.placement import Demand, TentativeUsage, place
+from daskserve.control.records.state import State
+from daskserve.options.actor import ACCELERATOR
+
+
+def claims(
+    state: State, workers: Iterable[WorkerInfo], waiting: Sequence[Demand]
+) -> dict[WorkerAddress, dict[str, float]]:
+    """Return the amounts of declared resources that the waiting replicas get once tasks let them go."""
+    known = {each.address: each for each in workers}
+    found: dict[WorkerAddress, dict[str, float]] = {}
+    if not any(each.taken_by_tasks for each in known.values()):
+        return found
+    without_tasks = [replace(each, taken_by_tasks={}) for each in known.values()]
+    usage = TentativeUsage(state, {})
+    for demand in waiting:
+        for worker, amounts in zip(place(usage, without_tasks, demand) or (), demand.bundles, strict=False):
+            usage.occupy(demand.backend, worker, amounts)
+            for name in amounts.keys() & known[worker].resources.keys():
+                if not name.startswith(ACCELERATOR):
+                    mine = found.setdefault(worker, {})
+                    mine[name] = mine.get(name, 0.0) + amounts[name]
+    return found
