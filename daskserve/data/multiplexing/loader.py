@@ -150,7 +150,7 @@ class ModelLoader:
                 with self._lock:
                     entry.waiting -= 1
                     load.requesters -= numbers
-                    self._use_room()
+                    _use_room(self)
 
     def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
         """Begin the span of a wait for a model, for room or for its load; None outside of a sampled trace."""
@@ -188,7 +188,7 @@ class ModelLoader:
             if not self._holding[number]:
                 del self._holding[number]
             if not entry.holders:
-                self._use_room()
+                _use_room(self)
 
     def _expire(self, load: Load, ready: asyncio.Future[None]) -> None:
         if load.entry.state == QUEUED and not ready.done():
@@ -202,25 +202,6 @@ class ModelLoader:
             )
 
     # ---- room
-
-    def _use_room(self) -> None:
-        """Begin the loads that may begin once a model is less in use, or unload what is too much.
-
-        Holds the lock. Any thread may call this.
-        """
-        if self._queue:
-            self._admit()
-        if self.cache.is_too_large and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._unload_surplus)
-
-    def _unload_surplus(self) -> None:
-        with self._lock:
-            surplus = self.cache.surplus()
-            for each in surplus:
-                self._drop(each)
-        for each in surplus:
-            self._spawn(self._unload(each))
 
     def _admit(self) -> None:
         """Begin the loads for which there is room, or a model that can make it. Holds the lock."""
@@ -469,6 +450,27 @@ class ModelLoader:
         """Return the short ids and the states of all models, the most recently used first."""
         with self._lock:
             return [(short_id(each.id), each.state) for each in reversed(self.cache.models.values())]
+
+
+def _use_room(loader: ModelLoader) -> None:
+    """Begin the loads that may begin once a model is less in use, or unload what is too much.
+
+    The caller, on any thread, holds the lock.
+    """
+    if loader._queue:
+        loader._admit()
+    if loader.cache.is_too_large and loader._loop is not None:
+        with suppress(RuntimeError):  # the loop is closed
+            loader._loop.call_soon_threadsafe(_unload_surplus, loader)
+
+
+def _unload_surplus(loader: ModelLoader) -> None:
+    with loader._lock:
+        surplus = loader.cache.surplus()
+        for each in surplus:
+            loader._drop(each)
+    for each in surplus:
+        loader._spawn(loader._unload(each))
 
 
 def _end_all(futures: Sequence[asyncio.Future[Any]], error: BaseException | None, model: Any = None) -> None:
