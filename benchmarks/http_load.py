@@ -94,7 +94,7 @@ def _microseconds(name: str, output: str) -> float:
 
 @contextmanager
 def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[System]:
-    """Run a program that prints its address on its first line; at the end, none of its processes is left."""
+    """Run a program that prints its address on a line; at the end, none of its processes is left."""
     command = [python, str(path), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     root = psutil.Process(process.pid)
@@ -102,7 +102,8 @@ def program(path: Path, *arguments: object, python: str = sys.executable) -> Ite
         assert process.stdout is not None
         given_up = threading.Timer(START_S, process.kill)
         given_up.start()
-        line = process.stdout.readline().strip()
+        # Ray prints an empty line before it.
+        line = next((each.strip() for each in process.stdout if each.strip()), "")
         given_up.cancel()
         if not line:
             raise RuntimeError(f"{path.name} did not start")

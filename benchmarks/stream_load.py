@@ -67,7 +67,7 @@ class Caller:
         place = urlsplit(self.url)
         body = json.dumps(self.texts.body(count)).encode()
         head = (
-            f"POST {place.path.rstrip('/')}{self.texts.path} HTTP/1.1\r\nHost: {place.netloc}\r\n"
+            f"POST {place.path.rstrip('/') + self.texts.path or '/'} HTTP/1.1\r\nHost: {place.netloc}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         began, found, rest, seen = time.perf_counter(), 0, b"", b""

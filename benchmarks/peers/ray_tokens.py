@@ -38,10 +38,11 @@ class Writer:
 def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    # Small objects only: half of the memory of the machine is not needed.
+    ray.init(num_cpus=2, object_store_memory=1 << 28, log_to_driver=False, include_dashboard=False)
     serve.start(http_options={"port": 8126})
     serve.run(Writer.bind(float(sys.argv[1])))
-    print("http://127.0.0.1:8126", flush=True)
+    print("http://127.0.0.1:8126/", flush=True)
     ended.wait()
     serve.shutdown()
     ray.shutdown()

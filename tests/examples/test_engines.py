@@ -119,6 +119,86 @@ def test_llama_cpp_is_left_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(asyncio.run(leave())) == 2
 
 
+def write_gguf(gguf: Any, numpy: Any, path: Path) -> None:
+    """Write a Llama model of one layer with random weights."""
+    rng = numpy.random.default_rng(0)
+    words = "one two three four five six seven eight nine ten".split()
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    no_words = len(pieces)
+    pieces += [f"\u2581{word}" for word in words]
+    size, width, inner = len(pieces), 32, 64
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(words)])  # unknown, control, bytes, normal
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", numpy.ones(width, numpy.float32))
+    shapes = {"token_embd": (size, width), "output": (size, width), "blk.0.ffn_down": (width, inner)}
+    shapes |= {f"blk.0.ffn_{name}": (inner, width) for name in ("gate", "up")}
+    shapes |= {f"blk.0.attn_{name}": (width, width) for name in ("q", "k", "v", "output")}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape).astype(numpy.float32)
+        if name == "output":
+            values[:no_words] = 0  # parts of characters are no text on their own
+        writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("default")
+def test_llama_cpp_with_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    gguf: Any = pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    write_gguf(gguf, pytest.importorskip("numpy"), path)
+    module = load(monkeypatch, "llama_cpp", "llama_cpp_engine")
+    engine = module.LlamaCppEngine(
+        model_path=str(path), n_ctx=256, n_threads=1, logits_all=True, chat_format="chatml"
+    )
+    assert engine.context_length == 256
+    assert asyncio.run(engine.count_tokens(GenerationRequest(prompt=" one two"))) >= 2
+    options: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0, "seed": 1}
+    # What the library answers as a whole.
+    plain = engine._llama.create_completion(" one two", **options)["choices"][0]
+    chat = engine._llama.create_chat_completion(USER, **options)["choices"][0]
+    for fields, text, reason in (
+        ({"prompt": " one two"}, plain["text"], plain["finish_reason"]),
+        ({"messages": USER}, chat["message"]["content"], chat["finish_reason"]),
+    ):
+        tokens = answer(engine, **fields, **options)
+        assert ("".join(each.text for each in tokens), tokens[-1].finish_reason) == (text, reason)
+    found = answer(engine, prompt=" one two", logprobs=2, **options)
+    assert all(each.logprob is not None and each.logprob < 0 for each in found if each.text)
+
+    async def leave() -> list[Token]:
+        stream = engine.generate(GenerationRequest(messages=USER, **options))
+        await anext(stream)
+        await stream.aclose()
+        return [each async for each in engine.generate(GenerationRequest(messages=USER, **options))]
+
+    assert "".join(each.text for each in asyncio.run(leave())) == chat["message"]["content"]
+    embedding = module.LlamaCppEngine(model_path=str(path), n_ctx=64, n_threads=1, embedding=True)
+    made = asyncio.run(embedding.embed(EmbeddingRequest(inputs=["one", "two"])))
+    assert len(made.vectors) == 2
+    assert made.prompt_tokens > 2
+
+
 # ---- vLLM
 
 

@@ -39,10 +39,15 @@ MAX_DELAY_S = 10.0
 _END_WITH_CALLER = (
     "import os, threading, time; lifeline = os.dup(0); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
     "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
-    "daemon=True).start(); "
+    "daemon=True).start()"
 )
 #: The reason that `KeptWorker.close` gets when a signal ends the process.
 _BY_SIGNAL = "worker-close"
+
+
+def _ours(code: str) -> str:
+    """Return code that runs as a part of daskserve: profiles show what runs in the main module."""
+    return f"exec({code!r}, {{'__name__': 'daskserve'}}); "
 
 
 class KeptWorker(Worker):
@@ -155,11 +160,19 @@ class WorkerKeeper(Nanny):
         The scheduler's address.
     worker_options
         Of `distributed.Worker`.
+    config
+        Of Dask, in the worker's process.
     """
 
     process: Any  # a `_Subprocess`, which Dask uses like its own
 
-    def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        name: str | int,
+        worker_options: dict[str, Any],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
         super().__init__(
             scheduler,
@@ -169,6 +182,7 @@ class WorkerKeeper(Nanny):
             memory_limit=None,
         )
         self._options = worker_options
+        self._config = config or {}
         #: The variables of the worker before plugins change them.
         self._first_env = dict(self.env)
         self._pace = RestartPace()
@@ -184,9 +198,9 @@ class WorkerKeeper(Nanny):
                 f"{KeptWorker.__module__}.{KeptWorker.__qualname__}",
                 options,
                 self.scheduler_addr,
-                prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
+                prelude=_ours(_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S)),
                 # The scheduler is in the caller's process, and does not come back.
-                config={"daskserve.scheduler.grace-s": 0},
+                config={**self._config, "daskserve.scheduler.grace-s": 0},
             )
             self.process = _Subprocess(line, str(self.name), self._note_exit)
         added = {name: each for name, each in self.env.items() if self._first_env.get(name) != each}
