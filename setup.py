@@ -24,6 +24,7 @@ def read_long_description() -> str:
 
 EXAMPLES = ["scikit-learn>=1.6", "threadpoolctl>=3.1", "pillow>=10.3", "python-multipart>=0.0.18"]
 REDIS = ["redis>=5"]
+CELERY = ["celery>=5.4"]
 PROGRESS = ["rich>=13"]
 TRACING = ["opentelemetry-sdk>=1.20", "opentelemetry-exporter-otlp-proto-http>=1.20"]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
@@ -178,6 +179,7 @@ setup(
         "uvloop": UVLOOP,
         "orjson": ["orjson>=3.9"],
         "redis": REDIS,
+        "celery": CELERY,
         "progress": PROGRESS,
         "tracing": TRACING,
         "reload": ["watchfiles>=0.20"],

@@ -4,7 +4,8 @@
 with the model inside the function (made once for each worker), and by ``handle.map_partitions``. In turns.
 ``--ray python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
 ``live``: the latency of calls that come every 50 ms, with and without ``handle.map`` beside them. The code
-waits 100 ms for an answer, as for an accelerator.
+waits 10 or 100 ms for an answer, as for an accelerator: in 8 slots, in 2 replicas with one slot, and in
+batches of which 2 run at a time. With a single slot, the factor cannot be less than 2.
 
 Run: ``python benchmarks/bench_batch.py [frames] [live] [--rounds 5] [--ray /path/to/python]``, with pandas
 and pyarrow.
@@ -33,7 +34,7 @@ import daskserve as serve
 
 PEER = Path(__file__).parent / "peers/ray_batch.py"
 PARTITIONS, ROWS, COLUMNS, HIDDEN = 40, 10_000, 32, 512
-LIVE_CALLS, LIVE_EVERY_S, SERVICE_S = 150, 0.05, 0.1
+LIVE_CALLS, LIVE_EVERY_S = 150, 0.05
 
 
 class Network:
@@ -55,13 +56,37 @@ class Scorer(Network):
     """The network as a deployment."""
 
 
-@serve.deployment(max_ongoing_requests=8)
 class Accelerator:
     """Waits for its answers."""
 
+    def __init__(self, service_s: float) -> None:
+        self.service_s = service_s
+
     async def __call__(self, value: int) -> int:
-        await asyncio.sleep(SERVICE_S)
+        await asyncio.sleep(self.service_s)
         return value
+
+
+class BatchAccelerator:
+    """Waits for the answers of several calls at a time."""
+
+    def __init__(self, service_s: float) -> None:
+        self.service_s = service_s
+
+    @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.0, max_concurrent_batches=2)
+    async def __call__(self, values: list[int]) -> list[int]:
+        await asyncio.sleep(self.service_s)
+        return values
+
+
+#: Class, its time, and the options of the deployment.
+LIVE_CASES: dict[str, tuple[Any, float, dict[str, int]]] = {
+    "100 ms, 8 slots": (Accelerator, 0.1, {"max_ongoing_requests": 8}),
+    "10 ms, 8 slots": (Accelerator, 0.01, {"max_ongoing_requests": 8}),
+    "10 ms, 1 slot": (Accelerator, 0.01, {"max_ongoing_requests": 1}),
+    "10 ms, 1 slot, 2 replicas": (Accelerator, 0.01, {"max_ongoing_requests": 1, "num_replicas": 2}),
+    "10 ms, 2 batches of 8": (BatchAccelerator, 0.01, {"max_ongoing_requests": 32}),
+}
 
 
 def score_in_task(frame: Any) -> Any:
@@ -151,10 +176,11 @@ def p99_ms(took: list[float]) -> float:
     return 1000 * sorted(took)[int(0.99 * len(took))]
 
 
-def bench_live(client: serve.Client, rounds: int) -> None:
-    accelerator: Any = Accelerator
-    handle = client.run(accelerator.bind(), name="accelerator", route_prefix=None)
-    handle.remote(0).result()
+def bench_live(client: serve.Client, rounds: int, case: str) -> None:
+    accelerator, service_s, options = LIVE_CASES[case]
+    deployment: Any = serve.deployment(accelerator, **options)
+    handle = client.run(deployment.bind(service_s), name="accelerator", route_prefix=None)
+    live_latencies(handle)
     alone, beside, rates = [], [], []
     for _ in range(rounds):
         alone.append(p99_ms(live_latencies(handle)))
@@ -165,10 +191,12 @@ def bench_live(client: serve.Client, rounds: int) -> None:
             beside.append(p99_ms(live_latencies(handle)))
             has_ended.set()
             rates.append(answered.result() / (time.perf_counter() - began))
-    print(shown("live, p99 alone, ms", alone, 1))
-    print(shown("live, p99 beside a map, ms", beside, 1))
-    print(shown("live, items of the map each second", rates, 0))
-    print(shown("live, p99 beside / alone", [b / a for a, b in zip(alone, beside, strict=True)]), flush=True)
+    name = f"live, {case}"
+    print(shown(f"{name}, p99 alone, ms", alone, 1))
+    print(shown(f"{name}, p99 beside a map, ms", beside, 1))
+    print(shown(f"{name}, items of the map each second", rates, 0))
+    ratios = [b / a for a, b in zip(alone, beside, strict=True)]
+    print(shown(f"{name}, p99 beside / alone", ratios), flush=True)
 
 
 def _ready(client: Client) -> Client:
@@ -193,7 +221,8 @@ def main() -> int:
         if "frames" in options.cases:
             bench_frames(client, options.rounds, options.ray)
         if "live" in options.cases:
-            bench_live(client, options.rounds)
+            for case in LIVE_CASES:
+                bench_live(client, options.rounds, case)
     return 0
 
 

@@ -1,8 +1,12 @@
-"""Tasks per second: submitted one by one, and run, through SQLite and Redis, beside Celery on the same Redis.
+"""Tasks per second: submitted and run, through each kind of queue, beside Celery on the same Redis.
 
 Each queue gets the same tasks, which return their argument. Measured: submitting them from one process; then
-running them by consumers in two worker processes, from the start of the load to the last result; and both
-at once, as a queue lives: submitted by one process while the consumers run.
+running them by consumers in two worker processes, from the first result to the last; and both at once, as a
+queue lives: submitted by one process while the consumers run. The last column is the processor time of all
+processes for a task that is submitted and run.
+
+The floor is SQLite alone, without daskserve: a task is one row, which one transaction inserts and two others
+update. It submits one by one, or 100 in one transaction.
 
 Celery runs in an environment of its own: ``--celery FOLDER`` names a virtual environment with ``celery`` and
 ``redis``, whose worker has two processes, acknowledges late and keeps results.
@@ -17,6 +21,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -24,6 +29,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import daskserve as serve
 from daskserve.cluster.dask.launch import start_local_cluster
@@ -87,17 +94,60 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def measure(name: str, kept: Any, count: int) -> None:
-    """Print what one kind of queue does."""
-    config = serve.TaskProcessorConfig(queue_name="bench", adapter_config=kept)
+def cpu_s() -> float:
+    """Return the processor time of this process and its children so far."""
+    here = psutil.Process()
+    times = [each.cpu_times() for each in (here, *here.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def shown(name: str, *values: float | None) -> None:
+    """Print a line: tasks per second, and microseconds per task."""
+    print(f"{name:28}", *("        " if each is None else f"{each:8.0f}" for each in values), flush=True)
+
+
+def measure_floor(folder: str, count: int, batch: int) -> None:
+    """Print what SQLite does on its own."""
+    connection = sqlite3.connect(os.path.join(folder, f"floor{batch}.sqlite"), isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("CREATE TABLE tasks (id INTEGER PRIMARY KEY, state TEXT, payload BLOB)")
+
+    def written(statement: str, rows: list[tuple[Any, ...]]) -> float:
+        began = time.perf_counter()
+        for start in range(0, count, batch):
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(statement, rows[start : start + batch])
+            connection.execute("COMMIT")
+        return time.perf_counter() - began
+
+    used = cpu_s()
+    submitted = written("INSERT INTO tasks VALUES (?, 'PENDING', ?)", [(n, b"x" * 60) for n in range(count)])
+    ran = sum(
+        written("UPDATE tasks SET state = ? WHERE id = ?", [(state, n) for n in range(count)])
+        for state in ("STARTED", "SUCCESS")
+    )
+    used = cpu_s() - used
+    connection.close()
+    both = count / (submitted + ran)
+    shown(f"floor, by {batch}", count / submitted, count / ran, both, used / count * 1e6)
+
+
+def measure(name: str, kept: Any, count: int, batch: int = 1) -> None:
+    """Print what one kind of queue does with tasks that are submitted one by one, or in batches."""
+    config = serve.TaskProcessorConfig(queue_name=f"bench{batch}", adapter_config=kept)
     tasks: Any = serve.instantiate_adapter_from_config(config)
 
     def done() -> int:
         return int(tasks.get_metrics_sync()["SUCCESS"])
 
+    def submit() -> list[str]:
+        made = [{"task_name": "echo", "args": [number]} for number in range(count)]
+        starts = range(0, count, batch)
+        return [each.id for start in starts for each in tasks.submit_many(made[start : start + batch])]
+
     began = time.perf_counter()
-    for number in range(count):
-        tasks.enqueue_task_sync("echo", [number])
+    submit()
     submitted = time.perf_counter() - began
     consumer = serve.task_consumer(task_processor_config=config)(Echo)
     app = serve.deployment(num_replicas=2, max_ongoing_requests=CONCURRENCY)(consumer).bind()
@@ -107,14 +157,14 @@ def measure(name: str, kept: Any, count: int) -> None:
     first, began = done(), time.perf_counter()
     wait_for(lambda: done() == count)
     ran = (count - first) / (time.perf_counter() - began)
-    began = time.perf_counter()
-    ids = [tasks.enqueue_task_sync("echo", [number]).id for number in range(count)]
+    began, used = time.perf_counter(), cpu_s()
+    ids = submit()
     wait_for(lambda: done() == 2 * count)
-    both = count / (time.perf_counter() - began)
+    both, used = count / (time.perf_counter() - began), cpu_s() - used
     assert tasks.get_task_status_sync(ids[7]).result == 7
     serve.delete("bench")
     tasks.shutdown()
-    print(f"{name:24} {count / submitted:8.0f} {ran:8.0f} {both:8.0f}")
+    shown(name, count / submitted, ran, both, used / count * 1e6)
 
 
 def measure_celery(folder: str, url: str, count: int, place: str) -> None:
@@ -130,7 +180,7 @@ def measure_celery(folder: str, url: str, count: int, place: str) -> None:
         command = [python, str(program), "submit", str(count), url]
         found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
         submitted, both = map(float, found.stdout.split())
-        print(f"{'celery + redis':24} {count / submitted:8.0f} {'':8} {count / both:8.0f}")
+        shown("celery + redis", count / submitted, None, count / both)
     finally:
         worker.terminate()
         worker.wait(30)
@@ -148,10 +198,17 @@ def main() -> None:
         cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
         try:
             with serve.start(dask_client=dask, http_options={"location": "NoServer"}):
-                print(f"{'tasks per second':24} {'submit':>8} {'run':>8} {'both':>8}")
-                path = os.path.join(place, "tasks.sqlite")
-                measure("SQLite", serve.SQLiteAdapterConfig(path=path), options.tasks)
-                measure("Redis", serve.RedisAdapterConfig(url=url), options.tasks)
+                print(f"{'tasks per second':28} {'submit':>8} {'run':>8} {'both':>8} {'CPU us':>8}")
+                for batch in (1, 100):
+                    measure_floor(place, options.tasks, batch)
+                    path = os.path.join(place, f"tasks{batch}.sqlite")
+                    kinds = {
+                        "SQLite": serve.SQLiteAdapterConfig(path=path),
+                        "instance": serve.InstanceAdapterConfig(),
+                        "Redis": serve.RedisAdapterConfig(url=url, prefix=f"bench{batch}"),
+                    }
+                    for name, kept in kinds.items():
+                        measure(f"{name}, by {batch}", kept, options.tasks, batch)
                 if options.celery:
                     measure_celery(options.celery, url, options.tasks, place)
         finally:

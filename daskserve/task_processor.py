@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
+from daskserve.data.tasks.celery_adapter import CeleryTaskProcessorAdapter
 from daskserve.data.tasks.durable import (
     InstanceTaskProcessorAdapter,
     RedisTaskProcessorAdapter,
@@ -12,6 +13,7 @@ from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError, TaskQ
 
 __all__ = [
     "AsyncCapability",
+    "CeleryTaskProcessorAdapter",
     "InstanceTaskProcessorAdapter",
     "RedisTaskProcessorAdapter",
     "SQLiteTaskProcessorAdapter",

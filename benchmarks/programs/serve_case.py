@@ -32,6 +32,12 @@ APPS = {
     "FastAPI /async": ("apps:app", "/async"),
     "async class": ("apps:AsyncModel", "/"),
 }
+#: Served by one worker.
+BODIES = {
+    "async body": ("bodies:AsyncSize", "/"),
+    "plain body": ("bodies:PlainSize", "/"),
+    "Starlette body": ("bodies:app", "/"),
+}
 
 
 @contextmanager
@@ -41,13 +47,13 @@ def place(name):
 
 
 @contextmanager
-def app(target, path):
-    """Serve an application in two workers, each with a proxy and a replica, with default settings."""
-    cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
+def app(target, path, workers=2):
+    """Serve an application in workers, each with a proxy and a replica, with default settings."""
+    cluster, dask = start_local_cluster(LocalClusterSize(workers, 2), has_dashboard=False)
     try:
         http = {"port": 0, "location": "EveryWorker", "server": server}
         with serve.start(http_options=http, dask_client=dask) as client:
-            client.create_backend("app", target, config={"num_replicas": 2})
+            client.create_backend("app", target, config={"num_replicas": workers})
             client.create_endpoint("app", backend="app", route="/", methods=["GET", "POST"])
             yield client.http_urls()[0].rstrip("/") + path
     finally:
@@ -61,6 +67,12 @@ def end(*_):
 
 if __name__ == "__main__":  # workers import this module, too
     signal.signal(signal.SIGTERM, end)
-    with place(served) if served in PLACES else app(*APPS[served]) as url:
+    if served in PLACES:
+        serving_case = place(served)
+    elif served in BODIES:
+        serving_case = app(*BODIES[served], workers=1)
+    else:
+        serving_case = app(*APPS[served])
+    with serving_case as url:
         print(url, flush=True)
         signal.pause()

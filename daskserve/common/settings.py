@@ -33,12 +33,15 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class LocalClusterSize:
-    """The size of the cluster that ``start()`` creates if there is none."""
+    """The cluster that ``start()`` creates if there is none."""
 
     #: Number of worker processes.
     n_workers: int = 2
     #: Number of threads of each.
     threads_per_worker: int = 4
+    #: Whether Dask's own periodic work, such as its profiler, is slower or off there, where Dask's options
+    #: have their defaults.
+    quiet_dask: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,7 @@ def timeouts() -> Timeouts:
 
 
 def local_cluster_size() -> LocalClusterSize:
-    """Return the size of a cluster that ``start()`` creates, from ``daskserve.local-cluster.*``."""
+    """Return the settings of a cluster that ``start()`` creates, from ``daskserve.local-cluster.*``."""
     return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
 
 

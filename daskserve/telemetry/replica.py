@@ -83,7 +83,7 @@ class StepMetrics:
         self._loads: list[weakref.WeakMethod[Callable[[], Sequence[float]]]] = []
 
     def watch(self, load: Callable[[], Sequence[float]]) -> None:
-        """Include a batch while it exists: its active and queued requests, and the cost of the queued ones.
+        """Include a batch while it exists: its active and queued requests, the cost of the latter, its slots.
 
         ``load`` is a method of the batch, which any thread may call.
         """
@@ -93,7 +93,7 @@ class StepMetrics:
         """Return the sums of what the batches have told."""
         loads = [each() for each in list(self._loads)]
         totals = [load() for load in loads if load is not None]
-        return [sum(each) for each in zip((0, 0, 0.0), *totals, strict=True)]
+        return [sum(each) for each in zip((0, 0, 0.0, 0), *totals, strict=True)]
 
 
 class ReplicaMetrics:
@@ -189,19 +189,22 @@ class ReplicaMetrics:
             "timed_out_total": self.timed_out,
             "latency_counts": list(self.latency.counts),
             "latency_sum_s": self.latency.sum,
+            **({"continuous": self.continuous()} if self.steps else {}),
         }
 
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the running and ended requests, their latencies and ``more``, as plain values.
 
-        The loads of continuous batches are custom metrics, unless user code has its own ones of these names.
+        The queues of continuous batches are custom metrics, too, unless user code has its own of these names.
         """
         present = load()
         found = more()
         if self.steps:
-            loads = [each.load() for each in list(self.steps.values())]
-            _, queued, cost = (sum(each) for each in zip(*loads, strict=True))
-            own = {"continuous_queued_requests": queued, "continuous_queued_cost": cost}
+            found["continuous"] = steps = self.continuous()
+            own = {
+                "continuous_queued_requests": steps["queued"],
+                "continuous_queued_cost": steps["queued_cost"],
+            }
             found["custom"] = {**own, **found.get("custom", {})}
         return {
             "ongoing": present.ongoing,
@@ -211,6 +214,13 @@ class ReplicaMetrics:
             "latency_counts": list(self.latency.counts),
             **found,
         }
+
+    def continuous(self) -> dict[str, Any]:
+        """Return the load of the continuous batches of all methods, and their outputs since the start."""
+        steps = list(self.steps.values())
+        active, queued, cost, slots = map(sum, zip(*(each.load() for each in steps), strict=True))
+        outputs = sum(each.outputs for each in steps)
+        return {"active": active, "slots": slots, "queued": queued, "queued_cost": cost, "outputs": outputs}
 
     def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
         """Return all samples except user metrics; ``labels`` are instance, deployment and replica."""
@@ -272,7 +282,7 @@ class ReplicaMetrics:
         for method, batches in list(self.batches.items()):
             counts.append(("batch_queued_items", (*labels, method), batches.queued()))
         for method, steps in list(self.steps.items()):
-            active, queued, cost = steps.load()
+            active, queued, cost, _ = steps.load()
             counts.append(("continuous_active_requests", (*labels, method), active))
             counts.append(("continuous_queued_requests", (*labels, method), queued))
             counts.append(("continuous_queued_cost", (*labels, method), cost))

@@ -140,8 +140,16 @@ class Exchange:
 
         After the last part, the connection calls `finish` at once.
         """
-        watch = self._server_state.watch
         room = self.body.feed(chunk)
+        return self._note_part(room, is_last=is_last)
+
+    def body_filled(self, size_bytes: int, *, is_last: bool) -> None:
+        """Note a part of the body that was received into its memory."""
+        self.body.fill(size_bytes)
+        self._note_part(None, is_last=is_last)
+
+    def _note_part(self, room: asyncio.Future[None] | None, *, is_last: bool) -> asyncio.Future[None] | None:
+        watch = self._server_state.watch
         if self._response.is_closed or self._response.is_whole:
             return None  # lingering
         if self.body.excess is not None and not self._server_state.make_room(self.body):
@@ -290,7 +298,8 @@ class Exchange:
         finally:
             # A callback would cost a turn of the event loop; `ServerState.cancel` handles the other case.
             self._server_state.tasks.discard(self._task)
-            if body.held_bytes:
+            if body.received_bytes:
+                self._server_state.limits.freed.note(body.received_bytes)
                 body.release()
 
     def _open_socket(self, scope: dict[str, Any]) -> None:

@@ -16,14 +16,12 @@ from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits.limits import LINGER
 from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW
 from daskserve.proxies.exchange.request.chunks import ChunkReader
+from daskserve.proxies.exchange.request.filling import LEAST_BYTES, BodyFilling
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_tell_hangups
 
 log = logging.getLogger("daskserve.proxies")
-
-#: How much of a body is read at a time. It limits how far the body exceeds its buffer.
-_PIECE_BYTES = 64 * 1024
 
 
 class HTTPConnection(Connection):
@@ -36,6 +34,8 @@ class HTTPConnection(Connection):
     """
 
     exchange: Exchange | None
+    #: Whether the transport takes a ``BufferedProtocol``.
+    can_fill = False
     _transport: asyncio.Transport
 
     def __init__(self, server_state: ServerState, on_made: Callable[[], object]) -> None:
@@ -212,8 +212,9 @@ class HTTPConnection(Connection):
     def _read_body(self, exchange: Exchange) -> None:
         chunks = self._chunks
         if chunks is None:
-            size = min(self._left, _PIECE_BYTES)
-            part, self._rest = self._rest[:size], self._rest[size:]
+            part, self._rest = self._rest, b""
+            if len(part) > self._left:  # the next request follows
+                part, self._rest = part[: self._left], part[self._left :]
             self._left -= len(part)
             is_ended = not self._left
         else:
@@ -235,6 +236,21 @@ class HTTPConnection(Connection):
                 self._wait_for(room)
         if is_ended and not self._drops_data:
             self._chunks = None
+            self._is_read = True
+            exchange.finish()
+        elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
+            self._transport.set_protocol(BodyFilling(self, exchange.body, self._left, self._note_filled))
+
+    def _note_filled(self, size_bytes: int) -> None:
+        self._left -= size_bytes
+        is_ended, exchange = not self._left, self.exchange
+        if exchange is None or self._drops_data:  # the connection ends
+            self._transport.set_protocol(self)
+            return
+        exchange.body_filled(size_bytes, is_last=is_ended)
+        if is_ended or not exchange.body.takes_room:
+            self._transport.set_protocol(self)
+        if is_ended and not self._drops_data:
             self._is_read = True
             exchange.finish()
 

@@ -156,6 +156,8 @@ class HTTPResponse(Response):
             return None
         if len(body) <= JOIN_BYTES:
             parts = [b"".join(parts)]
+        else:
+            self._server_state.limits.freed.note(len(body))
         for part in parts[:-1]:
             self._stream.write(part)
         return self._stream.write(parts[-1])

@@ -80,6 +80,7 @@ class PaceWatch:
 
     def _tick(self) -> None:
         self.start()
+        self._limits.freed.tick()
         self.look(asyncio.get_running_loop().time())
 
     def look(self, now: float) -> None:

@@ -16,6 +16,7 @@ from daskserve.proxies.exchange.limits.limits import IDLE
 async def connect(connection: HTTPConnection, sock: socket.socket) -> None:
     """Set up an accepted connection; raise `OSError` if it is lost."""
     server_state = connection.server_state
+    connection.can_fill = server_state.tls is None
     try:
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: connection,

@@ -44,6 +44,27 @@ def test_a_deployment_adds_up_its_replicas_and_what_waits_in_routers() -> None:
     assert (none["requests_per_s"], none["latency_p99_s"], none["replicas"]) == (0.0, None, 0)
 
 
+def test_continuous_batches_have_slots_and_outputs_per_second() -> None:
+    live = LiveMetrics()
+    for at, outputs in ((10.0, 100), (12.0, 300)):
+        for tag in ("b#1", "b#2"):
+            load = {"active": 3, "slots": 8, "queued": 2, "queued_cost": 9.0, "outputs": outputs}
+            live.replica(tag, told(0, continuous=load), at)
+        live.replica("b#3", told(0), at)
+        if at == 10.0:
+            assert live.of_replica("b#1", at)["continuous"]["outputs_per_s"] is None
+    assert live.of_replica("b#1", 12.0)["continuous"] == {
+        "active": 3,
+        "slots": 8,
+        "queued": 2,
+        "outputs_per_s": 100.0,
+    }
+    found = live.of_deployment("b", ["b#1", "b#2", "b#3"], 12.0)
+    assert found["continuous"] == {"active": 6, "slots": 16, "queued": 4, "outputs_per_s": 200.0}
+    assert found["requests_per_s"] == 0.0
+    assert "continuous" not in live.of_replica("b#3", 12.0)
+
+
 def test_calls_are_edges_from_callers_to_the_backends_of_an_endpoint() -> None:
     live = LiveMetrics()
     for at, begun in ((10.0, 100), (11.0, 120)):

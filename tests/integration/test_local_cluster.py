@@ -69,6 +69,17 @@ def test_instances_share_a_local_cluster_until_the_last_ends(client: serve.Clien
     assert is_listening(client.http_urls()[0])
 
 
+def test_dasks_profiler_is_off_in_its_processes(client: serve.Client) -> None:
+    dask_client = _get_global_client()
+    assert dask_client is not None
+
+    def is_profiled() -> bool:
+        return bool(dask.config.get("distributed.worker.profile.enabled"))
+
+    assert set(dask_client.run(is_profiled).values()) == {False}
+    assert is_profiled()  # nothing has changed in the program
+
+
 def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local and detached starts raise soon and leave nothing of the cluster."""
     default = _get_global_client()

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +181,17 @@ def application(name: str, **deployments: Any) -> dict[str, Any]:
     }
 
 
+_METRICS = {
+    "requests_per_s": 3.0,
+    "errors_per_s": 0.0,
+    "latency_p50_s": 1.2,
+    "latency_p99_s": 2.5,
+    "ongoing": 8,
+    "queued": 2,
+    "continuous": {"active": 6, "slots": 8, "queued": 2, "outputs_per_s": 310.0},
+}
+#: Of a deployment with a continuous batch.
+LIVE = {**_METRICS, "replicas": 1, "by_replica": {"Front#abc": _METRICS}}
 INSTANCE = {
     "instance": "one",
     "http_urls": ["http://127.0.0.1:8000"],
@@ -328,6 +339,19 @@ async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_gr
         assert await tab.ask("document.querySelectorAll('.rows .row').length") == 1
         page.feeds.set(controller=ONLINE)
         await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
+
+
+async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
+    async with site() as page:
+        tab = page.tab
+        page.feeds.set(app__shop=application("shop", Front=deployment("Front")), live__Front=LIVE)
+        await page.go("/app/shop/Front")
+        await tab.until("document.querySelector('main').innerText.includes('of 8 taken')")
+        text = await tab.ask("document.querySelector('main').innerText")
+        assert "2 requests wait for a slot" in text
+        assert "310" in text
+        cells = "[...document.querySelectorAll('.rows .row > *')].map((each) => each.textContent)"
+        assert {"Slots6/8", "Outputs/s310"} <= set(await tab.ask(cells))
 
 
 async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_never_waits_for_ever() -> None:
@@ -500,6 +524,7 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
                 "shop", Front=deployment("Front", rollout=rollout, needs=["Back"]), Back=back
             )
         )
+        page.feeds.set(live__Front=LIVE)
         await tab.until("site.deployments.length === 2")
         # The policy of the page refuses scripts of others, so the checker comes by the browser's own door.
         await tab.send("Page.setBypassCSP", enabled=True)
@@ -547,6 +572,66 @@ async def test_a_real_cluster_is_shown_as_its_status_says(external: ExternalClus
             assert tab.troubles == []
 
 
+async def lateness(tab: Tab, condition: str, is_so: Callable[[], object], limit_s: float = 40) -> float:
+    """Return how many seconds after the status the page has shown something."""
+    seen: dict[str, float] = {}
+
+    async def watch(name: str, look: Callable[[], Awaitable[object]]) -> None:
+        until = time.monotonic() + limit_s
+        while not await look():
+            assert time.monotonic() < until, (name, condition)
+            await asyncio.sleep(0.02)
+        seen[name] = time.monotonic()
+
+    page = watch("page", lambda: tab.ask(condition))
+    await asyncio.gather(page, watch("status", lambda: asyncio.to_thread(is_so)))
+    return seen["page"] - seen["status"]
+
+
+@pytest.mark.limit_s(300)
+async def test_a_thousand_deployments_are_shown_as_their_status_says(external: ExternalCluster) -> None:
+    """Within a second of the status, though the page gets only what has changed."""
+
+    def model(request: Any) -> str:
+        return "one"
+
+    def target(name: str) -> serve.RunTarget:
+        bound = serve.deployment(model, ray_actor_options={"num_cpus": 0}).bind()
+        return serve.RunTarget(bound, name=name, route_prefix=f"/{name}")
+
+    def known() -> dict[str, str]:
+        status = client.status()
+        return {
+            f"{name}/model": each.deployments["model"].status for name, each in status.applications.items()
+        }
+
+    shown = "Object.fromEntries(site.deployments.map((each) => [each.tag, each.status]))"
+    with serve.start(dask_client=external.client, http_options={"port": 0}) as client:
+        await asyncio.to_thread(client.run_many, [target(f"a{number:03}") for number in range(1000)])
+        async with chromium() as tab:
+            await tab.resize(1280, 800)
+            await tab.open(f"{dashboard(external.client)}/daskserve")
+            await tab.until("site.deployments.length === 1000")
+            assert await tab.ask(shown) == await asyncio.to_thread(known)
+            running = asyncio.create_task(asyncio.to_thread(client.run_many, [target("late")]))
+            late = [
+                await lateness(
+                    tab,
+                    f"{shown}['late/model'] === 'HEALTHY'",
+                    lambda: known().get("late/model") == "HEALTHY",
+                )
+            ]
+            await running
+            deleting = asyncio.create_task(asyncio.to_thread(client.delete_application, "a500"))
+            late.append(
+                await lateness(tab, f"!('a500/model' in {shown})", lambda: "a500/model" not in known())
+            )
+            await deleting
+            assert await tab.ask(shown) == await asyncio.to_thread(known)
+            assert tab.troubles == []
+        assert max(late) < 1.0, late
+
+
 PRESS = "[...document.querySelectorAll({!r})].find((each) => each.textContent === {!r}).click()"
 
 
@@ -567,23 +652,6 @@ async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(
             return str(answer.read().decode())
         return ""
 
-    async def shown(condition: str, is_so: Any, limit_s: float = 40) -> float:
-        """Return how long after the status the page has shown something."""
-        seen: dict[str, float] = {}
-
-        async def watch(name: str, look: Any) -> None:
-            until = time.monotonic() + limit_s
-            while not await look():
-                assert time.monotonic() < until, (name, condition)
-                await asyncio.sleep(0.02)
-            seen[name] = time.monotonic()
-
-        async def status() -> bool:
-            return bool(await asyncio.to_thread(is_so))
-
-        await asyncio.gather(watch("page", lambda: tab.ask(condition)), watch("status", status))
-        return seen["page"] - seen["status"]
-
     def rollout(state: str) -> bool:
         return client.rollout_status("front", "shop")["state"] == state
 
@@ -601,7 +669,9 @@ async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(
             await tab.until("document.querySelector('main h1')")
             running = asyncio.to_thread(client.run, version("3", fails=True), name="shop", route_prefix="/")
             deploying = asyncio.create_task(running)
-            late = [await shown("!!document.querySelector('.steps .now')", lambda: rollout("SERVING"))]
+            late = [
+                await lateness(tab, "!!document.querySelector('.steps .now')", lambda: rollout("SERVING"))
+            ]
 
             async def load() -> None:
                 while True:
@@ -609,7 +679,7 @@ async def test_a_gate_takes_a_version_back_and_a_button_returns_to_another_one(
 
             asking = asyncio.create_task(load())
             back = "document.querySelector('main').innerText.includes('Rolled back')"
-            late.append(await shown(back, lambda: rollout("ROLLED_BACK")))
+            late.append(await lateness(tab, back, lambda: rollout("ROLLED_BACK")))
             asking.cancel()
             await deploying
             assert await tab.ask("document.querySelector('main').innerText.includes('Reason')")

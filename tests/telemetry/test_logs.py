@@ -152,6 +152,22 @@ def test_a_disk_that_is_full_loses_lines_and_is_tried_again(tmp_path: Path) -> N
     StreamSink(lambda: None).write(["x"])
 
 
+def test_instances_in_one_folder_have_files_of_their_own(tmp_path: Path) -> None:
+    logs = ProcessLogs(Lines())
+    names = [f"{kind}_{instance}" for kind in ("proxy", "controller") for instance in ("one", "two")]
+    for name in names:
+        component, instance = name.split("_")
+        tags = Tags(component=component, instance=instance)
+        logs.configure(name, tags, {"logs_dir": str(tmp_path)})
+        logs.write(record(f"of {name}"), tags, has_handlers=False)
+    logs.close()
+    texts = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert len(texts) == 4
+    for name in names:
+        (text,) = [text for file, text in texts.items() if file.startswith(f"{name}_")]
+        assert text.count(" -- ") == text.count(f"of {name}") == 1
+
+
 def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     out = Lines()
     logs = ProcessLogs(out)

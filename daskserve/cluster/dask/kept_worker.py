@@ -155,11 +155,19 @@ class WorkerKeeper(Nanny):
         The scheduler's address.
     worker_options
         Of `distributed.Worker`.
+    config
+        Of Dask, in the worker's process.
     """
 
     process: Any  # a `_Subprocess`, which Dask uses like its own
 
-    def __init__(self, scheduler: str, name: str | int, worker_options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        name: str | int,
+        worker_options: dict[str, Any],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
         super().__init__(
             scheduler,
@@ -169,6 +177,7 @@ class WorkerKeeper(Nanny):
             memory_limit=None,
         )
         self._options = worker_options
+        self._config = config or {}
         #: The variables of the worker before plugins change them.
         self._first_env = dict(self.env)
         self._pace = RestartPace()
@@ -186,7 +195,7 @@ class WorkerKeeper(Nanny):
                 self.scheduler_addr,
                 prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
                 # The scheduler is in the caller's process, and does not come back.
-                config={"daskserve.scheduler.grace-s": 0},
+                config={**self._config, "daskserve.scheduler.grace-s": 0},
             )
             self.process = _Subprocess(line, str(self.name), self._note_exit)
         added = {name: each for name, each in self.env.items() if self._first_env.get(name) != each}

@@ -24,8 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import dask.config
 from distributed import Client, Scheduler, SpecCluster
 
+from daskserve.cluster.dask.idle_work import quiet_config
 from daskserve.cluster.dask.kept_worker import WorkerKeeper
 from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.cluster.dask.server_process import command, environment
@@ -147,22 +149,26 @@ async def _wait_for_workers(
 async def _start_local(
     size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> tuple[SpecCluster, Client]:
-    options = _worker_options(size)
-    spec = {"cls": WorkerKeeper, "options": {"worker_options": options}}
-    cluster = QuietCluster(
-        workers=dict.fromkeys(range(size.n_workers), spec),
-        scheduler={
-            "cls": Scheduler,
-            "options": {"host": _LOCALHOST, "port": 0, **_dashboard(has_dashboard)},
-        },
-        worker=spec,
-        name="daskserve",
-        silence_logs=logging.ERROR,
-        asynchronous=asynchronous,
-    )
-    try:
+    config = quiet_config() if size.quiet_dask else {}
+    spec = {
+        "cls": WorkerKeeper,
+        "options": {"worker_options": _worker_options(size), "config": config},
+    }
+    with dask.config.set(config):  # of the scheduler and the nannies, which read it when they start
+        cluster = QuietCluster(
+            workers=dict.fromkeys(range(size.n_workers), spec),
+            scheduler={
+                "cls": Scheduler,
+                "options": {"host": _LOCALHOST, "port": 0, **_dashboard(has_dashboard)},
+            },
+            worker=spec,
+            name="daskserve",
+            silence_logs=logging.ERROR,
+            asynchronous=asynchronous,
+        )
         if asynchronous:
-            await cluster
+            await _opened(cluster)
+    try:
         client = Client(cluster, asynchronous=asynchronous)
         try:
             if asynchronous:
@@ -180,6 +186,14 @@ async def _start_local(
         await settled(cluster.close())
         raise
     return cluster, client
+
+
+async def _opened(cluster: SpecCluster) -> None:
+    try:
+        await cluster
+    except BaseException:
+        await settled(cluster.close())
+        raise
 
 
 def start_detached_cluster(size: LocalClusterSize, *, has_dashboard: bool) -> Client:
@@ -205,11 +219,12 @@ async def _start_detached(
     size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> Client:
     processes: list[subprocess.Popen[bytes]] = []
+    config = quiet_config() if size.quiet_dask else {}
 
     def spawn(cls: str, options: dict[str, Any], *addresses: str) -> None:
         processes.append(
             subprocess.Popen(
-                command(cls, options, *addresses),
+                command(cls, options, *addresses, config=config),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

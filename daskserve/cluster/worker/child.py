@@ -89,13 +89,50 @@ if main is not None: main(pair, int(sys.argv[2]))
 # ---- the parent's side
 
 
+class _Process(asyncio.SubprocessProtocol):
+    """A process whose exit is a future, which does not end with the tasks of its event loop."""
+
+    _transport: asyncio.SubprocessTransport
+
+    def __init__(self) -> None:
+        self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def process_exited(self) -> None:
+        self._transport.close()
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    @property
+    def pid(self) -> int:
+        return self._transport.get_pid()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._transport.get_returncode()
+
+
+async def _finish(future: asyncio.Future[Any]) -> None:
+    """Wait for what ends soon, even if this task is cancelled meanwhile: it is cancelled afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 class ChildProcess:
     """A running child, created with `start`. `ended` is set when the process has exited for any reason."""
 
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: _Process,
         transport: Transport,
         lifeline: int,
         log: int,
@@ -146,16 +183,20 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
         try:
-            with theirs:
-                try:
-                    process = await _spawn(interpreter, name, theirs.fileno(), lifeline_end, (log, dump))
-                finally:
-                    os.close(lifeline_end)
+            spawning = asyncio.ensure_future(
+                _spawn(interpreter, name, theirs.fileno(), lifeline_end, (log, dump))
+            )
             try:
+                with theirs:
+                    try:
+                        await _finish(spawning)
+                    finally:
+                        os.close(lifeline_end)
+                process = spawning.result()
                 facts = await _greet(ours, interpreter, factory, (log, dump))
                 if facts is None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
+                        await asyncio.wait_for(asyncio.shield(process.exited), EXIT_GRACE_S)
                     raise InstanceError(
                         f"The interpreter {interpreter.python} did not start: it "
                         f"{fate_of(process.returncode)}. The log of its worker has its output."
@@ -164,8 +205,10 @@ class ChildProcess:
                 if problem is not None:
                     raise VersionMismatchError(problem)
             except BaseException:
-                _kill_group(process.pid)
-                await process.wait()
+                if not spawning.cancelled() and spawning.exception() is None:
+                    process = spawning.result()
+                    _kill_group(process.pid)
+                    await _finish(process.exited)
                 raise
         except BaseException:
             ours.close()
@@ -243,22 +286,22 @@ class ChildProcess:
         os.close(log)
 
     async def _watch(self) -> None:
-        exiting = asyncio.create_task(self._process.wait(), name=f"daskserve-child-exit-{self.name}")
+        exiting = self._process.exited
         try:
             await asyncio.wait({exiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
             if not exiting.done():
                 # A child without its channel is useless: it is exiting, or will be killed.
                 await asyncio.wait({exiting}, timeout=EXIT_GRACE_S)
             self.kill()
-            await exiting
+            await asyncio.wait({exiting})
             await asyncio.wait({self._serving}, timeout=FLUSH_S)
             self._channel.close()
             await asyncio.wait({self._serving})
         except asyncio.CancelledError:
-            # The event loop ends, and waits for its tasks; one of them may wait for `ended`. Whether
-            # `exiting` is done says nothing here: it may have been cancelled first.
+            # The event loop ends, and waits for its tasks; one of them may wait for `ended`.
             if self._process.returncode is None:
                 self.kill()
+                await _finish(exiting)
             self._channel.close()
             raise
         finally:
@@ -272,17 +315,21 @@ class ChildProcess:
 
 async def _spawn(
     interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int]
-) -> asyncio.subprocess.Process:
+) -> _Process:
     try:
-        return await asyncio.create_subprocess_exec(
+        _, process = await asyncio.get_running_loop().subprocess_exec(
+            _Process,
             *(interpreter.python, "-c", _BOOT, str(pair), str(lifeline), name),
             stdin=asyncio.subprocess.DEVNULL,
+            stdout=None,
+            stderr=None,
             pass_fds=(pair, lifeline, *files),
             start_new_session=True,
             env=interpreter.variables,
         )
     except OSError as error:
         raise InstanceError(f"The interpreter {interpreter.python} cannot be run: {error}") from error
+    return process
 
 
 async def _greet(

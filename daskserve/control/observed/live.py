@@ -19,6 +19,8 @@ from daskserve.telemetry.live import STALE_S, Counts, Meter, Rates
 WATCHED_S = 5.0
 #: Maximum number of routers, and of pairs of caller and callee in one report; those of more are left out.
 MAX_ROUTERS, MAX_CALLS = 10_000, 10_000
+#: The key of the outputs of continuous batches, among the totals of a replica.
+OUTPUTS = "outputs"
 #: Digits of each number, which is as much as a second of requests can say.
 DIGITS = 4
 
@@ -33,6 +35,8 @@ class _Metered:
     meter: Meter[str] = field(default_factory=Meter)
     ongoing: int | None = None
     queued: int | None = None
+    #: The load of its continuous batches; None without one.
+    continuous: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -168,7 +172,11 @@ _IDLE: Mapping[str, Any] = {"requests_per_s": 0.0, "errors_per_s": 0.0, "ongoing
 
 def _meter(known: dict[str, _Metered], tag: str, metrics: Mapping[str, Any], now: float) -> _Metered:
     found = known.setdefault(tag, _Metered())
-    found.meter.take({"": Counts.of(metrics)}, now)
+    totals = {"": Counts.of(metrics)}
+    found.continuous = metrics.get("continuous")
+    if found.continuous is not None:
+        totals[OUTPUTS] = Counts(int(found.continuous["outputs"]))
+    found.meter.take(totals, now)
     found.ongoing, found.queued = metrics.get("ongoing"), metrics.get("queued")
     return found
 
@@ -187,7 +195,18 @@ def _numbers(several: Iterable[_Metered | None], now: float) -> dict[str, Any]:
         "latency_p99_s": None if rates is None else _latency(rates, 0.99),
         "ongoing": sum(ongoing) if ongoing else None,
         "queued": sum(queued) if queued else None,
+        **_continuous(fresh, now),
     }
+
+
+def _continuous(fresh: Iterable[_Metered], now: float) -> dict[str, Any]:
+    """Return the numbers of continuous batches; nothing without any."""
+    loads = [(each.continuous, each.meter.fresh(now)) for each in fresh if each.continuous is not None]
+    if not loads:
+        return {}
+    rates = [rates[OUTPUTS].requests_per_s for _, rates in loads if rates is not None and OUTPUTS in rates]
+    found = {name: sum(int(load[name]) for load, _ in loads) for name in ("active", "slots", "queued")}
+    return {"continuous": {**found, "outputs_per_s": _short(sum(rates)) if rates else None}}
 
 
 def _latency(rates: Rates, quantile: float) -> float | None:

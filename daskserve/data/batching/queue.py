@@ -23,6 +23,7 @@ from daskserve.data.batching.presence import Presence
 from daskserve.data.batching.tuning import BatchTuner
 from daskserve.errors import ServeError
 from daskserve.loops.alarm import Alarm
+from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.payload.packed_errors import raisable
 
 logger = logging.getLogger("daskserve.replica")
@@ -100,7 +101,8 @@ class BatchQueue(Generic[ItemT, ResultT]):
         Takes a list of items and returns one result per item; an exception is raised for its item.
     limits : BatchLimits
     max_running : int, optional
-        Maximum number of batches that run at a time; further items wait.
+        Maximum number of batches that run at a time; further items wait. With two or more, those of batch
+        jobs leave one free.
     size_of : callable, optional
         Takes a list of items and returns the size of their batch; default: the number of items.
     on_batch : callable, optional
@@ -224,11 +226,19 @@ class BatchQueue(Generic[ItemT, ResultT]):
             # Not at once: items added in the same iteration of the loop join the batch.
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
-        elif self._key_queues:
-            self._alarm.set(min(self._due_at(each.oldest) for each in self._key_queues.values()))
+            return
+        waiting = [each.oldest for each in self._key_queues.values() if self._may_run(each)]
+        if waiting:
+            self._alarm.set(min(map(self._due_at, waiting)))
 
     def _is_busy(self) -> bool:
         return self._max_running is not None and len(self._tasks) >= self._max_running
+
+    def _may_run(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
+        """Return whether a batch of these entries may run now: those of batch jobs leave room for others."""
+        if self._max_running is None or self._max_running < 2 or len(self._tasks) < self._max_running - 1:
+            return True
+        return key_queue.entries[0].priority > BATCH_PRIORITY
 
     def _next_key_queue(self) -> tuple[Hashable, int] | None:
         """Return the key and size of the next batch; None if none is due.
@@ -245,6 +255,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 continue
             is_due = is_full or has_all or self._due_at(key_queue.oldest) <= now
             first = key_queue.entries[0]
+            is_due = is_due and self._may_run(key_queue)
             if is_due and (found is None or (-first.priority, first.number) < found[:2]):
                 found = (-first.priority, first.number, key, count)
         return None if found is None else found[2:]

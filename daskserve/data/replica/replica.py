@@ -65,7 +65,7 @@ class Replica:
         self.handle = self._code.handle
         self._slots = self._code.slots
         self._tasks = ReplicaTasks(context, start, self._code)
-        self._rank_info = as_rank_info(start.rank_info)
+        self._slots.rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
         #: Since when `reconfigure` runs; None while it does not.
         self._reconfigures_since: float | None = None
@@ -122,7 +122,7 @@ class Replica:
             raise
         self._health.start()
         self._metrics.record_start(stopwatch() - began, self._context.clock.wall())
-        return {**facts, "rank_info": self._rank_info}
+        return {**facts, "rank_info": self._slots.rank_info}
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait for a slot or for their batch."""
@@ -170,7 +170,7 @@ class Replica:
             finally:
                 self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
-            self._rank_info = as_rank_info(rank_info)
+            self._slots.rank_info = as_rank_info(rank_info)
             self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
             if self._slots.is_open:  # it may have been stopped meanwhile
@@ -249,7 +249,7 @@ class Replica:
     def health(self) -> dict[str, Any]:
         """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
         load, loss = self.load(), self._code.loss
-        facts = {**self._health.facts(), "rank_info": self._rank_info}
+        facts = {**self._health.facts(), "rank_info": self._slots.rank_info}
         # Cancelled calls that run on have no caller who waits.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:

@@ -46,8 +46,40 @@ logger = logging.getLogger("daskserve.replica")
 SLOT_PATIENCE_S = 2.0
 #: The same for a task that cannot be given back, because the adapter is not daskserve's.
 LONG_PATIENCE_S = 3600.0
+#: The longest time that a task is credited with in the line for a slot.
+LONGEST_WAIT_S = 3600.0
+#: How long requests may leave tasks less than their share.
+SHORT_S = 1.0
 #: The pause after a task found no slot.
 BUSY_PAUSE_S = 0.2
+
+
+class TaskRoom:
+    """How many tasks a replica may run beside its requests.
+
+    Requests come first, but constant ones would leave no slot at all. So once they have left fewer than the
+    tasks' share for `SHORT_S`, tasks wait for the next slots of that share as requests do: who has waited
+    longer is first. If the share is all that there is, requests have the slots to themselves for as long
+    after each task.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._short_since: float | None = None
+
+    def __call__(self, concurrency: int, ongoing: int, running: int, now: float) -> int:
+        """Return the number, given how many slots there are and are taken, and how many tasks run or wait."""
+        left = max(0, concurrency - max(0, ongoing - running))
+        least = max(1, int(self._share * concurrency)) if self._share else 0
+        if running and least >= concurrency:
+            self._short_since = now
+        if left >= least:
+            if not running:
+                self._short_since = None
+            return left
+        if self._short_since is None:
+            self._short_since = now
+        return least if now - self._short_since >= SHORT_S else left
 
 
 class ReplicaTasks:
@@ -59,6 +91,7 @@ class ReplicaTasks:
         self._spec: ConsumerSpec | None = None
         self._adapter: TaskProcessorAdapter | None = None
         self._consumer: TaskConsumer | None = None
+        self._task_room: TaskRoom | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._is_stopping = False
 
@@ -79,6 +112,7 @@ class ReplicaTasks:
         try:
             spec, adapter, durable = await call(_opened, packed)
             self._spec, self._adapter = spec, adapter
+            self._task_room = TaskRoom(spec.config.slot_share)
             if durable is not None and isinstance(durable.queue, InstanceQueue):
                 durable.queue.join(self._context.cluster.connection, self._context.spec.instance)
             await call(adapter.initialize, concurrency)
@@ -100,11 +134,12 @@ class ReplicaTasks:
             self._consumer.start()
 
     def _room(self) -> int:
-        """Return how many tasks may run: as many as requests leave slots for."""
+        """Return how many tasks may run."""
         slots = self._code.slots
-        running = 0 if self._consumer is None else self._consumer.running
-        others = max(0, slots.ongoing - running)
-        return max(0, slots.concurrency - others) if slots.is_open else 0
+        if not slots.is_open or self._consumer is None or self._task_room is None:
+            return 0
+        now = self._context.clock.now()
+        return self._task_room(slots.concurrency, slots.ongoing, self._consumer.running, now)
 
     # ---- running
 
@@ -113,8 +148,11 @@ class ReplicaTasks:
 
         assert self._spec is not None
         facts = {"task": (task.id, task.name, task.queue, task.attempts)}
+        waited_s = min(LONGEST_WAIT_S, max(0.0, self._context.clock.wall() - task.due_at))
+        patience = QueueTimeout(SLOT_PATIENCE_S, waited_s)
+        method, arguments = self._spec.handlers[task.name], parted(task.payload)
         try:
-            payload = await self._call(self._spec.handlers[task.name], parted(task.payload), task.id, facts)
+            payload = await self._call(method, arguments, patience, task.id, facts)
         except ReplicaBusyError:
             await self._context.clock.sleep(BUSY_PAUSE_S)
             raise Released from None
@@ -127,14 +165,15 @@ class ReplicaTasks:
             raise Failure(error_text(failure.summary, failure.text)) from None
         return checked_result(task, joined(payload), adapter.config.adapter_config)
 
-    async def _call(self, method: str, payload: Payload, id: str = "", facts: Any = None) -> Payload:
+    async def _call(
+        self, method: str, payload: Payload, queue_timeout: QueueTimeout, id: str = "", facts: Any = None
+    ) -> Payload:
         answers: list[Message] = []
 
         async def send(message: Message) -> None:
             answers.append(message)
 
         head = {"method": method, "request_id": id, **({} if facts is None else {"facts": facts})}
-        queue_timeout = QueueTimeout(LONG_PATIENCE_S if facts is None else SLOT_PATIENCE_S)
         envelope = Envelope(EnvelopeKind.CALL, head, payload, has_body=False, queue_timeout=queue_timeout)
         await self._code.handle(envelope).respond(nothing_to_receive, send)
         result: Payload = answers[-1]["payload"]
@@ -145,7 +184,7 @@ class ReplicaTasks:
         loop = asyncio.get_running_loop()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call = self._call(method, dump((args, kwargs)))
+            call = self._call(method, dump((args, kwargs)), QueueTimeout(LONG_PATIENCE_S))
             try:
                 return asyncio.run_coroutine_threadsafe(call, loop).result().load()
             except Exception as error:

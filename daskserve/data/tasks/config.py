@@ -21,10 +21,13 @@ from daskserve.options.queues import REDIS_SCHEMES
 INSTANCE = "daskserve.data.tasks.durable:InstanceTaskProcessorAdapter"
 SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
 REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
-#: Ray Serve's default, which daskserve does not have.
+CELERY = "daskserve.data.tasks.celery_adapter:CeleryTaskProcessorAdapter"
+#: Ray Serve's default; the options say which of daskserve's it is.
 RAY_ADAPTER = "ray.serve.task_processor.CeleryTaskProcessorAdapter"
 
 MAX_NAME = 200
+#: A year.
+MAX_CATCH_UP_S = 31_622_400.0
 
 
 class DurableOptions(Options):
@@ -142,7 +145,7 @@ class RedisAdapterConfig(DurableOptions):
 
 
 class CeleryAdapterConfig(Options):
-    """Options for an adapter of yours to Celery, with Ray Serve's names."""
+    """Options of a queue at a broker of Celery, with Ray Serve's names."""
 
     broker_url: str = Field(description="URL of Celery's broker.", repr=False)
     backend_url: str = Field(description="URL of Celery's result backend.", repr=False)
@@ -160,6 +163,7 @@ _ADAPTERS: Mapping[type, str] = {
     InstanceAdapterConfig: INSTANCE,
     SQLiteAdapterConfig: SQLITE,
     RedisAdapterConfig: REDIS,
+    CeleryAdapterConfig: CELERY,
 }
 
 
@@ -178,7 +182,9 @@ class TaskSchedule(Options):
     catch_up_s: float = Field(
         60.0,
         ge=0.0,
-        description="How late its task is still made if no consumer ran at its time, in seconds.",
+        le=MAX_CATCH_UP_S,
+        description="How late its task is still made if no consumer ran at its time, in seconds. Of all "
+        "times that have passed meanwhile, only the last one has a task.",
     )
 
     @model_validator(mode="after")
@@ -220,6 +226,13 @@ class TaskProcessorConfig(Options):
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
     )
+    slot_share: float = Field(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        description="Share of a replica's `max_ongoing_requests` that tasks get, in the order of waiting, "
+        "once requests have left them less for a second; at least one slot. 0: only what requests leave.",
+    )
     failed_task_queue_name: str | None = Field(
         None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."
     )
@@ -254,9 +267,9 @@ class TaskProcessorConfig(Options):
             if isinstance(self.adapter_config, kind):
                 return path
         raise ValueError(
-            f"adapter_config is of type {type(self.adapter_config).__name__}; give an "
-            "InstanceAdapterConfig, a SQLiteAdapterConfig or a RedisAdapterConfig, or name your own class as "
-            "adapter: daskserve has none for Celery"
+            f"adapter_config is of type {type(self.adapter_config).__name__}; give an InstanceAdapterConfig, "
+            "SQLiteAdapterConfig, RedisAdapterConfig or CeleryAdapterConfig, or name your own class as "
+            "adapter"
         )
 
     def rules(self) -> RetryRules:

@@ -28,9 +28,9 @@ from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
 from daskserve.data.tasks.queues.protocol import Change, QueueStats, TaskQueue
-from daskserve.data.tasks.schedules import due_task, next_time
+from daskserve.data.tasks.schedules import due_task, last_time, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
-from daskserve.loops.tasks import TaskSet, pause
+from daskserve.loops.tasks import TaskSet
 
 if TYPE_CHECKING:  # takes long to import
     from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
@@ -43,6 +43,8 @@ T = TypeVar("T")
 CANCEL_POLL_S = 0.5
 #: How often a consumer looks for lost tasks and counts the tasks of the queue.
 UPKEEP_S = 1.0
+#: The pause after a consumer has taken all tasks, so that it takes the next ones together.
+GATHER_S = 0.02
 #: How many tasks are found lost, or forgotten, in one step.
 BATCH = 500
 #: The longest wait before a queue that cannot be reached is tried again.
@@ -216,8 +218,9 @@ class TaskConsumer:
                 tasks = await self._call(self._queue.claim, self._name, self._owner, room, now, lease_s)
                 for task in tasks:
                     self._begin(task)
-                if not tasks:
-                    await _elapsed(self._clock, self._closing, interval_s)
+                if len(tasks) < room:  # all that there were
+                    pause_s = min(interval_s, GATHER_S) if tasks else interval_s
+                    await _elapsed(self._clock, self._closing, pause_s)
                 continue
             self._has_room.clear()
             # Not longer: the replica may have been given more room.
@@ -409,13 +412,12 @@ class TaskConsumer:
 
     async def _follow(self, name: str, schedule: Any) -> None:
         """Make the tasks of a schedule, each of which has an id of its own, so that it is made once."""
-        at = next_time(schedule, self._clock.wall() - schedule.catch_up_s)
+        at = last_time(schedule, self._clock.wall() - schedule.catch_up_s, self._clock.wall())
         while True:
             now = self._clock.wall()
             following = next_time(schedule, at)
-            if following <= now:  # only the last one is caught up
-                at = following
-                await pause()
+            if following <= now:  # this consumer was stopped meanwhile
+                at = last_time(schedule, at, now)
                 continue
             if at > now:
                 await self._clock.sleep(min(at - now, 60.0))

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from daskserve.data.tasks.config import DurableOptions, TaskSchedule
 
 
+#: Times of a schedule are a second apart at least.
+NEAR_S = 0.4
+
+
 def next_time(schedule: TaskSchedule, after: float) -> float:
     """Return the first time of a schedule after a time, in seconds since the epoch."""
     if schedule.every_s is not None:
@@ -27,6 +31,22 @@ def next_time(schedule: TaskSchedule, after: float) -> float:
     assert schedule.cron is not None
     local = datetime.fromtimestamp(after, UTC).astimezone(ZoneInfo(schedule.timezone))
     return next(CronSim(schedule.cron, local)).timestamp()
+
+
+def last_time(schedule: TaskSchedule, after: float, now: float) -> float:
+    """Return the last time of a schedule after a time and until now; without one, the next one.
+
+    Its cost grows with the logarithm of the time between, not with the number of times.
+    """
+    found, late = next_time(schedule, after), now
+    while found <= now and late - after > NEAR_S:
+        middle = (after + late) / 2
+        following = next_time(schedule, middle)
+        if following <= now:
+            after, found = middle, following
+        else:
+            late = middle
+    return found
 
 
 def due_task(queue: str, name: str, schedule: TaskSchedule, at: float, options: DurableOptions) -> Task:

@@ -318,22 +318,19 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
     if settings is None or settings.folder is None:
         return None
-    return _path_in(
-        settings.folder, tags.component, tags.application, tags.deployment, tags.replica, os.getpid()
-    )
+    owner = tags.deployment if tags.replica else tags.instance
+    return _path_in(settings.folder, tags.component, tags.application, owner, tags.replica, os.getpid())
 
 
 @lru_cache(1024)
-def _path_in(
-    folder: str, component: str, application: str, deployment: str, replica: str, process: int
-) -> Path:
+def _path_in(folder: str, component: str, application: str, owner: str, replica: str, process: int) -> Path:
     """Return a path, the same object for each line of a file: making one takes longer than the line."""
     parts: tuple[str, ...]
     if replica:
-        parts = ("replica", application, deployment, replica.rpartition("#")[2])
+        parts = ("replica", application, owner, replica.rpartition("#")[2])
     else:
-        # A host may have several workers, and several hosts one folder.
-        parts = (component, socket.gethostname(), str(process))
+        # A process may have several instances, a host several workers, and several hosts one folder.
+        parts = (*filter(None, (component, owner)), socket.gethostname(), str(process))
     *names, last = (_UNSAFE.sub("-", each) for each in parts)
     # The last part is what makes it unique.
     return Path(folder).expanduser() / f"{'_'.join(names)[:160]}_{last[:60]}.log"

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from daskserve.proxies.exchange.limits.freed import FreedMemory
 from daskserve.proxies.exchange.limits.turns import AllLoopTurns
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class Limits:
         How those with much to do share the event loops.
     unsent : Budget
         The responses that wait for their clients without holding a slot.
+    freed : FreedMemory
+        Returns the memory of large bodies.
     hits : Counter
         How many requests, WebSockets and connections have met each limit; changed by `hit`.
     """
@@ -156,6 +159,7 @@ class Limits:
     def __init__(self, options: HTTPOptions | None = None) -> None:
         self.hits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         self._lock = threading.Lock()
+        self.freed = FreedMemory()
         self.min_body_bytes_per_s = 0
         self.body_grace_s = self.write_stall_timeout_s = self.busy_write_stall_timeout_s = float("inf")
         self.max_unsent_bytes = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from daskserve.common.body_buffer import BodyBuffer
 from daskserve.common.types import Message
 from daskserve.errors import BodyTooLargeError
 from daskserve.proxies.asgi import Headers
@@ -64,7 +64,7 @@ class RequestBody:
         self._length: int | None = None
         self._max_bytes = float("inf")
         # The body as far as it was received, while it is being gathered.
-        self._gathered: io.BytesIO | None = None
+        self._gathered: BodyBuffer | None = None
         # Whether all parts are dropped, although the body is not closed.
         self._drops = False
         # Whether what was passed on counts in the budget until `release`, because it is kept whole.
@@ -83,19 +83,8 @@ class RequestBody:
     def feed(self, chunk: bytes) -> asyncio.Future[None] | None:
         """Add a part of the body; returns a future to wait for before reading more, or None."""
         size_bytes = len(chunk)
-        self.received_bytes += size_bytes
-        if self._is_closed:
+        if not self._count(size_bytes):
             return None
-        if self.received_bytes > self._max_bytes:
-            self._exceed_size()
-        if self._drops:
-            return None
-        if self._limits is not None:
-            self.held_bytes += size_bytes
-            budget = self._limits.received
-            budget.own_bytes += size_bytes
-            if self.held_bytes > SMALL_BYTES and budget.used_bytes > budget.size_bytes:
-                self.excess = self.excess or NO_MEMORY
         if self._gathered is not None:
             self._gathered.write(chunk)
             return None
@@ -108,6 +97,37 @@ class RequestBody:
             return None
         self._room = asyncio.get_running_loop().create_future()
         return self._room
+
+    def _count(self, size_bytes: int) -> bool:
+        """Count a part that was received; return whether it is kept."""
+        self.received_bytes += size_bytes
+        if self._is_closed:
+            return False
+        if self.received_bytes > self._max_bytes:
+            self._exceed_size()
+        if self._drops:
+            return False
+        if self._limits is not None:
+            self.held_bytes += size_bytes
+            budget = self._limits.received
+            budget.own_bytes += size_bytes
+            if self.held_bytes > SMALL_BYTES and budget.used_bytes > budget.size_bytes:
+                self.excess = self.excess or NO_MEMORY
+        return True
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether the next part goes into memory that `room` returns."""
+        return self._gathered is not None and self._gathered.size_bytes < (self._length or 0)
+
+    def room(self) -> memoryview | None:
+        """Return the memory for the next part of a body that is gathered; None if it goes elsewhere."""
+        return None if self._gathered is None else self._gathered.room()
+
+    def fill(self, size_bytes: int) -> None:
+        """Add a part that is in its memory already."""
+        if self._count(size_bytes) and self._gathered is not None:
+            self._gathered.filled(size_bytes)
 
     def end(self) -> None:
         """Note that the body is complete."""
@@ -173,14 +193,14 @@ class RequestBody:
             self.release()
         else:
             self._is_kept = True
-            self._gathered = io.BytesIO(b"".join(chunks or ()))
-            self._gathered.seek(0, io.SEEK_END)
+            self._gathered = BodyBuffer(self._length or 0)
+            for chunk in chunks or ():
+                self._gathered.write(chunk)
         self._make_room()
         while not self.is_ended and not self._is_closed:
             await self._wait()
         if self._gathered is not None:
-            # BytesIO hands over its buffer: there is no second copy.
-            self._chunks, self._gathered = deque((self._gathered.getvalue(),)), None
+            self._chunks, self._gathered = deque((self._gathered.take(),)), None
 
     async def receive(self) -> Message:
         """Return the next ASGI message; wait until there is one."""

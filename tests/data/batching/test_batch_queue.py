@@ -14,6 +14,7 @@ import pytest
 from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.batching.queue import BatchQueue
 from daskserve.errors import ServeError, UserCodeError
+from daskserve.options.fields.priority import BATCH_PRIORITY
 
 LONG_S = 60.0
 
@@ -89,6 +90,22 @@ def test_batches_that_are_not_serial_overlap() -> None:
         await asyncio.gather(*tasks)
 
     run(scenario, max_running=None)
+
+
+def test_batches_of_jobs_leave_one_of_several_free_for_others() -> None:
+    async def scenario(queue: BatchQueue[Any, Any], runner: Runner) -> None:
+        runner.go.clear()
+        job = [asyncio.create_task(queue.submit(item, item % 2, BATCH_PRIORITY)) for item in range(6)]
+        await turns()
+        assert runner.batches == [[0, 2, 4]]
+        live = submit(queue, 7, key=1)
+        await turns()
+        assert runner.batches == [[0, 2, 4], [7, 1, 3]]
+        runner.go.set()
+        await asyncio.gather(*job, *live)
+        assert runner.batches[2:] == [[5]]
+
+    run(scenario, wait_s=0, max_running=2)
 
 
 def test_a_runner_that_loses_results_fails_the_batch() -> None:

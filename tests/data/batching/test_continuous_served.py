@@ -114,6 +114,13 @@ def test_a_full_batch_answers_503_and_is_counted(client: serve.Client) -> None:
     brief = model.metrics.brief(lambda: Load(0, 0), lambda: {"custom": {"mine": 5.0}})
     own = {"continuous_queued_requests": 7, "continuous_queued_cost": 70.0}
     assert brief["custom"] == {**own, "mine": 5.0}
+    load = {
+        "active": 1,
+        "slots": 4,
+        "queued": 7,
+        "queued_cost": 70.0,
+    }
+    assert brief["continuous"] == {**load, "outputs": generate.stats().outputs}
     others[0].cancel()
     asyncio.run(wait_until(lambda: generate.stats().queued == 6))
     model.go.set()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from quick_instance import poll_for
 from tables import each_case
 
 import daskserve as serve
-from daskserve.data.caller.mapping.backlogs import backlogs
+from daskserve.data.caller.mapping.backlogs import ROOM_S, backlogs, room_of
 from daskserve.data.caller.mapping.rules import MAX_LOSSES, Again, Rules, Tries
 from daskserve.data.caller.mapping.window import Item, Window
+from daskserve.data.caller.routing.replica_pool import ReplicaPool
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,
@@ -164,6 +166,20 @@ def test_the_items_that_wait_count_for_their_backends() -> None:
     calls[2].end()  # nobody reads its result
     assert backlogs([first, second, paused], lambda _: ["a", "b"]) == {"a": 4, "b": 4}
     assert backlogs([first], lambda _: []) == {}
+
+
+def test_a_job_sends_what_the_replicas_take_and_one_more_for_each() -> None:
+    pool = ReplicaPool(lambda address: False)
+    pool.update({"a": ("tcp://1", 1), "b": ("tcp://2", 1)}, 4, str)
+    routers: Any = SimpleNamespace(
+        router=lambda endpoint: SimpleNamespace(backends=["model"]),
+        replica_set=lambda tag: SimpleNamespace(pool=pool),
+    )
+    assert room_of(None, "e", 0.0) == (0, 0)
+    assert room_of(routers, "e", 0.0) == (2, 8)
+    pool.note_busy(pool.entries()["a"], 1, 5.0, was_queued=False, priority=-50)  # although it has four slots
+    assert room_of(routers, "e", 6.0) == (2, 6)
+    assert room_of(routers, "e", 5.0 + ROOM_S) == (2, 8)
 
 
 # ---- with an instance

@@ -22,6 +22,8 @@ from daskserve.data.caller.routing.replica_pool import (
     REPORT_S,
     PooledReplica,
     ReplicaPool,
+    come_back,
+    set_aside,
 )
 
 HERE = "here"
@@ -75,6 +77,24 @@ def test_a_request_queues_only_if_no_replica_has_room_and_at_the_less_loaded_one
         pool.release(entry)
         pool.release(entry)
     assert [each.tag for each in take_all(pool)] == ["c", "c", "a", "b"]
+
+
+def test_a_batch_request_that_waits_for_its_slot_leaves_the_replica_to_live_ones() -> None:
+    pool = pool_of("a", concurrency=2)
+    (a, _) = take_all(pool)
+    pool.note_busy(a, 1, 0.0, was_queued=False, priority=-50)
+    pool.release(a)
+    (waiting,) = take_all(pool)
+    assert not waiting.has_queued_request
+    set_aside(pool, a)
+    (live,) = take_all(pool)
+    assert (live, live.has_queued_request, live.in_flight, pool.in_flight) == (a, False, 2, 3)
+    pool.release(a)
+    come_back(pool, a)
+    assert take_all(pool) == []
+    pool.release(a)
+    pool.release(a)
+    assert len(take_all(pool)) == 2
 
 
 @each_case("what", ["an answer", "a long time", "a new one"])

@@ -268,14 +268,14 @@ def test_a_batch_job_leaves_a_slot_of_several_to_live_requests() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert begun == ["live"]
-        holder.free()  # the live request ends: its slot stays free
+        holder.free(live)  # its slot stays free
         await asyncio.sleep(0)
         assert (begun, holder.ongoing) == (["live"], 1)
-        holder.free()
+        holder.free(batch)
         await asyncio.gather(*tasks)
         assert (begun, holder.ongoing) == (["live", "batch"], 1)
         holder.resize(1)
-        holder.free()
+        holder.free(batch)
         assert holder.take_nowait(batch)  # the only slot is for all
 
     run_virtual(main)

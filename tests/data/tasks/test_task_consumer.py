@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from runs import until
+from tables import each_case
 
 import daskserve as serve
 from daskserve.common.clock import LoopClock
@@ -20,7 +21,7 @@ from daskserve.data.tasks.consumer import Released, TaskConsumer
 from daskserve.data.tasks.errors import TaskQueueError
 from daskserve.data.tasks.queues.protocol import Change
 from daskserve.data.tasks.queues.sqlite import SqliteQueue
-from daskserve.data.tasks.schedules import next_time
+from daskserve.data.tasks.schedules import last_time, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.errors import BadRequestError
 
@@ -226,3 +227,16 @@ def test_a_program_s_functions_keep_neither_the_queue_nor_its_consumer_from_work
         with pytest.raises(BadRequestError, match="result_ttl_s"):
             adapter.enqueue_task_sync("slow", [1], result_ttl_s=ttl)
     adapter.shutdown()
+
+
+@each_case("options", [{"every_s": 1.0}, {"cron": "* * * * *"}, {"cron": "* * * 1 *"}, {"every_s": 1e6}])
+def test_a_schedule_whose_consumers_were_away_for_a_year_has_one_task(options: dict[str, Any]) -> None:
+    schedule, now = serve.TaskSchedule(task="work", catch_up_s=31_000_000.0, **options), 1_767_225_600.5
+    at = last_time(schedule, now - schedule.catch_up_s, now)
+    assert now - schedule.catch_up_s < at <= now < next_time(schedule, at)
+    assert last_time(schedule, at, now) == next_time(schedule, at)  # it was made
+
+
+def test_a_schedule_catches_up_with_a_year_at_most() -> None:
+    with pytest.raises(ValueError, match="less than or equal to"):
+        serve.TaskSchedule(task="work", every_s=1.0, catch_up_s=32_000_000.0)

@@ -547,7 +547,7 @@ def _no_handler() -> None:
         (
             lambda: serve.TaskProcessorConfig(queue_name="q", adapter_config={}).adapter_path,
             ValueError,
-            "none for Celery",
+            "RedisAdapterConfig or CeleryAdapterConfig",
         ),
     ],
 )

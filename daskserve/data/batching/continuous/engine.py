@@ -124,10 +124,10 @@ class Engine:
         slots = self.rounds.slots
         return not slots.queued and not slots.active
 
-    def load(self) -> tuple[int, int, float]:
-        """Return the active and queued requests, and the cost of the queued ones; for any thread."""
+    def load(self) -> tuple[int, int, float, int]:
+        """Return the active and queued requests, the cost of the latter, and the slots; for any thread."""
         slots = self.rounds.slots
-        return len(slots.active), slots.queued, slots.queued_cost
+        return len(slots.active), slots.queued, slots.queued_cost, slots.limits.max_slots
 
     def queued(self) -> int:
         """Return how many requests wait; any thread may call this."""

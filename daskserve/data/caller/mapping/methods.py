@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask, Process
+from daskserve.common.clock import stopwatch
 from daskserve.common.types import EndpointTag
 from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.backlogs import batches_of, room_of
@@ -66,7 +67,7 @@ class MapTarget:
         return self._known()[0]
 
     def _known(self) -> tuple[int, int]:
-        return room_of(self._process.shared.get("routers"), self._handle._endpoint)
+        return room_of(self._process.shared.get("routers"), self._handle._endpoint, stopwatch())
 
     def on_release(self, cancel: Callable[[], object]) -> None:
         """Call back, until `end`, if Dask releases the task."""

@@ -1,5 +1,8 @@
 """A request that is queued at a full replica, as its router sees it.
 
+A request of a batch job is queued at a replica that keeps its free slots for others. It is set aside: the
+router goes on to send live requests there.
+
 `daskserve.data.replica.requests.slots` is the replica's side.
 """
 
@@ -8,14 +11,30 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import DONE, SLOT_TAKEN, Load, Message, QueueTimeout, Send
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.common.types import DONE, SLOT_TAKEN, Envelope, Load, Message, QueueTimeout, Send
+from daskserve.data.caller.routing.replica_pool import (
+    ROOM_S,
+    PooledReplica,
+    ReplicaPool,
+    come_back,
+    set_aside,
+)
+from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
 
 #: How long a request waits in the queues of all replicas together. Each replica gets an equal share, but at
 #: least `MIN_QUEUE_TIMEOUT_S`. Then the request moves to another replica.
 QUEUE_TIMEOUT_S = 0.5
 MIN_QUEUE_TIMEOUT_S = 0.025
+
+
+def must_queue(
+    replica: PooledReplica, envelope: Envelope, priority_of: Callable[[Envelope], int], now: float
+) -> bool:
+    """Return whether a request is sent to the queue of the replica that was chosen for it."""
+    if replica.has_queued_request or now - replica.batch_room[0] >= ROOM_S:
+        return replica.has_queued_request
+    return priority_of(envelope) <= BATCH_PRIORITY
 
 
 class QueuedRequest:
@@ -46,6 +65,9 @@ class QueuedRequest:
         self._on_slot = on_slot
         self._began = stopwatch()
         self._has_left = False
+        self._is_aside = not replica.has_queued_request
+        if self._is_aside:
+            set_aside(pool, replica)
 
     def queue_timeout(self, since: float, priority: int) -> QueueTimeout:
         """Return how long a request may wait here if it has been in queues since the given time."""
@@ -65,5 +87,6 @@ class QueuedRequest:
         """Let the next request queue at the replica; idempotent."""
         if not self._has_left:
             self._has_left = True
-            self._pool.leave_queue(self._replica)
+            leave = come_back if self._is_aside else ReplicaPool.leave_queue
+            leave(self._pool, self._replica)
             self._waits.observe(stopwatch() - self._began)

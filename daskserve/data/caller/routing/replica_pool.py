@@ -48,6 +48,7 @@ from daskserve.common.types import (
 from daskserve.common.value_places import ValuePlaces
 from daskserve.data.caller.routing.choice import choose, nearest
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
+from daskserve.options.fields.priority import BATCH_PRIORITY
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
@@ -62,6 +63,8 @@ RANDOM_SHARE = 0.05
 PACE_WEIGHT = 0.1
 #: How long a replica is suspended after its queue was full, or after a request timed out in it.
 BUSY_BACKOFF_S = 0.02
+#: How long it counts that a replica has refused a request of a batch job although it had free slots.
+ROOM_S = 3.0
 
 
 class PooledReplica:
@@ -69,6 +72,8 @@ class PooledReplica:
 
     __slots__ = (
         "address",
+        "aside",
+        "batch_room",
         "busy_since",
         "concurrency",
         "handle",
@@ -110,6 +115,10 @@ class PooledReplica:
         #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
+        #: How many requests of batch jobs wait there for a slot: they leave room to live requests.
+        self.aside = 0
+        #: When it last refused one although it had free slots, and how many requests ran then.
+        self.batch_room = (-math.inf, 0)
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
         #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
@@ -128,7 +137,7 @@ class PooledReplica:
         """Return the number of requests at the replica, as far as this process knows."""
         if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
             return self.reported
-        return self.in_flight
+        return self.in_flight + self.aside
 
 
 #: Chooses one of some replicas for a request, or none.
@@ -342,8 +351,13 @@ class ReplicaPool:
         if is_full is not entry.is_full:
             self._set_full(entry, is_full=is_full)
 
-    def note_busy(self, entry: PooledReplica, ongoing: int, now: float, *, was_queued: bool) -> None:
+    def note_busy(
+        self, entry: PooledReplica, ongoing: int, now: float, *, was_queued: bool, priority: int = 0
+    ) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
+        if priority <= BATCH_PRIORITY and ongoing < entry.concurrency:
+            entry.batch_room = (now, ongoing)  # it has room for others
+            return
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
         entry.pace_s = pace_s  # a refusal is no answer
@@ -432,6 +446,20 @@ def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
 def has_room(pool: ReplicaPool) -> bool:
     """Return whether any replica may take a request, or queue it."""
     return bool(pool._local or pool._remote or pool._relayed or pool._full)
+
+
+def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that a request of a batch job waits at a replica for its slot, until `come_back`."""
+    entry.aside, entry.in_flight = entry.aside + 1, entry.in_flight - 1
+    if entry.index < 0:
+        pool._add(entry)
+
+
+def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that such a request has its slot, or was refused."""
+    entry.aside, entry.in_flight = entry.aside - 1, entry.in_flight + 1
+    if entry.index >= 0 and entry.in_flight >= entry.concurrency:
+        pool._remove(entry)
 
 
 def near(pool: ReplicaPool, places: ValuePlaces, now: float, rng: random.Random) -> Pick | None:

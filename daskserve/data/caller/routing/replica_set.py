@@ -28,7 +28,7 @@ from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
-from daskserve.data.caller.routing.queued_request import QueuedRequest
+from daskserve.data.caller.routing.queued_request import QueuedRequest, must_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
@@ -203,7 +203,7 @@ class ReplicaSet:
             is_answer = envelope is None or envelope.note_turn is None  # else it was a WebSocket
             self.pool.report(replica, outcome, self._clock.now(), is_answer=is_answer)
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
-            self._note_refusal(replica, outcome, was_queued=False)
+            self._note_refusal(replica, outcome, envelope, was_queued=False)
         self.pool.release(replica)
         if self._waiting or self._apart.waiters:
             self._serve_waiting()
@@ -212,6 +212,7 @@ class ReplicaSet:
         self,
         replica: PooledReplica,
         error: ReplicaBusyError | ActorLostError,
+        envelope: Envelope | None,
         *,
         was_queued: bool,
         way: Way | None = None,
@@ -220,7 +221,8 @@ class ReplicaSet:
             way.refused(error, replica.tag)
         now = self._clock.now()
         if isinstance(error, ReplicaBusyError):
-            self.pool.note_busy(replica, error.ongoing, now, was_queued=was_queued)
+            priority = 0 if envelope is None else self._waiting.priority_of(envelope)
+            self.pool.note_busy(replica, error.ongoing, now, was_queued=was_queued, priority=priority)
         else:
             self.pool.suspend(
                 replica, now + (DISCONNECTED_BACKOFF_S if error.is_disconnected else UNREACHABLE_BACKOFF_S)
@@ -286,18 +288,18 @@ class ReplicaSet:
             replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
-            has_queued_request = replica.has_queued_request
+            is_queued = must_queue(replica, envelope, self._waiting.priority_of, self._clock.now())
             replica.sockets += is_socket
             try:
                 if replica.route is None:
                     await self._waiting_calls.during(self._routes.connect(replica.address.worker))
-                if has_queued_request:
+                if is_queued:
                     queued_since = self._clock.now() if queued_since is None else queued_since
                     load = await self._send_queued(replica, queued_since, envelope, receive, send)
                 else:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
-                self._note_refusal(replica, error, was_queued=has_queued_request, way=way)
+                self._note_refusal(replica, error, envelope, was_queued=is_queued, way=way)
                 if replay is None and envelope.kind is EnvelopeKind.HTTP:
                     replay = Replay(envelope, receive)
                 trial = self._apart.rewind(envelope, replay, trial, replica, error)
@@ -323,9 +325,8 @@ class ReplicaSet:
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
         queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
-        envelope = replace(
-            envelope, queue_timeout=queued.queue_timeout(since, self._waiting.priority_of(envelope))
-        )
+        queue_timeout = queued.queue_timeout(since, self._waiting.priority_of(envelope))
+        envelope = replace(envelope, queue_timeout=queue_timeout)
         try:
             return await replica.handle(envelope).respond(receive, queued.send)
         finally:

@@ -348,6 +348,7 @@ class ChildCode:
             found["latency_counts"],
             found["failed_total"],
             found["queued"],
+            found.get("continuous"),
         )
         return found
 

@@ -6,7 +6,7 @@ A child has no scrape endpoint, so its actor reads and publishes its metrics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from daskserve.common.clock import Clock
@@ -71,7 +71,7 @@ async def keep_asking_for_metrics(
 class ReportedMetrics:
     """The metrics that a child reported, in plain values."""
 
-    __slots__ = ("_failed", "_latency_counts", "_queued", "_samples", "_user_samples")
+    __slots__ = ("_continuous", "_failed", "_latency_counts", "_queued", "_samples", "_user_samples")
 
     def __init__(
         self,
@@ -80,12 +80,14 @@ class ReportedMetrics:
         latency_counts: Sequence[int] = (),
         failed: int = 0,
         queued: int = 0,
+        continuous: Mapping[str, Any] | None = None,
     ) -> None:
         self._samples = samples
         self._user_samples = user_samples
         self._latency_counts = latency_counts
         self._failed = failed
         self._queued = queued
+        self._continuous = continuous
 
     def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:
         """Return how many requests run and wait, how many have ended, and what the child has counted."""
@@ -95,6 +97,7 @@ class ReportedMetrics:
             "ended": handled - ongoing,
             "failed": self._failed,
             "latency_counts": list(self._latency_counts),
+            **({} if self._continuous is None else {"continuous": self._continuous}),
         }
 
     def samples(self) -> list[MetricSample]:

@@ -263,7 +263,7 @@ class ReplicaRequest:
         self.metrics.latency.observe(stopwatch() - self._began)
         if self.pipe is not None:
             self.release()
-        self.slots.free()
+        self.slots.free(self.envelope)
 
     def fail(self) -> None:
         """The caller gets an error, or the request got no slot; cancel user code if it still runs."""
@@ -326,7 +326,7 @@ class ReplicaRequest:
         self.metrics.latency.observe(stopwatch() - self._began)
         if self.state == DONE:
             self.release()
-            self.slots.free()
+            self.slots.free(self.envelope)
             return
         pipe = self.pipe
         is_left_to_run = (event == LEFT and self.survives_caller) or (
@@ -340,7 +340,7 @@ class ReplicaRequest:
     def _free_if_ended(self) -> None:
         if self.state == CANCELLED and self.run is None and not self.holds:
             self._move(ENDED)
-            self.slots.free()
+            self.slots.free(self.envelope)
 
 
 async def _settle(request: ReplicaRequest) -> None:

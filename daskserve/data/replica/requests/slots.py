@@ -20,11 +20,13 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
-from daskserve.common.clock import Clock
+from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.formatting import shown
-from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, Send, short_tag
+from daskserve.common.types import SLOT_TAKEN, Envelope, Load, QueueTimeout, RankInfo, Send, short_tag
+from daskserve.data.replica.requests.batch_room import BatchRoom
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.replica import ReplicaMetrics
@@ -84,19 +86,15 @@ class SlotQueue:
         self._expire(self.places[-1])
         return True
 
-    @property
-    def reserved(self) -> int:
-        """How many slots must stay free when the first request takes one."""
-        return int(bool(self.places) and -self.places[0][0] <= BATCH_PRIORITY)
+    def next_priority(self) -> int | None:
+        """Return the priority of the first request; None if none waits."""
+        while self.places and self.places[0][-1].done():
+            self.places.pop(0)
+        return -self.places[0][0] if self.places else None
 
-    def pass_on(self) -> bool:
-        """Give a slot to the first request; return False if none waits."""
-        while self.places:
-            waiter = self.places.pop(0)[-1]
-            if not waiter.done():
-                waiter.set_result(True)
-                return True
-        return False
+    def pass_on(self) -> None:
+        """Give a slot to the first request, of which `next_priority` has found the priority."""
+        self.places.pop(0)[-1].set_result(True)
 
     def reject_all(self, error: Callable[[], Exception]) -> None:
         """Fail all requests that wait with the error that this returns."""
@@ -127,8 +125,12 @@ class Slots:
         self.replica_tag = replica_tag
         #: Returns how many requests have a slot and wait for their batch.
         self.count_batched: Callable[[], int] | None = None
+        #: The rank of the replica, and how many there are.
+        self.rank_info: RankInfo = (0, 0, 0, 1)
         self._metrics = metrics
         self._waiters = SlotQueue()
+        #: Created by the first request of a batch job.
+        self._batch_room: BatchRoom | None = None
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
         #: While no slot is given away: set when they are again.
         self._resumed: asyncio.Event | None = None
@@ -154,12 +156,28 @@ class Slots:
     def take_nowait(self, envelope: Envelope | None = None) -> bool:
         """Take a slot if one is free and the replica is open; return whether it did.
 
-        A request of a batch job takes none that is reserved for others.
+        A request of a batch job takes none that is for others.
         """
-        reserved = self._reserved(envelope is not None and is_of_batch(envelope))
-        if self.ongoing >= self.concurrency - reserved or not self.is_open or self._resumed is not None:
+        if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
+            return False
+        if not self._admits(envelope is not None and is_of_batch(envelope)):
             return False
         self.ongoing += 1
+        return True
+
+    def _admits(self, is_batch: bool) -> bool:
+        """Return whether a request may take one of the free slots, which it then does."""
+        room = self._batch_room
+        if not is_batch:
+            if room is not None:
+                room.note_live(self.ongoing + 1, stopwatch())
+            return True
+        if room is None:
+            room = self._batch_room = BatchRoom(self.concurrency)
+        now = stopwatch()
+        if not room.has_room(self.concurrency - self.ongoing, self.rank_info, now):
+            return False
+        room.began(now)
         return True
 
     def take_beyond(self) -> bool:
@@ -190,7 +208,7 @@ class Slots:
         if not self.take_nowait(envelope):
             has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
             has_room = has_room or self._waiters.evict_below(queue_timeout.priority)
-            if not has_room or not await self._waiters.wait(queue_timeout, self.free):
+            if not has_room or not await self._waiters.wait(queue_timeout, partial(self.free, envelope)):
                 raise self._refusal()
         try:
             if not self.is_open:
@@ -198,33 +216,36 @@ class Slots:
             load = self.load()
             await send({"type": SLOT_TAKEN, "ongoing": load.ongoing, "queued": load.queued})
         except BaseException:
-            self.free()
+            self.free(envelope)
             raise
 
-    def free(self) -> None:
+    def free(self, envelope: Envelope | None = None) -> None:
         """Note that the user code of a request has ended; its slot goes to the first request that waits."""
-        may_pass = self.ongoing <= self._limit_of_next() and self._resumed is None
-        if not (self._waiters.places and may_pass and self._waiters.pass_on()):
-            self.ongoing -= 1
-            if not self.ongoing and self._idle is not None:
-                self._idle.set()
+        room = self._batch_room
+        if room is not None and envelope is not None and is_of_batch(envelope):
+            room.ended(stopwatch(), are_waiting=bool(self._waiters.places))
+        self.ongoing -= 1
+        self._fill()
+        if not self.ongoing and self._idle is not None:
+            self._idle.set()
         if self.on_free is not None:
             self.on_free()
-
-    def _reserved(self, is_batch: int) -> int:
-        return is_batch if self.concurrency > 1 else 0
-
-    def _limit_of_next(self) -> int:
-        return self.concurrency - self._reserved(self._waiters.reserved)
 
     def resize(self, concurrency: int) -> None:
         """Change the number of slots."""
         self.concurrency = concurrency
+        if self._batch_room is not None:
+            self._batch_room.resize(concurrency)
         self._fill()
 
     def _fill(self) -> None:
         """Give free slots to requests that wait."""
-        while self._resumed is None and self.ongoing < self._limit_of_next() and self._waiters.pass_on():
+        waiters = self._waiters
+        while waiters.places and self._resumed is None and self.ongoing < self.concurrency:
+            priority = waiters.next_priority()
+            if priority is None or not self._admits(priority <= BATCH_PRIORITY):
+                return
+            waiters.pass_on()
             self.ongoing += 1
 
     @asynccontextmanager

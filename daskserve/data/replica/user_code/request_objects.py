@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copyreg
-import io
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -18,6 +17,7 @@ import pydantic_core
 from starlette.datastructures import FormData, Headers
 from starlette.requests import Request
 
+from daskserve.common.body_buffer import BodyBuffer, announced_bytes
 from daskserve.common.types import Message, Receive
 from daskserve.errors import ServeError
 from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
@@ -92,12 +92,12 @@ class HTTPRequest(Request):
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
-            joined = io.BytesIO()
+            joined = BodyBuffer(announced_bytes(self.scope.get("headers", ())))
             try:
                 async with aclosing(super().stream()) as parts:
                     async for part in parts:
                         joined.write(part)
-                self.whole_body = self._body = joined.getvalue()
+                self.whole_body = self._body = joined.take()
             finally:
                 joined.close()  # at once, although a traceback may refer to this frame
         return self.whole_body
@@ -294,18 +294,20 @@ def request_id_of(head: Mapping[str, Any]) -> str:
     return found or ""
 
 
-async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
-    """Return the whole body of a request, None if the client left before it was complete."""
+async def read_body(receive: Receive, first: Message | None = None, length_bytes: int = 0) -> bytes | None:
+    """Return the whole body of a request, None if the client left before it was complete.
+
+    ``length_bytes`` is the size that the client has announced; 0 if it has not.
+    """
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
-    # It hands over its buffer: there is no second copy.
-    joined = io.BytesIO()
+    joined = BodyBuffer(length_bytes)
     try:
         while message["type"] == "http.request":
             joined.write(message.get("body", b""))
             if not message.get("more_body", False):
-                return joined.getvalue()
+                return joined.take()
             message = await receive()
         return None
     finally:

@@ -167,7 +167,7 @@ function sample() {
   const keep = (name, value) => {
     let ring = site.rings.get(name);
     if (!ring) site.rings.set(name, (ring = []));
-    ring.push({ r: value.requests_per_s, e: value.errors_per_s, p50: value.latency_p50_s, p99: value.latency_p99_s, o: value.ongoing, q: value.queued });
+    ring.push({ r: value.requests_per_s, e: value.errors_per_s, p50: value.latency_p50_s, p99: value.latency_p99_s, o: value.ongoing, q: value.queued, t: value.continuous && value.continuous.outputs_per_s });
     if (ring.length > SAMPLES) ring.shift();
     seen.add(name);
   };
@@ -659,7 +659,7 @@ function deploymentPage() {
   if (!each) return missing("deployment", name);
   const now = live(each.tag), ring = site.rings.get(each.tag);
   const explained = each.actor_of || !each.isThere ? null : wanted(`${deploymentPath(each)}/explain`, `${each.running} ${each.wanted} ${each.status}`, 5000);
-  const by = now.by_replica || {};
+  const by = now.by_replica || {}, batch = now.continuous;
   const rows = each.replicas.map((one) => ({ ...one, key: one.id, live: by[one.id] || {} }));
   return [
     h("div", { class: "head", key: "head" },
@@ -673,13 +673,16 @@ function deploymentPage() {
       h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, `median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
       h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, `${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
       h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, `of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
+    each.isThere && batch ? h("div", { class: "tiles", key: "batch" },
+      h("div", { class: "card tile big", key: "t" }, h("p", { class: "name" }, "Outputs per second, such as tokens"), h("p", { class: "value" }, number(batch.outputs_per_s)), spark(ring, "t")),
+      h("div", { class: "card tile big", key: "s" }, h("p", { class: "name" }, "Slots of the continuous batch"), h("p", { class: "value" }, number(batch.active), h("small", null, `of ${number(batch.slots)} taken`)), h("p", { class: "soft small" }, batch.queued ? `${plural(batch.queued, "request")} ${batch.queued === 1 ? "waits" : "wait"} for a slot` : "No request waits for a slot"))) : null,
     each.rollout ? card("Rollout", {}, each.rollout.steps ? h("div", { class: "acts" }, rolloutAction(each, "pause", "Pause"), rolloutAction(each, "promote", "Promote"), rolloutAction(each, "abort", "Abort")) : null, h("div", { class: "body" }, rolloutBody(each))) : null,
     each.dead.length ? card("Errors", {}, h("span", { class: "soft small" }, `${plural(each.dead.length, "replica")} lost or failed lately`), h("ul", { class: "items" }, [...each.dead].reverse().map((one) => h("li", { key: `${one.name}${one.at}` },
       h("div", { class: "title" }, h("h3", { class: "mono" }, shortId(one.name)), h("span", { class: "soft small", title: when(one.at) }, `${age(one.at)} ago`)),
       h("p", { class: "note bad" }, firstLines(one.reason)),
       one.user_traceback ? h("details", { open: one === each.dead[each.dead.length - 1] }, h("summary", null, "Traceback"), h("pre", { tabindex: 0, "aria-label": "Traceback" }, one.user_traceback)) : null,
       one.last_lines && one.last_lines.length ? h("details", null, h("summary", null, "Last lines of its log"), h("pre", { tabindex: 0, "aria-label": "Log" }, one.last_lines.join("\n"))) : null)))) : null,
-    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each, rows.some((one) => one.models && one.models.count != null)), rows, { empty: "No replica." })),
+    !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each, rows.some((one) => one.models && one.models.count != null), batch), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
       card("Events", {}, null, eventList(site.events.filter((one) => (each.isThere ? one.deployment === each.tag : one.application === app)), 20))),
@@ -687,16 +690,20 @@ function deploymentPage() {
 }
 const logsOf = (each, replica) => `${to("logs")}?${new URLSearchParams({ application: each.app, deployment: each.name, ...(replica ? { replica: replica.id } : {}) })}`;
 const modelsColumn = { title: "Models", class: "narrow-off", width: "minmax(88px, 1fr)", value: (each) => each.models && each.models.count, first: -1, cell: (each) => { const it = each.models || {}, names = (it.models || []).join(", "); return h("div", { class: "cut", title: names }, it.count == null ? "–" : `${number(it.count)}${it.capacity ? ` / ${number(it.capacity)}` : ""}`, names ? h("span", { class: "soft small" }, `  ${names}`) : null); } };
-const replicaColumns = (deployment, hasModels) => [
+const replicaColumns = (deployment, hasModels, hasBatch) => [
   { title: "Replica", class: "first", width: "minmax(96px, 1.2fr)", value: (each) => each.id, cell: (each) => h("div", { class: "mono", title: each.id }, h("a", { href: logsOf(deployment, each) }, shortId(each.id)), each.is_old ? h("span", { class: "soft" }, " old version") : null) },
   { title: "State", class: "state", width: "120px", value: (each) => each.state, cell: (each) => h("span", { title: each.message || null }, chip(each.message && each.state === "RUNNING" ? "UNHEALTHY" : each.state)) },
   { title: "Worker", width: "minmax(100px, 1.4fr)", value: (each) => each.worker || "", cell: (each) => h("div", { title: each.worker || "" }, each.worker ? each.worker_name || each.worker : "waits for a worker", each.host ? h("span", { class: "soft small" }, `  ${each.host}`) : null) },
   { title: "Requests/s", class: "num", width: "120px", value: (each) => each.live.requests_per_s, first: -1, cell: (each) => pair(number(each.live.requests_per_s), site.rings.get(each.id), "r") },
-  { title: "Errors/s", class: "num wide narrow-off", width: "68px", value: (each) => each.live.errors_per_s, first: -1, cell: (each) => number(each.live.errors_per_s) },
+  ...(hasModels || hasBatch ? [] : [{ title: "Errors/s", class: "num wide narrow-off", width: "68px", value: (each) => each.live.errors_per_s, first: -1, cell: (each) => number(each.live.errors_per_s) }]), // no room
   { title: "p99", class: "num", width: "128px", value: (each) => each.live.latency_p99_s, first: -1, cell: (each) => pair(seconds(each.live.latency_p99_s), site.rings.get(each.id), "p99") },
   { title: "Running", class: "num narrow-off", width: "64px", value: (each) => each.live.ongoing, first: -1, cell: (each) => number(each.live.ongoing) },
-  { title: "Queued", class: "num wide narrow-off", width: "64px", value: (each) => each.live.queued, first: -1, cell: (each) => number(each.live.queued) },
+  ...(hasModels || hasBatch ? [] : [{ title: "Queued", class: "num wide narrow-off", width: "64px", value: (each) => each.live.queued, first: -1, cell: (each) => number(each.live.queued) }]),
   { title: "Age", class: "num narrow-off", width: "56px", value: (each) => each.since, first: -1, cell: (each) => h("span", { title: when(each.since) }, age(each.since)) },
+  ...(hasBatch ? [
+    { title: "Slots", class: "num narrow-off", width: "64px", value: (each) => each.live.continuous && each.live.continuous.active, first: -1, cell: (each) => { const it = each.live.continuous; return it ? `${number(it.active)}/${number(it.slots)}` : "–"; } },
+    { title: "Outputs/s", class: "num narrow-off", width: "84px", value: (each) => each.live.continuous && each.live.continuous.outputs_per_s, first: -1, cell: (each) => number((each.live.continuous || {}).outputs_per_s) },
+  ] : []),
   ...(hasModels ? [modelsColumn] : []),
   { title: "Look inside", isQuiet: true, label: "", width: "200px", class: "narrow-off", cell: (each) => h("div", { class: "acts tight" }, h("a", { class: "button slim", href: logsOf(deployment, each), "aria-label": `Logs of ${shortId(each.id)}` }, "Logs"), h("button", { class: "slim", type: "button", "aria-label": `Profile ${shortId(each.id)}`, onclick: () => profile(each) }, "Profile"), h("button", { class: "slim", type: "button", "aria-label": `Stacks of ${shortId(each.id)}`, onclick: () => stacks(each) }, "Stacks")) },
 ];
@@ -757,7 +764,7 @@ function systemPage() {
   return [h("div", { class: "head", key: "head" }, h("h1", { tabindex: -1 }, "System"), h("div", { class: "acts" }, h("a", { class: "button", href: `${ROOT}status` }, "Dask's dashboard"), h("a", { class: "button", href: `${BASE}${encodeURIComponent(site.instance)}/api/serve/applications/` }, "REST API"))),
     notes.length ? h("ul", { class: "items card", key: "notes" }, notes.map((each, index) => h("li", { key: index }, h("p", { class: "note bad" }, each)))) : null,
     card("Instance", {}, null, h("div", { class: "body" }, h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", { key: `t${name}` }, name), h("dd", { key: `d${name}` }, value)])))),
-    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", null, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
+    card("Controller and proxies", {}, null, h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Controller and proxies" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, ["Name", "State", "Worker", "Process", "Message"].map((each) => h("th", { key: each, scope: "col" }, each)))), h("tbody", null, (it.actors || []).map((each) => h("tr", { key: each.name }, h("td", null, each.kind === "proxy" ? `Proxy ${each.name}` : "Controller"), h("td", null, chip(each.state)), h("td", { class: "whole" }, each.worker || "–"), h("td", null, each.pid == null ? "–" : String(each.pid)), h("td", null, each.message || "")))))))];
 }
 
 /** Return the answer to a request for the page that is shown: asked again if the key is another one. */
@@ -861,7 +868,7 @@ function graph(list) {
     const at = isBack ? { x: (x1 + x2) / 2, y: (y1 + y2) / 2 } : { x: x1 + 0.66 * (x2 - x1), y: y1 + 0.8 * (y2 - y1) };
     return { ...each, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, tip: `M${x2 + 8} ${y2}l-9 -5v10z`, ...at, look: look(each) };
   });
-  return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
+  return h("div", { class: "graph", tabindex: 0, role: "group", "aria-label": "Drawing of the graph" }, h("svg", { class: width > 640 && width < 1000 ? "fits" : null, role: "group", "aria-label": `Graph of ${plural(list.length, "deployment")}`, width: width + 4, height: height + 4, viewBox: `-2 -2 ${width + 4} ${height + 4}` },
     lines.map((each) => h("path", { key: `e${each.from}\n${each.to}`, class: `edge ${each.look}`, d: each.d })),
     lines.map((each) => h("path", { key: `t${each.from}\n${each.to}`, class: `tip ${each.look}`, d: each.tip })),
     lines.map((each) => h("text", { key: `r${each.from}\n${each.to}`, class: "rate", x: each.x, y: each.y + 4 }, each.requests_per_s == null ? "" : `${number(each.requests_per_s)}/s`)),

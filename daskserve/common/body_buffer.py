@@ -1,0 +1,82 @@
+"""Joins the parts of a body whose size may be known."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+#: The first allocation, and how much larger each next one is: a client that announces much and sends little
+#: takes at most so many times what it has sent.
+FIRST_BYTES = 1 << 20
+GROWTH = 4
+
+
+class BodyBuffer:
+    """A growing buffer that becomes `bytes` without a second copy.
+
+    `io.BytesIO` alone grows by an eighth at a time, and so copies a large body several times.
+
+    Parameters
+    ----------
+    length_bytes : int
+        The size that the sender has announced; 0 if it has not. It may be wrong.
+    """
+
+    __slots__ = ("_joined", "_length_bytes", "_room_bytes", "size_bytes")
+
+    def __init__(self, length_bytes: int = 0) -> None:
+        self._joined = io.BytesIO()
+        self._length_bytes = length_bytes
+        self._room_bytes = 0
+        #: The size of what was written.
+        self.size_bytes = 0
+
+    def write(self, part: bytes | memoryview) -> None:
+        """Append a part."""
+        size_bytes = self.size_bytes + len(part)
+        if self._room_bytes < size_bytes <= self._length_bytes:
+            self._grow(size_bytes)
+        self._joined.write(part)
+        self.size_bytes = size_bytes
+
+    def room(self) -> memoryview | None:
+        """Return memory for what comes next, to be noted by `filled`; None beyond the announced size.
+
+        The view must be gone before the next call of a method other than `filled`.
+        """
+        if self.size_bytes >= self._length_bytes:
+            return None
+        if self.size_bytes >= self._room_bytes:
+            self._grow(self.size_bytes + 1)
+        return self._joined.getbuffer()[self.size_bytes : self._room_bytes]
+
+    def filled(self, size_bytes: int) -> None:
+        """Note that so many bytes of the room were written."""
+        self.size_bytes += size_bytes
+        self._joined.seek(self.size_bytes)
+
+    def _grow(self, least_bytes: int) -> None:
+        room_bytes = max(FIRST_BYTES, GROWTH * self._room_bytes, least_bytes)
+        self._room_bytes = min(room_bytes, self._length_bytes)
+        self._joined.seek(self._room_bytes - 1)
+        self._joined.write(b"\0")
+        self._joined.seek(self.size_bytes)
+
+    def take(self) -> bytes:
+        """Return all that was written, and empty the buffer."""
+        self._joined.truncate(self.size_bytes)
+        joined, self._joined = self._joined, io.BytesIO()
+        self.size_bytes = self._room_bytes = 0
+        return joined.getvalue()
+
+    def close(self) -> None:
+        """Free the memory at once."""
+        self._joined.close()
+
+
+def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return the ``content-length`` of a scope's headers; 0 if there is none, or no valid one."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value) if bytes(value).isdigit() else 0
+    return 0

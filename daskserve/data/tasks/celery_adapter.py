@@ -1,0 +1,281 @@
+"""The adapter of queues at any broker that Celery speaks to, with the options of Ray Serve's adapter.
+
+Celery's worker runs in a thread of the replica, with a pool of threads, in which each handler waits for the
+replica. A task is acknowledged after its end, so a killed consumer loses none. What a queue of daskserve's
+own promises beyond that, Celery does not: an id does not make a task run once, and a task that waits is
+cancelled only when a consumer gets it.
+
+A worker of Celery usually owns its process: it handles signals, and its event loop is global. Replicas may
+share a process, so this one has neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
+from daskserve.data.tasks.config import CeleryAdapterConfig, TaskProcessorConfig, TaskResult
+from daskserve.data.tasks.errors import TaskQueueError
+from daskserve.errors import BadRequestError, ServeError
+
+logger = logging.getLogger("daskserve.tasks")
+
+#: How long consumers have to answer questions about themselves, in seconds.
+ASK_S = 1.0
+#: How long the loop of a worker waits for a message, and a little more.
+LOOP_S = 4.0
+#: The delay before the first retry, in seconds, which doubles up to the longest.
+BACKOFF_S, MAX_BACKOFF_S = 1, 60
+
+SETTINGS: Mapping[str, Any] = {
+    "task_acks_late": True,
+    "task_reject_on_worker_lost": True,
+    "task_track_started": True,
+    "worker_prefetch_multiplier": 1,
+    "worker_hijack_root_logger": False,
+    "broker_connection_retry_on_startup": True,
+}
+
+
+class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
+    """The adapter of a queue at a broker of Celery."""
+
+    def __init__(self, config: TaskProcessorConfig) -> None:
+        super().__init__()
+        if not isinstance(config.adapter_config, CeleryAdapterConfig):
+            raise TypeError(
+                f"adapter_config is of type {type(config.adapter_config).__name__}; "
+                f"{type(self).__name__} takes a CeleryAdapterConfig"
+            )
+        if config.schedules:
+            raise ValueError("schedules are for queues of daskserve's own; with Celery, use celery beat")
+        self._async_capabilities = set(AsyncCapability)
+        self.config = config
+        self._options = config.adapter_config
+        self._concurrency = 1
+        self._app: Any = None
+        self._worker: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def app(self) -> Any:
+        """The application of Celery."""
+        if self._app is None:
+            raise TaskQueueError("The adapter is not connected; call initialize() first.")
+        return self._app
+
+    def initialize(self, consumer_concurrency: int = 1) -> None:
+        """Make the application of Celery, which connects on first use."""
+        self._concurrency = self._options.worker_concurrency or consumer_concurrency
+        app = _celery().Celery(
+            self.config.queue_name,
+            broker=self._options.broker_url,
+            backend=self._options.backend_url,
+            set_as_current=False,
+        )
+        app.conf.update({**SETTINGS, "task_default_queue": self.config.queue_name})
+        if self._options.broker_transport_options is not None:
+            app.conf.broker_transport_options = self._options.broker_transport_options
+        app.conf.update(self._options.app_custom_config or {})
+        self._app, self._letters = app, _Letters(self.config, app)
+
+    def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
+        """Add a handler; it is tried again as ``max_retries`` says."""
+        options: dict[str, Any] = {
+            "autoretry_for": (Exception,),
+            "max_retries": self.config.max_retries,
+            "retry_backoff": BACKOFF_S,
+            "retry_backoff_max": MAX_BACKOFF_S,
+            **(self._options.task_custom_config or {}),
+        }
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+        # Celery gives tasks to all applications of a process, unless told otherwise.
+        name = name or func.__name__
+        on_failure = partial(self._letters.failed, name)
+        self.app.task(name=name, on_failure=on_failure, shared=False, lazy=False, **options)(handler)
+
+    # ---- submitting and asking
+
+    def enqueue_task_sync(
+        self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
+    ) -> TaskResult:
+        """Submit a task.
+
+        Parameters
+        ----------
+        id, delay_s, at, priority
+            As for queues of daskserve's own, but an id does not make a task run once.
+        **options
+            Others are those of Celery's ``send_task``.
+        """
+        id = options.pop("id", None) or options.pop("task_id", None) or str(uuid.uuid4())
+        sent: dict[str, Any] = {"queue": self.config.queue_name, "task_id": id}
+        if (delay_s := options.pop("delay_s", None)) is not None:
+            sent["countdown"] = delay_s
+        if (at := options.pop("at", None)) is not None:
+            sent["eta"] = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
+        _called(
+            self.app.send_task, task_name, args=list(args or ()), kwargs=dict(kwargs or {}), **sent, **options
+        )
+        return TaskResult(id=id, status="PENDING")
+
+    def get_task_status_sync(self, task_id: str) -> TaskResult:
+        """Return what Celery knows of a task: an unknown one is ``PENDING``."""
+        found = _called(self.app.backend.get_task_meta, task_id)
+        status, result = str(found["status"]), found.get("result")
+        if isinstance(result, BaseException):
+            result = f"{type(result).__name__}: {result}"
+        return TaskResult(
+            id=task_id,
+            status=status,
+            result=result if status in ("SUCCESS", "FAILURE") else None,
+            progress=result if status == "PROGRESS" else None,
+            traceback=str(found.get("traceback") or ""),
+        )
+
+    def cancel_task_sync(self, task_id: str) -> bool:
+        """Ask consumers to drop a task; one that runs is not stopped. Return whether it has not begun."""
+        status = self.get_task_status_sync(task_id).status
+        _called(self.app.control.revoke, task_id)
+        return status in ("PENDING", "RETRY", "REVOKED")
+
+    def get_metrics_sync(self) -> dict[str, Any]:
+        """Return the statistics of Celery's consumers, by their names."""
+        return dict(_called(self.app.control.inspect(timeout=ASK_S).stats) or {})
+
+    def health_check_sync(self) -> list[dict[str, Any]]:
+        """Return the answers of Celery's consumers to a ping."""
+        return list(_called(self.app.control.ping, timeout=ASK_S))
+
+    # ---- consuming
+
+    def start_consumer(self, **kwargs: Any) -> None:
+        """Run a worker of Celery in a thread of this process."""
+        if self._thread is not None:
+            return
+        self.app.finalize()
+        _signals().task_unknown.connect(self._letters.unknown)
+        name = f"{self.config.queue_name}@{uuid.uuid4().hex[:12]}"
+        self._worker = self.app.WorkController(
+            hostname=name,
+            pool_cls=_thread_pool(self.app),
+            concurrency=self._concurrency,
+            queues=[self.config.queue_name],
+            without_gossip=True,
+            without_mingle=True,
+            use_eventloop=False,
+            **kwargs,
+        )
+        self._thread = threading.Thread(target=self._consume, name="daskserve-celery", daemon=True)
+        self._thread.start()
+
+    def _consume(self) -> None:
+        self.app.set_current()
+        try:
+            self._worker.start()
+        except Exception:  # the thread's top: nobody waits for it
+            logger.exception("Queue %r: Celery's worker ended", self.config.queue_name)
+
+    def stop_consumer(self, timeout: float = 10.0) -> None:
+        """Take no more tasks, and wait for those that run; what is not acknowledged, another one gets."""
+        thread, self._thread = self._thread, None
+        worker, self._worker = self._worker, None
+        if thread is None:
+            return
+        _signals().task_unknown.disconnect(self._letters.unknown)
+        # Its loop must not read from a connection that is being closed.
+        states = importlib.import_module("celery.bootsteps")
+        if worker.consumer is not None:
+            worker.consumer.blueprint.state = states.CLOSE
+            thread.join(min(timeout, LOOP_S))
+            worker.consumer.blueprint.state = states.RUN
+        # Its own wait for tasks has no limit.
+        stopping = threading.Thread(target=worker.stop, name="daskserve-celery-stop", daemon=True)
+        stopping.start()
+        stopping.join(timeout)
+        if stopping.is_alive():
+            logger.warning("Queue %r: its tasks still run after %s s", self.config.queue_name, timeout)
+
+    def shutdown(self) -> None:
+        """Disconnect."""
+        self.stop_consumer()
+        if self._app is not None:
+            self._app.close()
+
+
+class _Letters:
+    """Sends the dead letters of one queue, in the order that Ray Serve has for their arguments."""
+
+    def __init__(self, config: TaskProcessorConfig, app: Any) -> None:
+        self._config, self._app = config, app
+
+    def failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """Send a task that has failed for good."""
+        parts = [id, str(exc), list(args), dict(kwargs), str(einfo)]
+        self._send(name, self._config.failed_task_queue_name, parts)
+
+    def unknown(
+        self, sender: Any = None, name: str = "", id: str = "", message: Any = None, exc: Any = None, **_: Any
+    ) -> None:
+        """Send a task without a handler; the signal comes from all workers of this process."""
+        if sender is not None and sender.app is self._app:
+            parts = [name, id, str(message.body), str(exc), {}]
+            self._send(name, self._config.unprocessable_task_queue_name, parts)
+
+    def _send(self, name: str, queue: str | None, args: list[Any]) -> None:
+        if queue is None:
+            return
+        try:
+            _called(self._app.send_task, name, args=args, queue=queue)
+        except ServeError as error:
+            logger.error("Queue %r: a dead letter is lost: %s", self._config.queue_name, error)
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of Celery, with daskserve's errors."""
+    try:
+        return function(*args, **kwargs)
+    except ServeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise BadRequestError(f"Celery cannot send this: {error}") from error
+    except Exception as error:  # each broker has its own
+        raise TaskQueueError(
+            f"Celery's broker or result backend cannot be used: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _celery() -> Any:
+    try:
+        return importlib.import_module("celery")
+    except ImportError as error:
+        raise ValueError(
+            f'the Python package celery cannot be imported ({error}); pip install "daskserve[celery]" on '
+            "every worker and where tasks are submitted"
+        ) from error
+
+
+def _thread_pool(app: Any) -> type[Any]:
+    """Return Celery's pool of threads, with the application as the current one of each thread."""
+    base = importlib.import_module("celery.concurrency.thread").TaskPool
+
+    def start(pool: Any, *args: Any, **options: Any) -> None:
+        base.__init__(pool, *args, **options)
+        pool.executor = ThreadPoolExecutor(pool.limit, "daskserve-celery", initializer=app.set_current)
+
+    return type("ThreadPool", (base,), {"__init__": start})
+
+
+def _signals() -> Any:
+    return importlib.import_module("celery.signals")

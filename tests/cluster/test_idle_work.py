@@ -1,0 +1,27 @@
+"""Dask's periodic work in the clusters that daskserve starts."""
+
+from __future__ import annotations
+
+import dask.config
+import dask.utils
+import distributed  # noqa: F401 - its defaults
+
+from daskserve.cluster.dask.idle_work import QUIET, quiet_config
+
+
+def test_every_option_is_one_of_dasks_and_slower_than_its_default() -> None:
+    defaults = dask.config.merge(*dask.config.defaults)
+    for path, value in QUIET.items():
+        default = dask.config.get(path, config=defaults)  # raises if there is none
+        if value is False:
+            assert default is True
+        else:
+            assert dask.utils.parse_timedelta(value) > dask.utils.parse_timedelta(default)
+
+
+def test_an_option_that_was_changed_stays() -> None:
+    assert quiet_config() == QUIET
+    with dask.config.set({"distributed.admin.tick.interval": "30ms"}):
+        assert quiet_config() == {
+            path: value for path, value in QUIET.items() if path != "distributed.admin.tick.interval"
+        }
