@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from daskserve.common.copying import replace
+from daskserve.common.formatting import shown
 from daskserve.common.types import WorkerAddress, WorkerInfo
+from daskserve.control.placement.bin_packing import total
 from daskserve.control.placement.placement import Demand, TentativeUsage, place
 from daskserve.control.records.state import State
 from daskserve.options.actor import ACCELERATOR
@@ -33,3 +35,11 @@ def claims(
                     mine = found.setdefault(worker, {})
                     mine[name] = mine.get(name, 0.0) + amounts[name]
     return found
+
+
+def held_by_tasks(workers: Iterable[WorkerInfo], demand: Demand) -> str:
+    """Return the end of a sentence about what tasks hold of the resources of a demand; empty if nothing."""
+    held = total(each.taken_by_tasks for each in workers)
+    names = sorted(held.keys() & total(demand.bundles).keys())
+    amounts = ", ".join(f"{name} {shown(held[name])}" for name in names)
+    return f"; Dask's tasks hold {amounts}" if amounts else ""

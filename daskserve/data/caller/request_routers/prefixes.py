@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter, hash_of
@@ -181,31 +182,38 @@ def beginnings_of(text: str) -> list[int]:
 def text_of(request: PendingRequest) -> str:
     """Return the prompt of a request: of its JSON body, or of its arguments; empty without one."""
     if not request.metadata.is_http_request:
-        for each in (*request.args, request.kwargs):
-            if text := prompt_in(each):
-                return text
-        return ""
+        return next(filter(None, map(prompt_in, _arguments_of(request))), "")
     body = request.body
     if len(body) <= MAX_JSON_BYTES and body[:1] == b"{":
         try:
             return prompt_in(json.loads(body)) or body.decode("utf-8", "replace")
-        except ValueError:
+        except (ValueError, RecursionError):  # a client may send anything
             pass
     return body[: 4 * MAX_CHARACTERS].decode("utf-8", "replace")
 
 
+def _arguments_of(request: PendingRequest) -> Sequence[Any]:
+    try:
+        return [*request.args, request.kwargs]
+    except Exception:  # whatever unpickling raises
+        return ()
+
+
 def prompt_in(value: Any) -> str:
-    """Return the text of a prompt, of chat messages, or of an object that has one of them."""
+    """Return the text of a prompt, of chat messages, or of an object that has one of them; empty without."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Mapping):
-        found = next((value[name] for name in _NAMES if value.get(name)), None)
-    else:
-        found = next((each for name in _NAMES if (each := getattr(value, name, None))), None)
-    if isinstance(found, str):
-        return found
-    if isinstance(found, (list, tuple)):
-        return "\n".join(map(_text_of_message, found[:MAX_MESSAGES]))
+    read = value.get if isinstance(value, Mapping) else partial(getattr, value)
+    try:
+        for name in _NAMES:
+            found = read(name, None)
+            # The type first: an array has no truth.
+            if isinstance(found, str) and found:
+                return found
+            if isinstance(found, (list, tuple)) and found:
+                return "\n".join(map(_text_of_message, found[:MAX_MESSAGES]))
+    except Exception:  # properties of foreign objects may raise anything
+        pass
     return ""
 
 
