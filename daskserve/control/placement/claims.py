@@ -16,6 +16,9 @@ from daskserve.control.placement.placement import Demand, TentativeUsage, place
 from daskserve.control.records.state import State
 from daskserve.options.actor import ACCELERATOR
 
+#: How many replicas or gangs claim at a time; a place for each takes time, and the others follow.
+MOST_AT_ONCE = 32
+
 
 def claims(
     state: State, workers: Iterable[WorkerInfo], waiting: Sequence[Demand]
@@ -27,7 +30,7 @@ def claims(
         return found
     without_tasks = [replace(each, taken_by_tasks={}) for each in known.values()]
     usage = TentativeUsage(state, {})
-    for demand in waiting:
+    for demand in waiting[:MOST_AT_ONCE]:
         for worker, amounts in zip(place(usage, without_tasks, demand) or (), demand.bundles, strict=False):
             usage.occupy(demand.backend, worker, amounts)
             for name in amounts.keys() & known[worker].resources.keys():
