@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from clusters import nannied_cluster, pids
@@ -124,3 +127,24 @@ def test_lost_values_are_computed_again_or_fail_the_call() -> None:
         os.kill(processes[second], signal.SIGKILL)
         with pytest.raises((UnavailableError, CancelledError), match=r"lost|cancelled"):
             handle.place.remote(scattered).result(LIMIT_S)
+
+
+def test_the_guide_to_a_feature_that_requests_use(
+    client: serve.Client, external: ExternalCluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parent.parent.parent / "docs/data_locality.md"
+    program, *_, feature, application, first, again = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+    monkeypatch.setattr(serve, "run", client.run)
+    names: dict[str, Any] = {"__name__": "guide", "dask": external.client}
+    for block in (program, feature, application, first):
+        exec(compile(block, page.name, "exec", dont_inherit=True), names)
+    answer = httpx.get(f"{url}/wines?row=7", timeout=LIMIT_S).json()
+    assert len(answer) == len({*answer} - {7}) == 3
+    old = external.client.get_dataset("wine-features").key
+    names["wine_features"] = lambda: np.array([[9.0], [5.0], [8.0], [0.0], [7.0]])
+    exec(again, names)
+    assert httpx.get(f"{url}/wines?row=0", timeout=LIMIT_S).json() == [2, 4, 1]
+    poll_for(lambda: not external.client.who_has([old]).get(old), what="the old table is released")
+    external.client.unpublish_dataset("wine-features")
