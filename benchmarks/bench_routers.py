@@ -63,7 +63,7 @@ class Stage:
         if self.routing is None:
             return self.pool.take(self.now(), self.rng)
         if body:
-            self.routing.request_of(envelope, body)
+            self.routing.request_of(envelope).body = body
         return self.routing.take(envelope, self.now())
 
     def end(self, replica: Any, envelope: Envelope) -> None:

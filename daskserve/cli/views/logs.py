@@ -75,8 +75,12 @@ def logs(
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)
-        if not found and target:
-            text = f"There are no such records of {target!r}; `daskserve status` lists what is deployed."
+        if application and not found.records:
+            known = client.status().applications
+            names = ", ".join(known) or "none"
+            text = f"There is no application {application!r}, and no record of one; there are: {names}."
+            if application in known:
+                text = f"There are no such records of {target!r}."
             click.secho(text, fg="yellow", err=True)
         while follow:
             found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)

@@ -99,6 +99,8 @@ class ModelCache:
         self._uses = 0
         #: How many of `models` have room, and their bytes.
         self._kept = self._kept_bytes = 0
+        #: The size of the model that was loaded last; None before the first.
+        self._last_bytes: int | None = None
         #: The count and the size of dropped models.
         self._dropped: OrderedDict[str, tuple[float, int, int]] = OrderedDict()
 
@@ -146,7 +148,7 @@ class ModelCache:
 
     def admit(self, entry: CachedModel) -> None:
         """Give a model its room; it may be loaded once `must_wait` is False."""
-        entry.size_bytes = self._expected(entry) if self.max_bytes is not None else 0
+        entry.size_bytes = (self._expected(entry) or 0) if self.max_bytes is not None else 0
         entry.state = LOADING
         self._kept += 1
         self._kept_bytes += entry.size_bytes
@@ -161,12 +163,20 @@ class ModelCache:
             self.max_bytes is not None and size > self.max_bytes
         )
 
-    def _expected(self, entry: CachedModel) -> int:
-        """Return the size that a model had before, or else the mean of those that are loaded."""
+    def _expected(self, entry: CachedModel) -> int | None:
+        """Return the size that a model had before, or else the mean of those that are loaded.
+
+        None if nothing is known yet of any size.
+        """
         if entry.size_bytes:
             return entry.size_bytes
         sizes = [each.size_bytes for each in self.models.values() if each.state == LOADED]
-        return sum(sizes) // len(sizes) if sizes else 0
+        return sum(sizes) // len(sizes) if sizes else self._last_bytes
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the models have more bytes than they may have."""
+        return self.max_bytes is not None and self._kept_bytes > self.max_bytes
 
     def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
         """Return what to drop for a model that waits for room; None if it must wait, because all is in use.
@@ -184,12 +194,12 @@ class ModelCache:
             count, size = count - 1, size - victim.size_bytes
         return found
 
-    def surplus(self, entry: CachedModel) -> list[CachedModel]:
-        """Return what to drop because a model that is loaded turned out larger than expected."""
+    def surplus(self, *spared: CachedModel) -> list[CachedModel]:
+        """Return what to drop because models that are loaded turned out larger than expected."""
         size = self._kept_bytes
         found: list[CachedModel] = []
         while self.max_bytes is not None and size > self.max_bytes:
-            victim = self._victim([entry, *found])
+            victim = self._victim([*spared, *found])
             if victim is None:
                 break
             found.append(victim)
@@ -199,7 +209,11 @@ class ModelCache:
     def _fits(self, entry: CachedModel, count: int, size: int) -> bool:
         if self.max_models is not None and count >= self.max_models:
             return False
-        return self.max_bytes is None or not count or size + self._expected(entry) <= self.max_bytes
+        if self.max_bytes is None or not count:
+            return True
+        # While no size is known, one model at a time.
+        expected = self._expected(entry)
+        return expected is not None and size + expected <= self.max_bytes
 
     def _victim(self, spared: Sequence[CachedModel], requesters: Collection[int] = ()) -> CachedModel | None:
         # Who waits for a model that is loaded gets it next; nobody may wait for one that loads.
@@ -230,6 +244,7 @@ class ModelCache:
 
     def loaded(self, entry: CachedModel, model: Any, size_bytes: int) -> None:
         """Record that a model is loaded."""
+        self._last_bytes = size_bytes
         self._kept_bytes += size_bytes - entry.size_bytes
         entry.state, entry.model, entry.size_bytes, entry.has_model = LOADED, model, size_bytes, True
 

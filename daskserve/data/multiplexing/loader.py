@@ -127,19 +127,20 @@ class ModelLoader:
                     self._loop = loop
                     self.version += 1
                 load = self._loads[model_id]
-                ready: asyncio.Future[None] = loop.create_future()
+                ready: asyncio.Future[Any] = loop.create_future()
                 load.waiters.append((loop, ready))
-                load.requesters.update(map(id, requests))
+                numbers = Counter(map(id, requests))
+                load.requesters += numbers
                 load.priority = max([load.priority, *(each.priority_number for each in requests)])
                 entry.waiting += 1
                 self._admit()
             timer = loop.call_later(ROOM_TIMEOUT_S, self._expire, load, ready)
             span = self._span_of_wait(entry)
             try:
-                await ready
+                model = await ready
                 with self._lock:
                     self._hold(entry, requests)
-                return entry.model
+                return model
             except Again:
                 continue
             finally:
@@ -148,8 +149,8 @@ class ModelLoader:
                     span.end()
                 with self._lock:
                     entry.waiting -= 1
-                    if self._queue:
-                        self._admit()
+                    load.requesters -= numbers
+                    _use_room(self)
 
     def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
         """Begin the span of a wait for a model, for room or for its load; None outside of a sampled trace."""
@@ -168,11 +169,15 @@ class ModelLoader:
     def _hold(self, entry: CachedModel, requests: Sequence[RequestContext]) -> None:
         clock = asyncio.get_running_loop().time
         for request in requests:
-            if request.held is not None and (key := (id(self), entry.id, id(entry))) not in request.held:
-                number = id(request)
-                request.held[key] = partial(self._let_go, entry, number, clock)
-                entry.holders.add(number)
-                self._holding[number] += 1
+            held, key, number = request.held, (id(self), entry.id, id(entry)), id(request)
+            if held is None or key in held:
+                continue
+            entry.holders.add(number)
+            self._holding[number] += 1
+            held[key] = partial(self._let_go, entry, number, clock)
+            # The request may have ended meanwhile, on another thread.
+            if request.held is not held and (give_back := held.pop(key, None)) is not None:
+                give_back()
 
     def _let_go(self, entry: CachedModel, number: int, clock: Callable[[], float]) -> None:
         """Record that a request has ended that has used a model; any thread may call this."""
@@ -182,8 +187,8 @@ class ModelLoader:
             self._holding[number] -= 1
             if not self._holding[number]:
                 del self._holding[number]
-            if self._queue and not entry.holders:
-                self._admit()
+            if not entry.holders:
+                _use_room(self)
 
     def _expire(self, load: Load, ready: asyncio.Future[None]) -> None:
         if load.entry.state == QUEUED and not ready.done():
@@ -267,7 +272,7 @@ class ModelLoader:
                 self.cache.failed(load.entry)
                 self.cache.left(load.entry)
             self.version += 1
-            self._settle(load, error)
+            self._settle(load, error, model)
             self._admit()
         self._wake()
         if isinstance(error, Exception) and not isinstance(error, Again):
@@ -318,17 +323,17 @@ class ModelLoader:
         if not loading.cancelled() and loading.exception() is None:
             self._spawn(self._call_unload(model_id, loading.result()))
 
-    def _settle(self, load: Load, error: BaseException | None) -> None:
+    def _settle(self, load: Load, error: BaseException | None, model: Any = None) -> None:
         """Tell those who wait for a load how it ended."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Any]]] = {}
         for loop, ready in load.waiters:
             by_loop.setdefault(loop, []).append(ready)
         for loop, each in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed
                 if loop is running_loop():
-                    _end_all(each, error)
+                    _end_all(each, error, model)
                 else:
-                    loop.call_soon_threadsafe(_end_all, each, error)
+                    loop.call_soon_threadsafe(_end_all, each, error, model)
 
     # ---- the end of models
 
@@ -447,12 +452,33 @@ class ModelLoader:
             return [(short_id(each.id), each.state) for each in reversed(self.cache.models.values())]
 
 
-def _end_all(futures: Sequence[asyncio.Future[None]], error: BaseException | None) -> None:
+def _use_room(loader: ModelLoader) -> None:
+    """Begin the loads that may begin once a model is less in use, or unload what is too much.
+
+    The caller, on any thread, holds the lock.
+    """
+    if loader._queue:
+        loader._admit()
+    if loader.cache.is_too_large and loader._loop is not None:
+        with suppress(RuntimeError):  # the loop is closed
+            loader._loop.call_soon_threadsafe(_unload_surplus, loader)
+
+
+def _unload_surplus(loader: ModelLoader) -> None:
+    with loader._lock:
+        surplus = loader.cache.surplus()
+        for each in surplus:
+            loader._drop(each)
+    for each in surplus:
+        loader._spawn(loader._unload(each))
+
+
+def _end_all(futures: Sequence[asyncio.Future[Any]], error: BaseException | None, model: Any = None) -> None:
     for each in futures:
         if each.done():
             continue
         if error is None:
-            each.set_result(None)
+            each.set_result(model)
         else:
             each.set_exception(raisable(error))
             each.exception()  # retrieved, so that asyncio does not log it if its caller has left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -27,9 +28,9 @@ class Load:
         self.entry = entry
         self.loop = loop
         self.task: asyncio.Task[None] | None = None
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        #: The numbers of the requests that wait.
-        self.requesters: set[int] = set()
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = []
+        #: The numbers of the requests that wait, each with how often; a number may be another one's later.
+        self.requesters: Counter[int] = Counter()
         #: The greatest of their priorities.
         self.priority: float = -math.inf
         self.is_cancelled = False

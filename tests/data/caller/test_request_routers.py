@@ -58,7 +58,7 @@ class Stage:
     def take(self, envelope: Envelope | None = None, body: bytes = b"") -> str | None:
         """Send a request; return the tag of its replica, or None if it has to wait."""
         envelope = envelope or call()
-        self.routing.request_of(envelope, body)
+        self.routing.request_of(envelope).body = body
         found = self.routing.take(envelope, asyncio.get_running_loop().time())
         if found is None:
             return None
@@ -168,6 +168,9 @@ async def test_prompts_that_begin_alike_go_where_they_began() -> None:
         for n in range(6)
     ]
     assert len({stage.ask(get(), body) for body in bodies}) == 1
+    deep = b'{"prompt": ' + b"[" * 20_000
+    assert len({stage.ask(get(), deep) for _ in range(6)}) == 1
+    assert not stage.routing.trouble.text
 
 
 async def test_prompts_leave_a_replica_that_is_busier_than_others_and_one_that_is_gone() -> None:
@@ -182,12 +185,34 @@ async def test_prompts_leave_a_replica_that_is_busier_than_others_and_one_that_i
     assert len({stage.ask(call("", PROMPTS[0])) for _ in range(5)}) == 1
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+async def test_prompts_leave_a_replica_that_other_processes_keep_busy(replicas: int) -> None:
+    stage = Stage("PrefixAffinity", replicas, imbalanced_threshold=2)
+    for prompt in PROMPTS:
+        home = stage.ask(call("", prompt))
+        assert home is not None
+        stage.pool.report(stage.pool.entries()[home], Load(11), asyncio.get_running_loop().time())
+        assert stage.ask(call("", prompt)) != home
+        for entry in stage.pool.entries().values():
+            stage.pool.report(entry, Load(), asyncio.get_running_loop().time())
+
+
 async def test_known_beginnings_are_bounded() -> None:
     stage = Stage("PrefixAffinity", 4, max_beginnings=100)
     for n in range(200):
         stage.ask(call("", f"{n} " * 500))
     router: Any = stage.routing._router
     assert len(router._young) + len(router._old) <= 100 < MAX_BEGINNINGS
+
+
+class NoTruth:
+    """An array of more than one number, or an object of which nothing can be read."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("The truth value of an array is ambiguous")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
 
 
 @each_case(
@@ -197,6 +222,8 @@ async def test_known_beginnings_are_bounded() -> None:
         ({"prompt": "p"}, "p"),
         ({"messages": [{"role": "user", "content": "c"}, "d"]}, "user: c\nd"),
         ({"prompt": 3}, ""),
+        ({"prompt": [], "inputs": NoTruth(), "text": "t"}, "t"),
+        (NoTruth(), ""),
         (None, ""),
         (PendingRequest, ""),
     ],
@@ -275,10 +302,12 @@ async def custom(path: str = PATH, **kwargs: Any) -> Stage:
 
 
 async def test_a_router_of_the_user_chooses(answers: Any) -> None:
-    answers(lambda replicas, request: [[replicas[2]], replicas])
+    # It may do what it likes with the list.
+    answers(lambda replicas, request: [[replicas.pop(2)], replicas])
     stage = await custom(concurrency=2)
     assert [stage.take() for _ in range(2)] == ["r2", "r2"]
-    assert stage.take() != "r2"
+    others = Counter(stage.take() for _ in range(7))
+    assert others == {"r0": 2, "r1": 2, "r3": 2, None: 1}
     assert stage.routing.trouble.fallbacks == {}
     stage.routing.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_router import Stage, quiet
+from test_router import POST, Stage, quiet
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
 from daskserve.data.caller.request_routers import routing
@@ -184,6 +184,36 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     assert backend.in_flight == 0
 
 
+async def test_a_router_that_wants_it_sees_the_beginning_of_a_body(
+    answers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[bytes] = []
+    monkeypatch.setattr(Scripted, "wants_body", True)
+
+    def answer(replicas: list[RunningReplica], request: PendingRequest) -> Any:
+        bodies.append(request.body)
+        return [replicas]
+
+    answers(answer)
+    stage = Stage()
+    await stage.send(backend_of(stage, lambda *_: 0, 1, router=SCRIPTED), POST)
+    assert bodies == [b"body"]
+
+
+async def test_a_router_that_fails_spreads_no_model_over_all_replicas(answers: Any) -> None:
+    answers(lambda replicas, request: 1 / 0)
+    stage = Stage()
+    backend = backend_of(stage, lambda *_: 0.1, 4, concurrency=1, router=SCRIPTED)
+    for _ in range(20):
+        await stage.send(backend, call(model_id="m"))
+    assert len(set(stage.replicas.asked)) == 1
+    # Those that wait for its replica do so for a while only.
+    asked = [stage.send(backend, call(model_id="m")) for _ in range(2)]
+    await asyncio.gather(*asked)
+    assert backend._waiting.routing is not None
+    assert backend._waiting.routing.trouble.fallbacks["error"] >= 22
+
+
 @pytest.mark.parametrize(
     ("router", "model_id"), [({"router": "LeastLatency"}, ""), (None, "m")], ids=["router", "model"]
 )
@@ -288,6 +318,7 @@ async def test_a_model_is_not_loaded_by_a_second_replica_because_the_first_takes
     await stage.send(backend, idempotent(model_id="cold"))
     assert len(set(stage.replicas.asked[1:])) == 2
     assert set(stage.replicas.asked[1:]) <= {"r0", "r1"}
+    await quiet()
     assert backend.in_flight == 0
 
 

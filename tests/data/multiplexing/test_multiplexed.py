@@ -449,6 +449,53 @@ def test_requests_that_use_several_models_never_wait_for_each_other() -> None:
     assert len(models.ids()) == 2
 
 
+def test_a_request_that_waits_no_longer_for_another_model_keeps_the_one_it_has() -> None:
+    models = Models(max_num_models_per_replica=1)
+
+    async def main() -> None:
+        stays, ends = Request(), Request()
+        for request in (stays, ends):
+            request.__enter__()
+            await models.get("a")
+            request.leave()
+        stays.__enter__()
+        given_up = asyncio.create_task(models.get("b"))
+        stays.leave()
+        others = asyncio.create_task(models.get("b"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        ends.end()
+        more = asyncio.create_task(models.get("c"))
+        await asyncio.sleep(0.005)
+        assert models.unloaded == []
+        stays.end()
+        await asyncio.gather(others, more)
+        assert models.unloaded[0] == "a"
+
+    models.run(main())
+
+
+def test_a_request_that_ends_while_its_code_takes_a_model_holds_nothing() -> None:
+    models, request = Models(), Request()
+
+    class EndsNow(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            request.end()  # as on another thread
+            return False
+
+    async def main() -> None:
+        request.context.add_facts({"held": EndsNow()})
+        request.__enter__()
+        assert (await models.get("a")).id == "a"
+        request.leave()
+        (loader,) = models.multiplexer._present()
+        assert not loader.cache.models["a"].holders
+        assert not loader._holding
+
+    models.run(main())
+
+
 def test_a_request_waits_for_room_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "ROOM_TIMEOUT_S", 0.02)
     models = Models(max_num_models_per_replica=1)
@@ -501,6 +548,31 @@ def test_models_are_kept_by_bytes() -> None:
         with pytest.raises(ModelCapacityError, match="'huge' has 101 bytes, more than max_bytes"):
             await models.get("huge")
         assert "huge" in models.unloaded
+
+    models.run(main())
+
+
+@pytest.mark.parametrize("first", [[], ["small"]], ids=["unknown", "expected to be small"])
+def test_a_burst_keeps_to_the_bytes_or_comes_back_to_them(first: list[str]) -> None:
+    models = Models(max_num_models_per_replica=-1, max_bytes=100)
+    names = [f"large {n}" for n in range(6)]
+    models.sizes = {**dict.fromkeys(names, 60), "small": 1}
+    most = 0
+
+    async def use(model_id: str) -> None:
+        nonlocal most
+        with Request():
+            await models.get(model_id)
+            most = max(most, len(models.loaded) - len(models.unloaded))
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        for each in first:
+            await models.get(each)
+        await asyncio.gather(*map(use, names))
+        assert bool(first) or most == 1
+        (loader,) = models.multiplexer._present()
+        await until(lambda: loader.cache._kept_bytes <= 100 and not loader.cache.leaving)
 
     models.run(main())
 

@@ -28,9 +28,11 @@ MAX_SAVED = 10.0
 #: How many late requests are looked at when a second try may begin.
 MAX_GRANTED = 8
 
-#: Sends a request; starts a second try, or returns None if there is no replica for one.
+#: Sends a request.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
-SecondTry: TypeAlias = Callable[[Send], Coroutine[Any, Any, None] | None]
+#: Takes a replica for a second try; returns the coroutine, and what gives the replica back, or None if there
+#: is no replica. A task that is cancelled before its first step never enters its coroutine.
+SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
 class Sent:
@@ -132,8 +134,8 @@ class Hedging:
             self._late.pop(race, None)
             for each in tasks:
                 each.cancel()
-            if self._late:
-                self._grant()
+            if self._late:  # not now: those that end at the same time need no second try
+                loop.call_soon(self._grant)
 
     def _grant(self) -> None:
         """Begin second tries of those that are late for longest, as far as budget and replicas allow.
@@ -144,16 +146,20 @@ class Hedging:
         if self._saved < 1 or not self._late:
             return
         for race, second in list(islice(self._late.items(), MAX_GRANTED)):
-            if race.is_on and (trying := second(race.sender(1))) is not None:
+            if race.is_on and (taken := second(race.sender(1))) is not None:
                 del self._late[race]
                 self._saved -= 1
-                race.join(self._start(trying))
+                race.join(self._start(*taken))
                 if self._saved < 1:
                     return
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], give_back: Callable[[], object] | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
+        if give_back is not None:
+            task.add_done_callback(lambda _: give_back())
         task.add_done_callback(self._ended)
         return task
 

@@ -256,17 +256,20 @@ class PendingRequest:
         "metadata",
         "replica",
         "sent_at",
+        "sent_by",
     )
 
-    def __init__(self, envelope: Envelope, session_id: str, now: float, body: bytes = b"") -> None:
+    def __init__(self, envelope: Envelope, session_id: str, now: float) -> None:
         self._envelope = envelope
         self._arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._context: RequestRoutingContext | None = None
         self.metadata = RequestMetadata(envelope, session_id)
         self.created_at = now
-        self.body = body
+        self.body = b""
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
+        #: Whose choice that was; another one follows when the options change.
+        self.sent_by: object = None
         self.sent_at = now
         #: Whether the response of the replica says that it failed.
         self.has_failed = False

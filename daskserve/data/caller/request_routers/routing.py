@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import seeded_rng
 from daskserve.common.types import (
@@ -58,6 +58,14 @@ FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
 #: How often each replica may be named in an answer, on average; more is not looked at.
 MAX_NAMED = 10
+
+
+#: Chooses one of the replicas that are not suspended, or none.
+Pick: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+def _any() -> None:
+    """Choose a replica by its load alone."""
 
 
 class Body(Protocol):
@@ -157,11 +165,11 @@ class RequestRouting:
         for tag, each in self._known.items():
             each.multiplexed_model_ids = models_of(tag)
 
-    def request_of(self, envelope: Envelope, body: bytes = b"") -> PendingRequest:
+    def request_of(self, envelope: Envelope) -> PendingRequest:
         """Return a request as the router sees it, which the envelope keeps."""
         found = envelope.routed
         if type(found) is not PendingRequest:
-            found = PendingRequest(envelope, self._session_of(envelope), self._loop.time(), body)
+            found = PendingRequest(envelope, self._session_of(envelope), self._loop.time())
             envelope.routed = found
         return found
 
@@ -169,26 +177,30 @@ class RequestRouting:
         """Read the beginning of a request's body if the router wants that."""
         router = self._router
         if router is not None and router.wants_body and envelope.has_body is not ON_DEMAND:
-            self.request_of(envelope, await body.peek())
+            # It is already there if the response of the request is watched.
+            self.request_of(envelope).body = await body.peek()
 
-    def take(self, envelope: Envelope, now: float) -> Any:
-        """Return the replica for a request, counting one more in flight; None if it has to wait."""
+    def take(self, envelope: Envelope, now: float, other: Callable[[], Pick | None] = _any) -> Any:
+        """Return the replica for a request, counting one more in flight; None if it has to wait.
+
+        ``other`` returns the choice that there is without a router.
+        """
         request = self.request_of(envelope)
         request.replica = None
         if self._router is None or (self._thread is not None and not self._thread.is_usable):
             if self.trouble.text:  # else it is still being loaded
                 self.trouble.count("load" if self._router is None else "late")
-            return self._pool.take(now, self._rng)
+            return _take_without(self, other(), now)
         try:
             taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
         except RouterError as error:
             self._trouble(error)
             self.trouble.count(error.kind)
-            return self._pool.take(now, self._rng)
+            return _take_without(self, other(), now)
         if taken is None:
             return None
         chosen = request.replica = self._known[taken.tag]
-        request.sent_at = now
+        request.sent_at, request.sent_by = now, self
         self._attempts = 0
         if self._notes_routed:
             result = ReplicaResult(chosen.replica_id, request.metadata.request_id)
@@ -214,7 +226,7 @@ class RequestRouting:
     def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
         """Return the answer of a user's router as lists; runs in its thread."""
         try:
-            ask = partial(router.choose_replicas, self._replicas, request)
+            ask = partial(router.choose_replicas, [*self._replicas], request)  # it may change the list
             found = ask()
             if isinstance(found, Coroutine):
                 assert self._thread is not None
@@ -282,7 +294,7 @@ class RequestRouting:
         self._show_facts()
         self._replicas = list(self._known.values())
         self._seen = entries
-        self._tell(router.update_replicas, self._replicas)
+        self._tell(router.update_replicas, [*self._replicas])
 
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
         """Take note of how a request has ended at a replica, or None if that says nothing of the replica.
@@ -293,13 +305,14 @@ class RequestRouting:
         if type(request) is not PendingRequest:
             return  # it began before there was a router
         replica, request.replica = request.replica, None
-        if replica is None:
-            return
+        if replica is None or request.sent_by is not self:
+            return  # another router has chosen, which is gone
         latency_s, took_s = replica.latency_s, now - request.sent_at
         is_good = type(outcome) is Load and not request.has_failed
         if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
             # Errors come quickly, but a replica that has nothing else is not the one that answers first.
-            mean_s = sum(each.latency_s for each in self._replicas) / len(self._replicas)
+            # There may be none any more.
+            mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
         changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
@@ -309,7 +322,7 @@ class RequestRouting:
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:
         if self._thread is None:
-            function(*args)
+            self._told(function, *args)
         else:
             self._thread.tell(self._told, function, *args)
 
@@ -368,6 +381,13 @@ def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> S
         return send(message)
 
     return noting
+
+
+def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any:
+    taken = routing._pool.take(now, routing._rng, pick)
+    if taken is None and pick is not None:
+        routing._wait_to_ask()  # its choice depends on the time
+    return taken
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:

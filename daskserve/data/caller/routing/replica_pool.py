@@ -443,8 +443,9 @@ def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
     return score
 
 
-def has_room(pool: ReplicaPool) -> bool:
+def has_room(pool: ReplicaPool, now: float) -> bool:
     """Return whether any replica may take a request, or queue it."""
+    pool._resume_due(now)
     return bool(pool._local or pool._remote or pool._relayed or pool._full)
 
 

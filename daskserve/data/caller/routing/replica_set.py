@@ -197,6 +197,7 @@ class ReplicaSet:
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
     ) -> None:
         """Record the end of a request to a replica, and the load or the failure of the replica."""
+        self.pool.release(replica)  # first: whatever fails below, the slot is free
         if envelope is not None and envelope.routed is not None:
             self._waiting.ended(envelope, outcome)
         if type(outcome) is Load:
@@ -204,7 +205,6 @@ class ReplicaSet:
             self.pool.report(replica, outcome, self._clock.now(), is_answer=is_answer)
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, envelope, was_queued=False)
-        self.pool.release(replica)
         if self._waiting or self._apart.waiters:
             self._serve_waiting()
 
@@ -385,9 +385,9 @@ class ReplicaSet:
 
     def _release_unused(self, replica: PooledReplica, envelope: Envelope) -> None:
         """Release a replica that was taken for a request but did not get it."""
-        self._waiting.ended(envelope, None)
         self.pool.leave_queue(replica)
         self.pool.release(replica)
+        self._waiting.ended(envelope, None)
 
     def fail_waiting(self) -> None:
         """Fail the requests that wait, unless there is or may soon be a replica for them."""

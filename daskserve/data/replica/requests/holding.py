@@ -43,7 +43,11 @@ def _give_back(request: LocalRequest) -> None:
     present = None if context is None or request.state != DONE else context.get(current_request)
     # Without `held`, code that runs on holds nothing more.
     held = None if present is None else vars(present).pop("held", None)
-    for give_back in list((held or {}).values()):
+    while held:
+        try:
+            _, give_back = held.popitem()
+        except KeyError:  # code on another thread was adding that one, and has given it back itself
+            break
         give_back()
 
 

@@ -31,7 +31,7 @@ from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool, has_room, near
+from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -140,25 +140,27 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
         Not one that may be the reason why a process was lost: ``apart`` knows those.
         """
-        assert self.hedging is not None
+        hedging = self.hedging
+        if hedging is None:  # the options have changed before this began
+            return await send_to(envelope, receive, send)
         envelope.routed = Sent()
 
+        outcome: Load | Exception | None = None  # of the second try
+
         async def try_again(replica: PooledReplica, send: Send) -> None:
-            outcome: Load | Exception | None = None
+            nonlocal outcome
             try:
                 outcome = await replica.handle(replace(envelope, call=None)).respond(no_body(), send)
             except (ReplicaBusyError, ActorLostError) as error:
                 outcome = error
                 apart.note_lost(envelope, replica, error)
                 raise
-            finally:
-                release(replica, outcome)
 
-        def second(send: Send) -> Coroutine[Any, Any, None] | None:
+        def second(send: Send) -> tuple[Coroutine[Any, Any, None], Callable[[], None]] | None:
             replica = self._take_other(envelope) if apart.may_repeat(envelope) else None
-            return None if replica is None else try_again(replica, send)
+            return None if replica is None else (try_again(replica, send), lambda: release(replica, outcome))
 
-        await self.hedging.send(partial(send_to, envelope), second, receive, send)
+        await hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
         """Return a replica with room for a second try of a request that has a replica."""
@@ -242,13 +244,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self._names_priorities:
             self._order.note_priority(envelope)
         if self.routing is not None:
-            return self._routed(self.routing, envelope, now)
-        model_id = envelope.model_id
-        pick = self._known_models().picker(model_id, now, since) if model_id else None
-        if pick is None and envelope.places is not None:
-            pick = near(self._pool, envelope.places, now, self._rng)
-        found = self._pool.take(now, self._rng, pick)
-        if self.hedging is not None and found is not None and type(envelope.routed) is Sent:
+            return self._routed(self.routing, envelope, now, since)
+        found = self._pool.take(now, self._rng, _plain_pick(self, envelope, now, since))
+        if found is not None and type(envelope.routed) is Sent:
             envelope.routed.tag = found.tag
         return found
 
@@ -259,15 +257,19 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._watch("models", self.models.update)
         return self.models
 
-    def _routed(self, routing: RequestRouting, envelope: Envelope, now: float) -> PooledReplica | None:
+    def _routed(
+        self, routing: RequestRouting, envelope: Envelope, now: float, since: float | None
+    ) -> PooledReplica | None:
         """Return the replica that the router of an option chooses, which may know the models."""
-        if not envelope.model_id:
-            found: PooledReplica | None = routing.take(envelope, now)
+        found: PooledReplica | None
+        if not envelope.model_id and envelope.places is None:
+            found = routing.take(envelope, now)
             return found
-        models = self._known_models()
-        routing.show_models(partial(models.models_of, now=now))
-        found = routing.take(envelope, now)
-        if found is not None:
+        if envelope.model_id:
+            models = self._known_models()
+            routing.show_models(partial(models.models_of, now=now))
+        found = routing.take(envelope, now, partial(_plain_pick, self, envelope, now, since))
+        if found is not None and envelope.model_id:
             models.assume(found.tag, envelope.model_id, now)
         return found
 
@@ -336,7 +338,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         now = self._clock.now()
         passed: set[str] = set()
         for waiter in self._in_order(now):
-            if len(passed) == MAX_MODELS or not has_room(self._pool):
+            if len(passed) == MAX_MODELS or not has_room(self._pool, now):
                 break  # until a request ends
             envelope, since = self[waiter]
             model_id = envelope.model_id
@@ -356,8 +358,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None
-        for waiter in self._in_order(self._clock.now()):
-            if not left or not has_room(self._pool):
+        now = self._clock.now()
+        for waiter in self._in_order(now):
+            if not left or not has_room(self._pool, now):
                 break
             envelope, since = self[waiter]
             session = bound_by(routing, envelope)
@@ -383,6 +386,13 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def _wake_at(self, at: float | None) -> None:
         if at is not None:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
+
+
+def _plain_pick(waiting: WaitingRequests, envelope: Envelope, now: float, since: float | None) -> Pick | None:
+    """Return what chooses the replica for a request without a router; None for its load alone."""
+    if envelope.model_id:
+        return waiting._known_models().picker(envelope.model_id, now, since)
+    return None if envelope.places is None else near(waiting._pool, envelope.places, now, waiting._rng)
 
 
 def _give(
