@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from daskserve.common.clock import wall_ns
+from daskserve.payload.error_text import type_name_of
+from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import SAMPLED
 from daskserve.telemetry.tracing.templates import SpanTemplate
 
@@ -243,8 +245,7 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def error_type(error: BaseException) -> str:
     """Return the value of ``error.type`` for an error."""
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return error.type_name if type(error) is PackedError else type_name_of(type(error))
 
 
 def exception_attributes(error: BaseException) -> dict[str, str]:
