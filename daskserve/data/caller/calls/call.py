@@ -146,7 +146,7 @@ class Call:
         self._began = stopwatch()
 
     def start(self, replicas: ReplicaSet) -> bool:
-        """Send the request, without a task if possible; return False, without any effect, if it has to wait."""
+        """Send the request, in a task if need be; return False, without any effect, if it has to wait."""
         replica = replicas.take_now(self._envelope)
         if replica is None:
             return False
