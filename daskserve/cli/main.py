@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "start": ("daskserve.cli.serving.start:start", "Start an instance that stays."),
     "status": ("daskserve.cli.views.status:status", "Show what runs on a cluster."),
     "store": ("daskserve.cli.store:store", "Back up, restore, check and list stores."),
+    "tasks": ("daskserve.cli.verbs.tasks:tasks", "Look at queues of tasks, cancel and retry tasks."),
 }
 
 

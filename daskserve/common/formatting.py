@@ -1,4 +1,4 @@
-"""Numbers in messages, without exponents and meaningless digits, and whole numbers in options."""
+"""Numbers and texts in messages, and whole numbers in options."""
 
 from __future__ import annotations
 
@@ -56,6 +56,19 @@ def shown_size(count: float) -> str:
         count /= 1024
         unit += 1
     return f"{shown(round(count, 2))} {_UNITS[unit]}"
+
+
+def encodable(text: str) -> str:
+    r"""Return a text that UTF-8 can encode.
+
+    Surrogates, which Python puts into the names of files that are not UTF-8, become backslash escapes.
+
+    Examples
+    --------
+    >>> encodable("caf\udce9.csv") == "caf\\udce9.csv", encodable("café.csv")
+    (True, 'café.csv')
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def capitalized(text: str) -> str:

@@ -240,7 +240,7 @@ class Reconciler:
             # Asked of all backends, and only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
-            claims(self._state, self._observed.workers.values(), waiting) if waiting else {},
+            claims(self._state, self._observed.cleared_workers(), waiting) if waiting else {},
         )
         self._acting.tell_scheduler(self._epoch, report)
 

@@ -11,6 +11,18 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from daskserve.common import settings
 from daskserve.options.fields.base import ByteCount, Options, parse_options
 
+#: The levels of Python itself: workers do not know those that a program adds.
+_LEVELS: Mapping[str, int] = {
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "WARN": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+    "FATAL": logging.CRITICAL,
+    "NOTSET": logging.NOTSET,
+}
+
 
 class LoggingConfig(Options):
     """How an instance, an application or a deployment logs.
@@ -56,11 +68,11 @@ class LoggingConfig(Options):
     @field_validator("log_level", mode="before")
     @classmethod
     def _is_a_level(cls, value: Any) -> Any:
-        names = logging.getLevelNamesMapping()
+        given = value
         if isinstance(value, int) and not isinstance(value, bool):
-            value = logging.getLevelName(value)
-        if not isinstance(value, str) or value.upper() not in names:
-            raise ValueError(f"{value!r} is not a level of logging; give one of {', '.join(sorted(names))}")
+            value = next((name for name, number in _LEVELS.items() if number == value), "")
+        if not isinstance(value, str) or value.upper() not in _LEVELS:
+            raise ValueError(f"{given!r} is not a level of logging; give one of {', '.join(_LEVELS)}")
         return value.upper()
 
     @field_validator("additional_log_standard_attrs")

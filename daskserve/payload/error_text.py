@@ -1,4 +1,4 @@
-"""The text of an error, whatever its class does: bounded, and made even if ``__str__`` fails."""
+"""The text of an error, whatever its class does: bounded, encodable, and made even if ``__str__`` fails."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from daskserve.common import settings
+from daskserve.common.formatting import encodable
 from daskserve.errors import RemoteTraceback
 
 #: Maximum length of the text of one error, and of a traceback.
@@ -68,11 +69,10 @@ def text_of(error: BaseException) -> str:
     try:
         if _has_large_text(error):
             args = stored_args(error)
-            return (
-                shortened(args[0], MAX_TEXT) if type(args[0]) is str else f"({', '.join(map(brief, args))})"
-            )
+            is_text = type(args[0]) is str
+            return encodable(shortened(args[0], MAX_TEXT) if is_text else f"({', '.join(map(brief, args))})")
         # A subclass of `str` may have any methods.
-        return shortened(str.__str__(str(error)), MAX_TEXT)
+        return encodable(shortened(str.__str__(str(error)), MAX_TEXT))
     except BaseException as failure:  # of user code, which may raise anything here
         return f"<its text cannot be made: {name_of(type(failure))}>"
 
@@ -153,7 +153,7 @@ def traceback_text(error: BaseException) -> str:
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
             text = _joined(error) or "".join(lines)
             # A traceback of another process, which is the cause, begins the text already.
-            return shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK)
+            return encodable(shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK))
     except BaseException:  # of user code; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))
@@ -183,7 +183,7 @@ def bare_traceback(error: BaseException, summary: str) -> str:
     frames = user_frames(error)
     if frames is not None:
         text = "".join([_TITLE, *traceback.format_tb(frames, -MAX_FRAMES), text])
-    return shortened(text, MAX_TRACEBACK)
+    return encodable(shortened(text, MAX_TRACEBACK))
 
 
 def count_frames(error: BaseException, most: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 
 from daskserve import errors
+from daskserve.common.formatting import encodable
 from daskserve.errors import (
     CALL_FROM,
     REFUSALS,
@@ -354,7 +355,7 @@ def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] 
     names = (attributes if cls is type(error) else vars(cls())).keys() - {LOGGED_FOR}
     fields = {name: attributes[name] for name in sorted(names) if _is_field(name, attributes.get(name, ...))}
     is_whole = cls is type(error) and len(fields) == len(names) and len(args) <= 1
-    return (name_of(cls), shortened(message, MAX_TRACEBACK), fields), is_whole
+    return (name_of(cls), encodable(shortened(message, MAX_TRACEBACK)), fields), is_whole
 
 
 def _is_field(name: Any, value: Any) -> bool:

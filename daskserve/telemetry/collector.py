@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from daskserve._version import __version__
+from daskserve.common.formatting import encodable
 from daskserve.common.types import split_deployment_tag
 from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.histogram import Example, HistogramCounts
@@ -241,7 +242,7 @@ def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
     for sample in samples:
         metric = sample.metric
         if metric.name not in by_name:
-            family = Metric(metric.name, metric.description, metric.kind.value)
+            family = Metric(metric.name, encodable(metric.description), metric.kind.value)
             by_name[metric.name] = (metric, family)
         known, family = by_name[metric.name]
         # If replicas declare one name with different kinds, only the first kind is exported.
@@ -262,6 +263,8 @@ def _with_application(labels: dict[str, str]) -> dict[str, str]:
 
 
 def _add(family: Metric, labels: dict[str, str], value: float | HistogramCounts) -> None:
+    # One value that cannot be encoded would break the scrape.
+    labels = {name: encodable(each) for name, each in labels.items()}
     if not isinstance(value, HistogramCounts):
         ending = "_total" if family.type == MetricKind.COUNTER.value else ""
         family.add_sample(family.name + ending, labels, value)

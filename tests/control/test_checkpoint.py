@@ -62,6 +62,14 @@ def test_a_change_is_one_transaction_and_an_empty_change_is_none() -> None:
     assert store.commits == [{"backend/b": encode(backend()), "endpoint/e": None}]
 
 
+async def test_a_text_that_utf8_cannot_encode_is_stored_with_escapes() -> None:
+    store, bad = MemoryStore(), goal(by="cannot read caf\udce9.csv")
+    written = await write(store, 1, {bad.key: bad, "endpoint/e": None})
+    assert written == {bad.key: goal(by="cannot read caf\\udce9.csv"), "endpoint/e": None}
+    state, _ = restore(await store.load())
+    assert state.goals == {"g": written[bad.key]}
+
+
 def test_a_corrupt_record_is_named_and_the_others_are_read() -> None:
     stored = {key: encode(record) for key, record in EVERYTHING.items() if record is not None}
     state, corrupt = restore({**stored, "backend/broken": b"?", "goal/g": b""})

@@ -438,7 +438,7 @@ async def test_a_replica_waits_for_what_tasks_hold_and_then_keeps_it_from_them(s
     stage.cluster.change_worker(only, resources={"GPU": 1.0}, taken_by_tasks={"GPU": 1.0})
     await stage.clock.sleep(31)  # by then, the controller has read the list of workers again
     wanted = {"num_gpus": 1, "num_cpus": 2}
-    with pytest.raises(NoCapacityError, match=r"GPU 1 \(most free on one worker: 0\)"):
+    with pytest.raises(NoCapacityError, match=r"GPU 1 \(most free on one worker: 0\).*tasks hold GPU 1"):
         await stage.create("b", actor_options=wanted, timeout_s=5.0)
     creating = asyncio.ensure_future(stage.create("b", actor_options=wanted))
     await stage.until(lambda: stage.cluster.reported.claimed == {only: {"GPU": 1.0}})

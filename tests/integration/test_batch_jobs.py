@@ -169,3 +169,21 @@ def test_the_reader_of_a_map_may_be_a_task(handle: Any, dask_cluster: ExternalCl
 
     client: Client = dask_cluster.client
     assert client.gather([client.submit(job, each, handle) for each in (5, 6, 7)]) == [20, 30, 42]
+
+
+def test_coroutines_as_tasks_give_their_places_to_what_the_deployment_needs(
+    handle: Any, dask_cluster: ExternalCluster
+) -> None:
+    async def call(number: int, handle: Any) -> int:
+        first = await handle.by_task.remote(number)
+        return first + int(await handle.by_task.remote(number))
+
+    async def read(number: int, handle: Any) -> int:
+        return sum([each async for each in handle.by_task.map(range(number))])
+
+    client: Client = dask_cluster.client
+    numbers = range(12)
+    assert client.gather(client.map(call, numbers, handle=handle, pure=False)) == [
+        4 * each for each in numbers
+    ]
+    assert client.gather(client.map(read, (3, 4, 5), handle=handle, pure=False)) == [6, 12, 20]

@@ -101,10 +101,23 @@ class Posts(RequestHandler):
     async def get(self, path: str) -> None:
         if path.endswith("/stacks"):
             await self._feeds.answers.wait()
-            self.write({"threads": [{"name": "late", "frames": []}], "tasks": []})
+            # As of a child process that holds its interpreter's lock.
+            native = {"note": "The process did not answer.", "native": "l1: in hold\n"}
+            self.write({"threads": [], "tasks": [], "more_tasks": 0, **native})
         elif "profile" in path and "memory" in self.request.query:
             lines = [["/a/b/c/d.py", 7, 3 << 20, 12, 1024]]
-            self.write({"was_on": False, "lines": lines, "traced_bytes": 4 << 20, "peak_bytes": 5 << 20})
+            sizes = {"traced_bytes": 4 << 20, "peak_bytes": 5 << 20}
+            self.write(
+                {"seconds": 5.0, "memory": {"was_on": False, "was_ended": False, "lines": lines, **sizes}}
+            )
+        elif path.endswith("serve/logs"):
+            self._notes.append(("GET", path, b""))
+            if sum(each[1] == path for each in self._notes) == 2:
+                self.set_status(503)
+                self.write({"message": "No controller answers."})
+                return
+            row = {"time": time.time(), "level": "INFO", "message": f"line {len(self._notes)}"}
+            self.write({"records": [row], "next": "x", "missing": {}})
         elif "profile" in path:
             functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
             self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
@@ -422,11 +435,20 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_fro
         await tab.until("$('dialog').innerText.includes('b/c/d.py:7')")
         assert await tab.ask("$('dialog').innerText.includes('4 MiB in Python')")
         await tab.ask("$('dialog').close()")
+        await tab.ask(press.format("main button", "Stacks"))
+        await tab.until("$('dialog').innerText.includes('The process did not answer.\\nl1: in hold')")
+        await tab.ask("$('dialog').close()")
         models = {"count": 2, "capacity": 3, "models": ["<b>one</b>", "two"]}
         shown = deployment("Front")
         shown["replicas"][0]["models"] = models
         page.feeds.set(app__shop=application("shop", Front=shown))
         await tab.until("document.querySelector('.rows').textContent.includes('2 / 3  <b>one</b>, two')")
+        # One answer that fails costs no lines, nor those that follow.
+        await page.go("/logs")
+        shown = "document.querySelectorAll('#logs li').length"
+        await tab.until(f"{shown} === 1 && $('main').innerText.includes('No controller answers.')")
+        await tab.until(f"{shown} > 1 && !$('main').innerText.includes('No controller answers.')")
+        tab.troubles.clear()
 
 
 async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:

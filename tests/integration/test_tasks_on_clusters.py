@@ -88,7 +88,14 @@ def check(tasks: Any, notes: Path, count: int = COUNT) -> Counter[str]:
 
 
 def worker_pids(dask: Client) -> list[int]:
-    return list(dask.run(os.getpid).values())
+    """Return the processes of the three workers, once the scheduler knows that a killed one was replaced."""
+
+    def found() -> list[int] | None:
+        pids = list(dask.run(os.getpid, on_error="ignore").values())
+        return pids if len(pids) == 3 else None
+
+    pids: list[int] = poll_for(found, 150, every_s=0.1)
+    return pids
 
 
 @pytest.mark.nightly

@@ -101,6 +101,7 @@ def crossed(error: BaseException) -> BaseException:
     packed = pack_all(error)
     at_once = pack_now(error)
     assert at_once is None or at_once.data == packed.data
+    assert f"{packed.summary}{packed.text}".encode(), "these are stored, logged and shown"
     found = received_error(packed.data)
     assert isinstance(found, PackedError)
     return found.load()
@@ -138,6 +139,7 @@ def local_error() -> Exception:
         Group("one", [KeyError("1")]),
         local_error(),
         ValueError("\ud800"),
+        ValueError("\ud800", "x" * 10_000),
         BackPressureError("full", retry_after_s=7.0),
         with_attributes(BackPressureError("full"), size=2**70, tags={1, 2}, ratio=1j),
         type("Mine", (UnavailableError,), {"__module__": __name__})("of a class of the user's"),

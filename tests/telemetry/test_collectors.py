@@ -251,14 +251,15 @@ def test_a_user_metric_is_exported_per_replica_unless_its_kind_differs(
     one, two = Metrics(), Metrics()
     one.users = [UserSample(hits, (*own, ("replica", "d#1"), ("model", "a")), 2)]
     two.users = [
-        UserSample(hits, (*own, ("replica", "d#2"), ("model", "a")), 3),
+        UserSample(hits, (*own, ("replica", "d#2"), ("model", "\udce9")), 3),
         UserSample(UserMetric("hits", MetricKind.GAUGE), own, 1),
     ]
     scraped.process.add(one)
     scraped.process.add(two)
+    place = 'application="default",deployment="d"'
     assert scraped.lines() == [
-        'hits_total{application="default",deployment="d",model="a",replica="d#1",serve_instance="i"} 2.0',
-        'hits_total{application="default",deployment="d",model="a",replica="d#2",serve_instance="i"} 3.0',
+        f'hits_total{{{place},model="a",replica="d#1",serve_instance="i"}} 2.0',
+        f'hits_total{{{place},model="\\\\udce9",replica="d#2",serve_instance="i"}} 3.0',
     ]
 
 

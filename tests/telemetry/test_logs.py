@@ -65,12 +65,14 @@ def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
     found = merged({"encoding": "JSON", "logs_dir": "/l"}, None, {"encoding": "TEXT", "later": 1})
     assert found == LogSettings(encoding="TEXT", logs_dir="/l")
     assert not found.to_stdout
+    assert LogSettings(log_level="NOTSET").level == 1
 
 
 @each_case(
     ("wrong", "text"),
     [
         ({"log_level": "LOUD"}, "is not a level"),
+        ({"log_level": "MINE"}, "'MINE' is not a level"),
         ({"log_level": 1.5}, "is not a level"),
         ({"encoding": "XML"}, "TEXT"),
         ({"additional_log_standard_attrs": ["nme"]}, "not an attribute of LogRecord"),
@@ -78,7 +80,8 @@ def test_a_field_that_is_not_set_is_as_in_what_is_larger() -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str) -> None:
+def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logging._nameToLevel, "MINE", 5)  # workers do not know it
     with pytest.raises((ValidationError, ValueError), match=text):
         LoggingConfig(**wrong)
 
@@ -183,18 +186,20 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert json.loads(out.lines.pop())["message"] == "hello"
     assert not logs.write(record("hello"), REPLICA, has_handlers=True)
     assert logs.write(record("of the proxy"), PROXY, has_handlers=False)
-    assert not logs.write(record("of nobody"), Tags(replica="other#1"), has_handlers=False)
-    logs.wake = lambda: None
+    assert logs.write(record("of a replica that is gone"), Tags(replica="other#1"), has_handlers=False)
+    assert out.lines.pop().endswith("of a replica that is gone")
+    logs.wake = lambda *gone: None
     logs.access(access(proxy="proxy"))
     logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
     logs.drain()
     assert out.lines[1].startswith("INFO:     1.2.3.4")
     assert json.loads(out.lines[2])["method"] == "CALL"
-    (file,) = tmp_path.iterdir()
+    file, of_gone = sorted(tmp_path.iterdir())
+    assert "of a replica that is gone" in of_gone.read_text()
     assert "of the proxy" in file.read_text()
     assert "GET /a" in file.read_text()
+    logs.wake = lambda *gone: logs.drain(gone=gone)
     logs.forget("shop/Model#abc")
-    logs.drain()
     assert logs.only_replica() is None
     logs.close()
     assert logging.getLogger("ray.serve").level == logging.NOTSET
@@ -239,33 +244,61 @@ def test_what_is_kept_is_text_whatever_is_logged() -> None:
             raise RuntimeError("no text")
 
     ring = Ring()
-    for made in (record(Rude()), record("%d", Rude()), record("%s", {"a": [1]}), record("%(a)s", {"a": 1})):  # type: ignore[arg-type]
+    rude: Any = Rude()
+    for made in (record(rude), record("%d", rude), record("%s", {"a": [1]}), record("%(a)s", {"a": 1})):
         kept = ring.add(made, REPLICA)
         assert kept.args is None
+    ring.add(record("%s", "caf\udce9"), REPLICA)
     texts = [each["message"] for each in ring.rows()]
-    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1"]
+    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1", "caf\\udce9"]
+    assert text_of(record(rude), REPLICA, LogSettings()).endswith(" -- <Rude: RuntimeError in its text>")
 
 
 def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) -> None:
     logs = ProcessLogs(Lines())
-    logs.wake = lambda: None
+    queue: list[tuple[Any, ...]] = []
+    logs.wake = lambda *gone: queue.append(gone)
     logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(tmp_path)})
     logs.access(access(replica="shop/Model#abc", method="CALL"))
     logs.forget("shop/Model#abc")
+    access_line, end = queue
+    logs.drain(gone=access_line)
     logs.write(record("the last"), REPLICA, has_handlers=False)
-    logs.drain()
+    logs.drain(gone=end)
     (file,) = tmp_path.iterdir()
     assert [line.rpartition(" -- ")[2] for line in file.read_text().splitlines()] == [
-        "the last",
         "CALL /a OK 12.3ms",
+        "the last",
     ]
     assert not logs.write(record("later"), REPLICA, has_handlers=False)
+
+
+def test_running_actors_write_as_their_changed_settings_say(tmp_path: Path) -> None:
+    out = Lines()
+    logs = ProcessLogs(out)
+    bad = tmp_path / "file"
+    bad.touch()
+    logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(bad)})
+    logs.write(record("lost"), REPLICA, has_handlers=False)
+    assert "FileExistsError" in logs.problems()[0]
+    for max_file_bytes in (1 << 20, 4096):
+        config = {"logs_dir": str(tmp_path / "logs"), "max_file_bytes": max_file_bytes, "max_files": 1}
+        logs.configure("shop/Model#abc", REPLICA, config)
+        assert logs.problems() == []
+        for _ in range(2):
+            logs.write(record("x" * 3000), REPLICA, has_handlers=False)
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+    logs.configure("shop/Model#abc", REPLICA, {"output": "stdout"})
+    logs.configure("proxy", PROXY, None)
+    logs.access(access(proxy="proxy"))
+    assert out.lines.pop().startswith("INFO:     1.2.3.4")
+    logs.close()
 
 
 def test_a_handler_that_raises_loses_only_its_own_line() -> None:
     out = Lines()
     logs = ProcessLogs(out)
-    logs.wake = lambda: None
+    logs.wake = lambda *gone: None
     logger, got = logging.getLogger("daskserve.access"), []
 
     def call(source: logging.Logger, made: logging.LogRecord) -> None:
@@ -308,7 +341,7 @@ def test_a_query_finds_the_newest_or_what_came_later() -> None:
 def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> None:
     out = Lines()
     logs = ProcessLogs(out)
-    logs.wake = lambda: None
+    logs.wake = lambda *gone: None
     clock = SimpleNamespace(wall=lambda: 5.0)
     scope = {"type": "http", "method": "POST", "path": "/é", "client": None}
     log, other = (AccessLog(logs, clock, name) for name in ("proxy/a", "proxy/b"))  # type: ignore[arg-type]

@@ -71,6 +71,13 @@ def logs(
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)
+        if application and not found.records and application not in (known := client.status().applications):
+            names = ", ".join(known) or "none"
+            click.secho(
+                f"There is no application {application!r}, and no record of one; there are: {names}.",
+                fg="yellow",
+                err=True,
+            )
         while follow:
             found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)
             _show(found, as_json=as_json, is_stream=True)

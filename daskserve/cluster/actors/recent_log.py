@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
 from daskserve.common.clock import time_of_day
+from daskserve.common.formatting import encodable
 from daskserve.common.types import ReplicaTag
 from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.formats import traceback_of
@@ -202,4 +203,4 @@ def _line(entry: _Entry) -> str:
         text = str(message)
     clock = f"{datetime.fromtimestamp(created):%H:%M:%S}"
     text = " ".join(text.split("\n"))
-    return f"{clock} {level} {name}: {text}{f' ({kind})' if kind else ''}"[:LENGTH]
+    return encodable(f"{clock} {level} {name}: {text}{f' ({kind})' if kind else ''}"[:LENGTH])

@@ -39,10 +39,15 @@ MAX_DELAY_S = 10.0
 _END_WITH_CALLER = (
     "import os, threading, time; lifeline = os.dup(0); os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
     "threading.Thread(target=lambda: (os.read(lifeline, 1), time.sleep({grace_s}), os._exit(1)), "
-    "daemon=True).start(); "
+    "daemon=True).start()"
 )
 #: The reason that `KeptWorker.close` gets when a signal ends the process.
 _BY_SIGNAL = "worker-close"
+
+
+def _ours(code: str) -> str:
+    """Return code that runs as a part of daskserve: profiles show what runs in the main module."""
+    return f"exec({code!r}, {{'__name__': 'daskserve'}}); "
 
 
 class KeptWorker(Worker):
@@ -193,7 +198,7 @@ class WorkerKeeper(Nanny):
                 f"{KeptWorker.__module__}.{KeptWorker.__qualname__}",
                 options,
                 self.scheduler_addr,
-                prelude=_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S),
+                prelude=_ours(_END_WITH_CALLER.format(grace_s=END_TIMEOUT_S)),
                 # The scheduler is in the caller's process, and does not come back.
                 config={**self._config, "daskserve.scheduler.grace-s": 0},
             )

@@ -7,6 +7,7 @@ records as soon as they are made.
 from __future__ import annotations
 
 import logging
+from typing import Any
 from weakref import WeakSet, ref
 
 from daskserve.cluster.worker.tagging import tags_of
@@ -46,9 +47,9 @@ class LocalRecords:
         found = ProcessLogs(default_level=None)
         known = ref(found)
 
-        def drain() -> None:
+        def drain(*gone: Any) -> None:
             if (logs := known()) is not None:
-                logs.drain(self._original)
+                logs.drain(self._original, gone)
 
         found.wake = drain
         self._logs.add(found)

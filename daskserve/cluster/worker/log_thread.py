@@ -8,7 +8,8 @@ queue's handler and add none, and each logger that does not propagate, such as D
 
 Choice: loggers and handlers stay as they are, and the call from one to the other moves to this thread. A
 handler still gets each record in order, with its exception, and within the context variables of the code that
-logged it. The message is formatted early if its arguments might change or are large.
+logged it. The message is formatted early if it, or its arguments, might change, are large or cannot be
+encoded.
 
 Cost: a killed process loses the records that its handlers have not received. If the handlers are slower than
 the records, the queue fills, and further records are dropped and counted.
@@ -27,11 +28,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from daskserve.cluster.actors.recent_log import TakesRecords
 from daskserve.cluster.worker.tagging import tags_of
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import encodable, shown
 from daskserve.internals.python import CallHandlers, intercept_records, stop_intercepting
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
@@ -55,7 +56,7 @@ FLUSH_S = 2.0
 GATHER_S = 0.05
 
 #: Types of arguments that cannot change before the message is formatted.
-_PLAIN = frozenset({str, int, float, bool, type(None)})
+_PLAIN = frozenset({int, float, bool, type(None)})
 
 
 class _QueuedRecord(NamedTuple):
@@ -69,8 +70,10 @@ class _QueuedRecord(NamedTuple):
     is_print: bool = False
 
 
-class _Drain:
-    """In the queue: lines of the access log wait."""
+class _Drain(NamedTuple):
+    """In the queue: lines of the access log wait, or an actor is gone whose records are all before this."""
+
+    gone: tuple[Any, ...]
 
 
 class LogThread:
@@ -97,7 +100,6 @@ class LogThread:
         self._queue: queue.SimpleQueue[_QueuedRecord | _Drain | threading.Event | None] = queue.SimpleQueue()
         #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
         self._permits = deque([True] * max_tracebacks)
-        self._formatter = logging.Formatter()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._dropped = 0
@@ -129,7 +131,7 @@ class LogThread:
         self._original = intercept_records(intercept)
         self._thread = thread
         self.logs.open()
-        self.logs.wake = lambda: self._queue.put(_Drain())
+        self.logs.wake = lambda *gone: self._queue.put(_Drain(gone))
         thread.start()
         atexit.register(self._end_process, thread)
 
@@ -183,8 +185,7 @@ class LogThread:
                 has_permit = self._permits.pop()
             except IndexError:
                 record = copy.copy(record)
-                assert record.exc_info
-                record.exc_text = record.exc_text or self._formatter.formatException(record.exc_info)
+                traceback_of(record)
                 record.exc_info = None
         record = _with_final_message(record)
         kept = self._keep(record, tags)
@@ -222,8 +223,9 @@ class LogThread:
                 self._report_dropped()
                 entry.set()
             elif isinstance(entry, _Drain):
-                time.sleep(GATHER_S)
-                self._drain()
+                if not entry.gone:
+                    time.sleep(GATHER_S)
+                self._drain(entry.gone)
             else:
                 self._call_handlers(entry)
             del entry  # an idle thread must not keep a traceback alive
@@ -249,9 +251,9 @@ class LogThread:
         if not is_written and not entry.is_print:
             self._original(source, record)
 
-    def _drain(self) -> None:
+    def _drain(self, gone: tuple[Any, ...]) -> None:
         try:
-            self.logs.drain(self._original)
+            self.logs.drain(self._original, gone)
         except Exception:
             _report_error()
 
@@ -263,6 +265,10 @@ class LogThread:
             )
 
 
+def _is_final(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is str and (value.isascii() or encodable(value) == value))
+
+
 def _report_error() -> None:
     # Handlers report their own errors; this one is of a filter, or of a handler that does not.
     if logging.raiseExceptions and sys.stderr is not None:
@@ -270,12 +276,12 @@ def _report_error() -> None:
 
 
 def _with_final_message(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a record whose message does not depend on objects that may change, or that are large."""
-    args = record.args
-    if not args or (type(args) is tuple and all(type(arg) in _PLAIN for arg in args)):
+    """Return a record whose message can be encoded, and needs no object that may change or is large."""
+    args = record.args or ()
+    if type(args) is tuple and _is_final(record.msg) and all(map(_is_final, args)):
         return record
     try:
-        message = record.getMessage()
+        message = encodable(record.getMessage())
     except Exception:  # the handlers report it
         return record
     record = copy.copy(record)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TextIO
 
+from daskserve.common.formatting import encodable
 from daskserve.common.types import split_deployment_tag
 from daskserve.context import current_instance, current_replica, current_request
 from daskserve.telemetry.logs.formats import json_of, place_of
@@ -101,7 +102,7 @@ class TaggedOutput(io.TextIOBase):
         if tags is None:
             return self.stream.write(text)
         key = (tags.replica, threading.get_ident())
-        *lines, rest = (self._begun.pop(key, "") + text).split("\n")
+        *lines, rest = (self._begun.pop(key, "") + encodable(text)).split("\n")
         if len(rest) > MAX_LINE:
             lines, rest = [*lines, rest], ""
         if rest:

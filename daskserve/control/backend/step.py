@@ -26,6 +26,7 @@ from daskserve.control.backend.start_results import lost_error, start_error, wit
 from daskserve.control.observed.lifecycle import PLACED_STATES, ReplicaEvent, move
 from daskserve.control.observed.observed import DeadReplica, Notes
 from daskserve.control.placement import rebalancing as spreading
+from daskserve.control.placement.claims import held_by_tasks
 from daskserve.control.placement.eviction_order import criteria_of
 from daskserve.control.placement.placement import TentativeUsage, demand_of, explain, place, room_for
 from daskserve.control.records.bundles import bundles_of
@@ -330,7 +331,7 @@ class _Stepper:
             was_placed = found is not None
             found = place(trial, workers, demand, self.inputs.avoid)
             if found is None:
-                notes.waiting = explain(trial, workers, demand)
+                notes.waiting = explain(trial, workers, demand) + held_by_tasks(workers, demand)
                 if was_placed or notes.full_from is None:
                     notes.full_from = progress.full_from(self.inputs, self.goal, self.replicas.values())
                 return

@@ -123,7 +123,8 @@ class LogVerbs(DecidingVerbs):
                     gathered.add(worker, await self._core.clock.wait_for(call, ANSWER_S))
                 except TimeoutError:
                     gathered.missing[worker] = "it does not answer"
-                except (ServeError, OSError) as error:
+                except (ServeError, OSError, TypeError) as error:
+                    # One worker whose answer cannot be sent must not hide those of the others.
                     gathered.missing[worker] = str(error)
 
         workers = sorted(self._core.observed.workers)

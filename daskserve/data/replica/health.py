@@ -20,6 +20,7 @@ from daskserve.common.types import short_tag
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import UnavailableError
+from daskserve.payload.error_text import text_of
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -108,7 +109,7 @@ class HealthWatch:
                 self._fail(f"the probe did not return within {shown(self._timeout_s)} s")
             except Exception as error:
                 # Any error of user code or of a child process: finding these is what the probe is for.
-                self._fail(str(error))
+                self._fail(text_of(error))
             else:
                 self._failures, self._detail = 0, ""
             await self._clock.sleep(max(0.0, began + self._period_s - self._clock.now()))

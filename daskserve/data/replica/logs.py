@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from daskserve.cluster.protocols.base import ContextWith
@@ -11,6 +12,7 @@ from daskserve.data.replica.payloads import ReplicaPayloads
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.logs.records import Access, Tags
+from daskserve.telemetry.logs.settings import LogSettings
 
 
 class ReplicaLogs:
@@ -40,9 +42,7 @@ class ReplicaLogs:
     def _set(self, config: Mapping[str, Any] | None) -> None:
         if self._logs is None:
             return
-        application, deployment = split_deployment_tag(self._backend)
-        tags = Tags(application, deployment, self._replica, component="replica", instance=self._instance)
-        settings = self._logs.configure(self._replica, tags, config)
+        settings = _configured(self._logs, self._backend, self._replica, self._instance, config)
         self.note = self._note if settings is not None and settings.enable_access_log else None
 
     def _note(self, method: str, request_id: str, status: int, seconds: float) -> None:
@@ -67,3 +67,25 @@ class ReplicaLogs:
         await self.payloads.configure(None)
         if self._logs is not None:
             self._logs.forget(self._replica)
+
+
+@contextmanager
+def speaking_for(start: ReplicaStart, context: ContextWith[Any]) -> Iterator[None]:
+    """Have records that name a replica written as its own were, whose process has ended."""
+    logs, config = context.logs, getattr(start.config, "logging_config", None)
+    if logs is None:
+        yield
+        return
+    _configured(logs, start.backend_tag, start.replica_tag, context.spec.instance, config)
+    try:
+        yield
+    finally:
+        logs.forget(start.replica_tag)
+
+
+def _configured(
+    logs: ProcessLogs, backend: str, replica: str, instance: str, config: Mapping[str, Any] | None
+) -> LogSettings | None:
+    application, deployment = split_deployment_tag(backend)
+    tags = Tags(application, deployment, replica, component="replica", instance=instance)
+    return logs.configure(replica, tags, config)

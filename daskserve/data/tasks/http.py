@@ -37,8 +37,13 @@ class _UnsupportedMediaTypeError(BadRequestError):
 class TaskAPI:
     """The ASGI application of one queue; see `task_api`."""
 
-    def __init__(self, config: TaskProcessorConfig, handlers: tuple[str, ...] | None) -> None:
-        self._config, self._handlers = config, handlers
+    def __init__(
+        self,
+        config: TaskProcessorConfig | None,
+        handlers: tuple[str, ...] | None = None,
+        adapter: TaskProcessorAdapter | None = None,
+    ) -> None:
+        self._config, self._handlers, self._given = config, handlers, adapter
         self._made: tuple[Router, TaskProcessorAdapter] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,11 +51,18 @@ class TaskAPI:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._made is None:
-            adapter = await asyncio.to_thread(made_adapter, self._config)
-            await asyncio.to_thread(adapter.initialize)
+            adapter = self._given
+            if adapter is None:
+                adapter = await asyncio.to_thread(self._connected)
             if self._made is None:  # another request may have been quicker
                 self._made = self._router(), adapter
         await self._made[0](scope, receive, send)
+
+    def _connected(self) -> TaskProcessorAdapter:
+        assert self._config is not None
+        adapter = made_adapter(self._config)
+        adapter.initialize()
+        return adapter
 
     def _router(self) -> Router:
         routes = [
@@ -90,7 +102,8 @@ class TaskAPI:
         return _json(_shown(found), 200 if _has_ended(found) else 202, headers)
 
     async def _arguments(self, request: Request) -> tuple[list[Any], dict[str, Any]]:
-        limit = getattr(self._config.adapter_config, "max_payload_bytes", MAX_BODY)
+        config = getattr(self._given, "config", self._config)
+        limit = getattr(getattr(config, "adapter_config", None), "max_payload_bytes", MAX_BODY)
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -150,7 +163,7 @@ class TaskAPI:
                 return
 
 
-def task_api(consumer: type[Any] | TaskProcessorConfig) -> TaskAPI:
+def task_api(consumer: type[Any] | TaskProcessorConfig | TaskProcessorAdapter) -> TaskAPI:
     """Return an ASGI application that offers a queue of tasks over HTTP.
 
     - ``POST /tasks/{handler}`` with a JSON object (or array) of arguments submits a task: 202, with its
@@ -162,15 +175,19 @@ def task_api(consumer: type[Any] | TaskProcessorConfig) -> TaskAPI:
 
     Parameters
     ----------
-    consumer : type or TaskProcessorConfig
-        The class with `task_consumer`, whose handlers are known then, or the config of the queue.
+    consumer : type, TaskProcessorConfig or TaskProcessorAdapter
+        The class with `task_consumer`, whose handlers are known then, or the config of the queue. In a
+        program outside of the instance that keeps the queue, the adapter that
+        `instantiate_adapter_from_config` returns.
 
     Examples
     --------
     >>> serve.run(serve.task_api(Mail), name="mail-api", route_prefix="/mail")  # doctest: +SKIP
     """
     if isinstance(consumer, TaskProcessorConfig):
-        return TaskAPI(consumer, None)
+        return TaskAPI(consumer)
+    if isinstance(consumer, TaskProcessorAdapter):
+        return TaskAPI(None, adapter=consumer)
     is_class = isinstance(consumer, type)  # otherwise it is a deployment
     spec = getattr(consumer if is_class else getattr(consumer, "definition", None), CONSUMER, None)
     if spec is None:

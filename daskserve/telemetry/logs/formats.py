@@ -10,6 +10,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
+from daskserve.common.formatting import encodable
 from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags, printable
 from daskserve.telemetry.logs.settings import LogSettings
 
@@ -149,7 +150,7 @@ def _shared_json(route: str, backend: str, replica: str, proxy: str, instance: s
 def traceback_of(record: logging.LogRecord) -> str:
     """Return the traceback of a record's exception, which is formatted once."""
     if record.exc_info and not record.exc_text:
-        record.exc_text = logging.Formatter().formatException(record.exc_info)
+        record.exc_text = encodable(logging.Formatter().formatException(record.exc_info))
     return record.exc_text or ""
 
 
@@ -185,8 +186,12 @@ def _of_tags(tags: Tags) -> dict[str, str]:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception as error:  # of the arguments, which do not fit the message
-        return f"{record.msg} ({type(error).__name__} in its arguments)"
+    except Exception as error:  # of the arguments, which do not fit the message, or of the message itself
+        msg, kind = record.msg, type(error).__name__
+        is_text = type(msg) is str
+        return (
+            f"{msg} ({kind} in its arguments)" if is_text else f"<{type(msg).__name__}: {kind} in its text>"
+        )
 
 
 def _shown(value: Any) -> str:

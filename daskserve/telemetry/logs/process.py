@@ -12,7 +12,6 @@ import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +35,10 @@ DEFAULT_LEVEL = logging.INFO
 Layer: TypeAlias = Mapping[str, Any] | None
 
 
+#: What applies if an application has an access log, but its instance no settings.
+_DEFAULTS = LogSettings()
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     tags: Tags
@@ -53,7 +56,7 @@ class ProcessLogs:
     Attributes
     ----------
     wake : callable
-        Has `drain` called soon, in the thread that writes.
+        Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
     dropped : dict
         How many records were lost, by the reason.
     ended : EndedFiles
@@ -68,7 +71,7 @@ class ProcessLogs:
     ) -> None:
         self.ring = Ring()
         self.ended = EndedFiles()
-        self.wake: Callable[[], object] = self.drain
+        self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Sequence[Access]], object] = self.ring.add_access
         self._now = now
@@ -80,9 +83,9 @@ class ProcessLogs:
         self._pending: deque[Access] = deque()
         #: Held while `_sources` is replaced, by the loop or by the thread that writes.
         self._changing = threading.Lock()
-        #: Actors that are gone, whose last records may still wait for the thread.
-        self._leaving: deque[str] = deque()
         self._is_awake = False
+        #: Whether settings have changed since the files were opened.
+        self._has_changed = False
         self._levels: dict[str, int] = {}
 
     # ---- settings
@@ -90,29 +93,43 @@ class ProcessLogs:
     def configure(self, source: str, tags: Tags, *layers: Layer) -> LogSettings | None:
         """Set what is done with the records of a replica, a proxy or a controller; return the settings."""
         found = merged(*layers)
-        with suppress(ValueError):
-            self._leaving.remove(source)
         with self._changing:
             self._sources = {**self._sources, source: _Source(tags, found)}
         self._set_levels()
+        if self._files:
+            self._has_changed = True
+            self._wake()
         return found
 
     def forget(self, source: str) -> None:
         """Drop the settings of an actor that is gone, once its last records are written; idempotent."""
-        if source in self._sources and source not in self._leaving:
-            self._leaving.append(source)
-            self._wake()
+        known = self._sources.get(source)
+        if known is not None:
+            # Behind its records, even if the thread has been woken before them.
+            self.wake(known)
 
-    def _forget_leaving(self) -> None:
-        gone = {self._leaving.popleft() for _ in range(len(self._leaving))}
-        if not gone:
-            return
-        with self._changing:
-            self._sources = {name: each for name, each in self._sources.items() if name not in gone}
-        self._set_levels()
-        used = {path for each in self._sources.values() if (path := _path(each.settings, each.tags))}
-        for path in [path for path in self._files if path not in used]:
-            sink = self._files.pop(path)
+    def _settle(self, gone: Sequence[_Source]) -> None:
+        """Drop the settings of actors that are gone, and have the files as the settings of the others say."""
+        self._has_changed = False
+        if gone:
+            with self._changing:
+                # An actor of the same name may have come meanwhile.
+                self._sources = {
+                    name: each
+                    for name, each in self._sources.items()
+                    if not any(each is other for other in gone)
+                }
+            self._set_levels()
+        used: dict[Path, LogSettings] = {}
+        for each in self._sources.values():
+            path = _path(each.settings, each.tags)
+            if path is not None and each.settings is not None:
+                used[path] = each.settings
+        for path, sink in tuple(self._files.items()):
+            if path in used:
+                sink.max_bytes, sink.max_files = used[path].max_file_bytes, used[path].max_files
+                continue
+            del self._files[path]
             self.dropped["file"] += sink.lost
             sink.close()
 
@@ -208,8 +225,12 @@ class ProcessLogs:
     def _line(self, access: Access, settings: LogSettings) -> str:
         return (access_json if settings.encoding == "JSON" else access_text)(access)
 
-    def drain(self, call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None) -> None:
-        """Write the lines of the access log that wait.
+    def drain(
+        self,
+        call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None,
+        gone: Sequence[_Source] = (),
+    ) -> None:
+        """Write the lines of the access log that wait, and drop the settings of actors that are gone.
 
         If the logger ``daskserve.access`` has handlers of its own, they get the lines instead of standard
         output.
@@ -246,22 +267,26 @@ class ProcessLogs:
                 call_handlers(logger, as_record(access))
             except Exception:  # of a filter, or of a handler that does not report its own errors
                 self.dropped["handler"] += 1
-        self._forget_leaving()
+        if gone or self._has_changed:
+            self._settle(gone)
 
     def _place(self, name: str) -> tuple[Path | None, bool, LogSettings] | None:
         """Return where lines of a replica or proxy go: to a file, to standard output; None if nowhere."""
         source = self._sources.get(name)
-        if source is None or source.settings is None:
+        if source is None:
             return None
-        return _path(source.settings, source.tags), source.settings.to_stdout, source.settings
+        # An application may have an access log on an instance that has no settings.
+        settings = source.settings or _DEFAULTS
+        return _path(settings, source.tags), settings.to_stdout, settings
 
     def _settings(self, tags: Tags) -> LogSettings | None:
-        if tags.replica:
-            source = self._sources.get(tags.replica)
-            return None if source is None else source.settings
-        # A record of the worker is as those of the proxies or of the controller in it. One that belongs to no
-        # instance is as those of any.
-        for component in dict.fromkeys((tags.component, "proxy", "controller")):
+        source = self._sources.get(tags.replica) if tags.replica else None
+        if source is not None:
+            return source.settings
+        # A record of the worker, or of a replica that is gone, is as those of the proxies or of the
+        # controller in it. One that belongs to no instance is as those of any.
+        first = "proxy" if tags.replica else tags.component
+        for component in dict.fromkeys((first, "proxy", "controller")):
             for each in self._sources.values():
                 is_of = tags.instance in ("", each.tags.instance)
                 if is_of and each.settings is not None and each.tags.component == component:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeAlias
 
+from daskserve.common.formatting import encodable
 from daskserve.common.types import split_deployment_tag
 
 #: The logger of the access log.
@@ -99,7 +100,7 @@ class Entry:
     @property
     def message(self) -> str:
         """The text, without the exception."""
-        return _message(self.msg, self.args)
+        return encodable(_message(self.msg, self.args))
 
     def plain(self) -> Plain:
         """Return plain values."""
@@ -107,9 +108,9 @@ class Entry:
             "time": self.time,
             "level": self.level,
             "levelno": self.levelno,
-            "logger": self.logger,
+            "logger": encodable(self.logger),
             "message": self.message,
-            "exception": self.exception,
+            "exception": encodable(self.exception),
             **self.tags.plain(),
         }
 

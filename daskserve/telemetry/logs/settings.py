@@ -41,7 +41,8 @@ class LogSettings:
     level: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "level", logging.getLevelNamesMapping()[self.log_level])
+        # A logger without a level, as ``NOTSET`` would make it, has that of the root.
+        object.__setattr__(self, "level", logging.getLevelNamesMapping()[self.log_level] or 1)
 
     @property
     def to_stdout(self) -> bool:

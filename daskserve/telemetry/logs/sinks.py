@@ -64,8 +64,8 @@ class FileSink:
     def __init__(self, path: Path, max_bytes: int, max_files: int, now: Callable[[], float]) -> None:
         self.path = path
         self.lost = 0
-        self._max_bytes = max_bytes
-        self._max_files = max_files
+        self.max_bytes = max_bytes
+        self.max_files = max_files
         self._now = now
         self._file: BinaryIO | None = None
         self._size = 0
@@ -99,7 +99,7 @@ class FileSink:
             self._failed_at, self.problem = None, ""
 
     def _opened(self, more: int) -> BinaryIO:
-        if self._file is not None and self._size and self._size + more > self._max_bytes:
+        if self._file is not None and self._size and self._size + more > self.max_bytes:
             self._rotate()
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,12 +111,12 @@ class FileSink:
         self.close()
         names = [
             self.path,
-            *(self.path.with_name(f"{self.path.name}.{n + 1}") for n in range(self._max_files)),
+            *(self.path.with_name(f"{self.path.name}.{n + 1}") for n in range(self.max_files)),
         ]
         for old, new in zip(reversed(names[:-1]), reversed(names[1:]), strict=True):
             if old.exists():
                 os.replace(old, new)
-        if not self._max_files:
+        if not self.max_files:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:

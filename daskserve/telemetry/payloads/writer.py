@@ -102,6 +102,8 @@ class PayloadWriter:
         self._is_redact_loaded = False
         self._said = SparseLog(LOG_EVERY_S)
         self._file = _File()
+        #: How many samples were queued, and taken by the thread.
+        self._offered = self._taken = 0
         self.written = 0
         self.dropped: dict[str, int] = defaultdict(int)
 
@@ -115,6 +117,7 @@ class PayloadWriter:
             self.dropped["queue"] += 1
             return
         self._waiting_bytes += size
+        self._offered += 1
         self._queue.put(sample)
         if self._thread is None:
             name = f"daskserve-payloads-{self._origin.replica}"
@@ -129,7 +132,7 @@ class PayloadWriter:
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self.dropped["stop"] += self._queue.qsize() - 1 + self._file.requests
+            self.dropped["stop"] += self._offered - self._taken + self._file.requests
 
     def counts(self, labels: tuple[str, ...]) -> Iterable[tuple[str, tuple[str, ...], int]]:
         """Return the metrics."""
@@ -173,6 +176,7 @@ class PayloadWriter:
             if not self._file.lines:
                 until = stopwatch() + self._flush_period_s
             self._taken_bytes += sample.nbytes
+            self._taken += 1
             self._add(sample)
         return False
 

@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from daskserve.common.clock import processor_time, stopwatch
+from daskserve.common.formatting import encodable
 from daskserve.telemetry.profiling.frames import UserFrames
 from daskserve.telemetry.profiling.threads import processor_times, stack_frames
 
@@ -104,7 +105,7 @@ class Samples:
         def number(key: Any, name: str, file: str, line: int) -> int:
             if key not in numbers:
                 numbers[key] = len(functions)
-                functions.append([name[:MAX_NAME], file, line])
+                functions.append([encodable(name[:MAX_NAME]), encodable(file), line])
             return numbers[key]
 
         stacks = [
@@ -121,7 +122,7 @@ class Samples:
             for (label, codes), counts in self._stacks.items()
         ]
         lines = [
-            [code.co_filename, line, code.co_qualname[:MAX_NAME], count]
+            [encodable(code.co_filename), line, code.co_qualname[:MAX_NAME], count]
             for (code, line), count in self._lines.most_common(MAX_LINES)
         ]
         return {

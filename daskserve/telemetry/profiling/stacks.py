@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from daskserve.common.formatting import counted
+from daskserve.common.formatting import counted, encodable
 from daskserve.telemetry.profiling.frames import UserFrames, is_users
 from daskserve.telemetry.profiling.sampling import MAX_DEPTH, MAX_NAME, CodeThread
 
@@ -31,8 +31,10 @@ def stacks_of_threads(
             has_code = begins < len(shown)
             for number, each in enumerate(shown):
                 each["is_users"] = number >= begins and each["is_users"]
-            name = names.get(ident, thread.label)[:MAX_NAME]
-            found.append({"name": name, "kind": thread.label, "runs_code": has_code, "frames": shown})
+            name = encodable(names.get(ident, thread.label)[:MAX_NAME])
+            found.append(
+                {"name": name, "kind": encodable(thread.label), "runs_code": has_code, "frames": shown}
+            )
     return sorted(found, key=lambda each: not each["runs_code"])[:MAX_THREADS]
 
 
@@ -46,7 +48,7 @@ def stacks_of_tasks(loop: asyncio.AbstractEventLoop) -> tuple[list[dict[str, Any
     for task in asyncio.all_tasks(loop):
         shown = _frames_of_task(task)
         if any(each["is_users"] for each in shown):
-            found.append({"name": str(task.get_name())[:MAX_NAME], "frames": shown})
+            found.append({"name": encodable(str(task.get_name())[:MAX_NAME]), "frames": shown})
     found.sort(key=lambda each: each["name"])
     return found[:MAX_TASKS], max(0, len(found) - MAX_TASKS)
 
@@ -83,9 +85,9 @@ def _shown(frame: FrameType, line: int) -> dict[str, Any]:
     text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     return {
         "function": code.co_qualname[:MAX_NAME],
-        "file": code.co_filename,
+        "file": encodable(code.co_filename),
         "line": line,
-        "text": text[:MAX_LINE],
+        "text": encodable(text[:MAX_LINE]),
         "is_users": is_users(frame),
     }
 

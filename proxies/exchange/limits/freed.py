@@ -8,6 +8,7 @@ milliseconds, so it is done in a thread, once no large body has come for a while
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 
 from daskserve.loops.threads import StartThread, start_daemon
@@ -20,6 +21,8 @@ QUIET_TICKS = 3
 
 def malloc_trim() -> None:
     """Return free memory to the operating system, where the C library can."""
+    if not sys.platform.startswith("linux"):
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

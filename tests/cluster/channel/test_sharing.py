@@ -218,9 +218,10 @@ async def test_a_frame_that_cannot_be_packed_fails_no_large_buffer() -> None:
     async with sharing_pair() as (here, there):
         here.transport.post(buffer(SHARED_BYTES))
         here.transport.post(("bad", buffer(SHARED_BYTES), object()))
-        here.transport.post("after")
-        large, after = await there.take(2)
-        assert (bytes(large), after) == (b"\7" * SHARED_BYTES, "after")
+        here.transport.post((buffer(SHARED_BYTES), "caf\udce9.csv", buffer(SHARED_BYTES, 8)))
+        large, (first, name, second) = await there.take(2)
+        assert bytes(large) == bytes(first) == b"\7" * SHARED_BYTES
+        assert (name, bytes(second)) == ("caf\udce9.csv", b"\x08" * SHARED_BYTES)
         assert [frame[0] for frame in here.refused] == ["bad"]
 
 

@@ -118,9 +118,11 @@ def test_the_message_is_that_of_the_moment_of_logging(log: logging.Logger, held:
     with opened():
         log.warning("values %s", values)
         log.warning("%s of %d", "one", 2)
+        log.warning(values)
+        log.warning("%s of caf\udce9", "\ud800")
         values.append(2)
         held.gate.set()
-    assert held.messages == ["values [1]", "one of 2"]
+    assert held.messages == ["values [1]", "one of 2", "[1]", "\\ud800 of caf\\udce9"]
     assert held.records[1].args == ("one", 2), "some formatters read plain arguments"
 
 
@@ -313,7 +315,7 @@ def test_records_and_prints_have_their_replica_and_request(
             current_request.set(RequestContext("r1", "/x"))
             log.warning("hello", extra={"route": "mine"})
             say("one\ntwo ")
-            say("three\n")
+            say("three\udce9\n")
             say("begun")
             sys.stdout.flush()
 
@@ -324,9 +326,9 @@ def test_records_and_prints_have_their_replica_and_request(
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "of nobody"
     marked = [each for each in out if each.startswith("shop/Model#abc: ")]
-    assert [each.partition(": ")[2] for each in marked] == ["one", "two three", "begun"]
+    assert [each.partition(": ")[2] for each in marked] == ["one", "two three\\udce9", "begun"]
     rows = {each["message"]: each for each in thread.logs.ring.rows()}
-    assert rows["hello"]["request_id"] == rows["two three"]["request_id"] == "r1"
+    assert rows["hello"]["request_id"] == rows["two three\\udce9"]["request_id"] == "r1"
     assert rows["hello"]["route"] == "/x"
     assert rows["lost"]["replica"] == "shop/Model#abc"
     assert "of nobody" not in rows

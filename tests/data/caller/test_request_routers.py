@@ -185,6 +185,18 @@ async def test_prompts_leave_a_replica_that_is_busier_than_others_and_one_that_i
     assert len({stage.ask(call("", PROMPTS[0])) for _ in range(5)}) == 1
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+async def test_prompts_leave_a_replica_that_other_processes_keep_busy(replicas: int) -> None:
+    stage = Stage("PrefixAffinity", replicas, imbalanced_threshold=2)
+    for prompt in PROMPTS:
+        home = stage.ask(call("", prompt))
+        assert home is not None
+        stage.pool.report(stage.pool.entries()[home], Load(11), asyncio.get_running_loop().time())
+        assert stage.ask(call("", prompt)) != home
+        for entry in stage.pool.entries().values():
+            stage.pool.report(entry, Load(), asyncio.get_running_loop().time())
+
+
 async def test_known_beginnings_are_bounded() -> None:
     stage = Stage("PrefixAffinity", 4, max_beginnings=100)
     for n in range(200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -128,3 +129,14 @@ def test_wrong_requests_get_their_status(
 def test_task_api_takes_a_consumer() -> None:
     with pytest.raises(TypeError, match="task_consumer"):
         serve.task_api(dict)
+
+
+async def test_an_application_outside_of_the_instance_has_the_adapter(http: httpx.Client) -> None:
+    kept = serve.InstanceAdapterConfig(max_payload_bytes=1000)
+    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
+    adapter = await asyncio.to_thread(serve.instantiate_adapter_from_config, config)
+    transport = httpx.ASGITransport(serve.task_api(adapter))
+    async with httpx.AsyncClient(transport=transport, base_url="http://outside") as outside:
+        answer = await outside.post("/tasks/add?wait_s=20", json=[2])
+        assert (answer.status_code, answer.json()["result"]) == (200, 3)
+        assert (await outside.post("/tasks/add", json=["x" * 2000])).status_code == 413

@@ -127,6 +127,7 @@ def pack(
         A frame holds a value that cannot be sent.
     """
     large: list[memoryview] = []
+    made: list[msgpack.ExtType] = []
 
     def refer(value: Any) -> msgpack.ExtType:
         if not isinstance(value, OutOfBand):
@@ -144,7 +145,20 @@ def pack(
         code = _BYTES if is_bytes else _BUFFER
         return msgpack.ExtType(code, len(large).to_bytes(4, "little"))
 
-    return msgpack.packb(frames, default=refer), large
+    def noted(value: Any) -> msgpack.ExtType:
+        made.append(refer(value))
+        return made[-1]
+
+    try:
+        return msgpack.packb(frames, default=noted), large
+    except UnicodeEncodeError:
+        # The name of a file may have surrogates. Not the first choice, as it takes longer for each text.
+        begun = iter(tuple(made))  # what is shared already must not be shared again
+
+        def made_or_refer(value: Any) -> msgpack.ExtType:
+            return next(begun, None) or refer(value)
+
+        return msgpack.packb(frames, default=made_or_refer, unicode_errors="surrogatepass"), large
 
 
 def unpack(
@@ -169,5 +183,7 @@ def unpack(
         part = parts[int.from_bytes(data, "little")]
         return bytes(part) if code == _BYTES else memoryview(part)
 
-    frames: Sequence[Any] = msgpack.unpackb(parts[0], use_list=False, strict_map_key=False, ext_hook=refer)
+    frames: Sequence[Any] = msgpack.unpackb(
+        parts[0], use_list=False, strict_map_key=False, ext_hook=refer, unicode_errors="surrogatepass"
+    )
     return frames

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from daskserve.cluster.protocols.base import Store, StoreChange
 from daskserve.control.records.records import Change, CodeRecord, Record
 from daskserve.control.records.state import State
-from daskserve.control.records.storing.encoding import CorruptRecordError, decode, encode
+from daskserve.control.records.storing.encoding import CorruptRecordError, decode, encodable, encode
 from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")
@@ -48,12 +48,21 @@ def encoded(records: Mapping[str, Record]) -> dict[str, bytes]:
     return {key: encode(record) for key, record in records.items()}
 
 
-async def write(store: Store, epoch: int, change: Change, *, must_last: bool = True) -> None:
-    """Store a change as one transaction; see `StoreChange.must_last`."""
+async def write(store: Store, epoch: int, change: Change, *, must_last: bool = True) -> Change:
+    """Store a change as one transaction, and return it as stored; see `StoreChange.must_last`."""
     if change:
-        encoded = {key: None if record is None else encode(record) for key, record in change.items()}
+        try:
+            encoded = _encoded(change)
+        except UnicodeEncodeError:  # a text of user code, which must not keep its replica from being replaced
+            change = {key: record and encodable(key, record) for key, record in change.items()}
+            encoded = _encoded(change)
         may_wait = not must_last and all(key.startswith(_MAY_WAIT) for key in change)
         await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last, may_wait))
+    return change
+
+
+def _encoded(change: Change) -> dict[str, bytes | None]:
+    return {key: None if record is None else encode(record) for key, record in change.items()}
 
 
 async def rewrite(store: Store, epoch: int, state: State, unreadable: Collection[str]) -> int:

@@ -44,6 +44,12 @@ def encode(record: Record) -> bytes:
     return bytes(msgpack.packb({"format": FORMAT, "fields": fields_of(record)}))
 
 
+def encodable(key: str, record: Record) -> Record:
+    """Return a record as `encode` accepts it: surrogates in its texts become backslash escapes."""
+    stored = {"format": FORMAT, "fields": fields_of(record)}
+    return decode(key, msgpack.packb(stored, unicode_errors="backslashreplace"))
+
+
 def decode(key: str, data: bytes) -> Record:
     """Return the record stored under ``key``.
 

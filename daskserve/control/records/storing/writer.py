@@ -130,7 +130,7 @@ class Writer:
     async def _write(self, change: Change, then: Then | None, must_last: bool) -> None:
         try:
             if not self.is_detached:
-                await checkpoint.write(self._store, self._epoch, change, must_last=must_last)
+                change = await checkpoint.write(self._store, self._epoch, change, must_last=must_last)
         except StaleEpochError:
             raise
         except BaseException:

@@ -8,12 +8,12 @@ that have arrived in the meantime; calls on the same loop need none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from daskserve.cluster.protocols.base import ClusterConnection
+from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
 from daskserve.loops.event_loop import running_loop
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
@@ -48,10 +48,13 @@ def start_call(
 def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio.Future[None]:
     """Return a future of the running loop that completes when a call ends, with or without success.
 
-    If the task that awaits it is cancelled, that task should cancel the call.
+    If the task that awaits it is cancelled, that task should cancel the call. A coroutine that is a task of
+    Dask leaves its place to other tasks meanwhile.
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
+    if loop is connection.loop and (task := connection.present_task()) is not None:
+        _leave_place(task, waiter, call.cancel)
 
     def wake(_: PendingCall[Any]) -> None:
         # The call may be cancelled from any thread.
@@ -65,6 +68,17 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
 
     call.add_done_callback(wake)
     return waiter
+
+
+def _leave_place(task: PresentTask, waiter: asyncio.Future[None], cancel: Callable[[], object]) -> None:
+    stop = task.on_release(cancel)
+    task.leave()
+
+    def come_back(_: asyncio.Future[None]) -> None:
+        stop()
+        task.come_back()
+
+    waiter.add_done_callback(come_back)
 
 
 def begin_call(

@@ -9,16 +9,34 @@ from typing import Any, TypeVar
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask, Process
 from daskserve.common.clock import stopwatch
 from daskserve.common.types import EndpointTag
+from daskserve.data.caller.backlogs import batches_of
 from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
-from daskserve.data.caller.mapping.backlogs import batches_of, room_of
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_max_in_flight
 from daskserve.data.caller.mapping.window import Item, Window
+from daskserve.data.caller.routing.replica_pool import ROOM_S
 from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 T = TypeVar("T")
+
+
+def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
+    """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
+
+    One slot of each is for live requests, if it has several, and one request is on its way to each. A replica
+    that has refused some lately, although it had free slots, takes as many as it had then. May be called from
+    any thread; both are 0 while they are not known.
+    """
+    replicas = room = 0
+    for tag in () if routers is None else routers.router(endpoint).backends:
+        entries = routers.replica_set(tag).pool.entries()
+        for each in entries.values():
+            found_at, found = each.batch_room
+            room += 1 + (found if now - found_at < ROOM_S else max(1, each.concurrency - 1))
+        replicas += len(entries)
+    return replicas, room
 
 
 class MapTarget:

@@ -244,11 +244,16 @@ class MapResults:
         waiting: set[asyncio.Future[Any]] = {changed}
         if self._arriving is not None:
             waiting.add(self._arriving)
+        task = self._target.connection.present_task()
+        if task is not None:  # a coroutine that is a task of Dask
+            task.leave()
         try:
             if not self._window.has_news():
                 await asyncio.wait(waiting, timeout=self._pause_s(), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._window.wake = None
+            if task is not None:
+                task.come_back()
 
     def _take_arrived(self) -> None:
         """Start the call of an item that an asynchronous source has yielded, and ask for the next one."""

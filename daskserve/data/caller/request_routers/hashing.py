@@ -143,6 +143,8 @@ class ConsistentHashRouter(RequestRouter):
 
     def ranked(self, key: int) -> list[list[RunningReplica]]:
         """Return the first replica after a key that may take a request; else those that may, if any."""
+        if not self._replicas_list:
+            return []
         most = most_ongoing(self._replicas_list, self.total_ongoing, self._bound)
         owner = self._by_tag[self._ring.owner(key)]
         if owner.has_room and owner.ongoing_requests < most:

@@ -18,6 +18,7 @@ dictionary would take a quarter of a choice.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ MAX_BEGINNINGS = 50_000
 MAX_REPLICAS = 4
 #: JSON bodies up to this size are read; the beginning of a longer one is taken as it is.
 MAX_JSON_BYTES = 32 * 1024
-#: How many more requests than the least loaded of two random ones a replica may have.
+#: How many more requests than the less loaded of two random other ones a replica may have.
 IMBALANCE = 8
 #: The least share of a text that must be known.
 MATCH = 0.1
@@ -109,21 +110,30 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         if near and depth >= self._match * len(names):
             least, queue_len = near[0], near[0].queue_len
             for each in near[1:]:
-                if (other := each.queue_len) < queue_len:
-                    least, queue_len = each, other
+                if (length := each.queue_len) < queue_len:
+                    least, queue_len = each, length
             # Only a replica that is loaded at all can be imbalanced: no others are looked at before.
-            if least.has_room and (
-                queue_len <= self._imbalance
-                or queue_len - self._drawn_queue_len(candidate_replicas) <= self._imbalance
-            ):
+            if queue_len > self._imbalance:
+                other, other_len = self._drawn_beside(least, candidate_replicas)
+                if queue_len - other_len > self._imbalance:
+                    return [[other], candidate_replicas]
+            if least.has_room:
                 return [[least], candidate_replicas]
         return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
 
-    def _drawn_queue_len(self, replicas: list[RunningReplica]) -> float:
-        """Return the queue length of the less loaded of two random replicas."""
-        count = len(replicas)
-        one, other = (replicas[int(self.rng.random() * count)].queue_len for _ in range(2))
-        return min(one, other)
+    def _drawn_beside(
+        self, one: RunningReplica, replicas: list[RunningReplica]
+    ) -> tuple[RunningReplica, float]:
+        """Return the less loaded of two random replicas other than one, and its queue length."""
+        count, found, least = len(replicas), one, math.inf
+        for _ in range(2):
+            place = int(self.rng.random() * count)
+            each = replicas[place]
+            if each is one:
+                each = replicas[place - 1]
+            if (length := each.queue_len) < least:
+                found, least = each, length
+        return found, least
 
     def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:
         """Return the replicas that have the longest beginning with any, and its length in blocks."""

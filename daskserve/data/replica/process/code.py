@@ -37,6 +37,7 @@ from daskserve.common.types import (
 from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
+from daskserve.data.replica.logs import speaking_for
 from daskserve.data.replica.models import Models
 from daskserve.data.replica.process.inspection import ChildInspection
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
@@ -288,7 +289,8 @@ class ChildCode:
         self.slots.closed_because = self.loss
         self.slots.close()
         crash = f"\n{self._child.crash}" if self._child.crash else ""
-        logger.error("%s%s", self.loss, crash, extra={"replica": self._start.replica_tag})
+        with speaking_for(self._start, self._context):
+            logger.error("%s%s", self.loss, crash, extra={"replica": self._start.replica_tag})
 
     # ---- verbs
 
@@ -318,6 +320,7 @@ class ChildCode:
         else:
             await self._call("reconfigure", **message, patience_s=patience_s)
         self._user_config = user_config
+        self._start = replace(self._start, config=read_config(config))
         self.slots.resize(concurrency)
 
     async def probe(self) -> None:

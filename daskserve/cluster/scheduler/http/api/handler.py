@@ -186,6 +186,8 @@ class ApiHandler(GuardedHandler):
             message["after"] = last
         elif NUMBER.fullmatch(last):
             message["after"] = int(last)
+        # The stream begins at once, also if there is nothing to send yet.
+        message["wait_s"] = 0.0
         self._api.streams += 1
         try:
             found = await self._api.access.call(instance, verb, message)

@@ -768,14 +768,21 @@ function systemPage() {
 }
 
 /** Return the answer to a request for the page that is shown: asked again if the key is another one. */
+const AGAIN_MS = 2000;
+/** Return whether the same request would fail again; another failure may be over soon. */
+const isRefused = (error) => error.status >= 400 && error.status < 500;
 function wanted(path, key, everyMs = 0) {
   const known = view.data[path] || (view.data[path] = {});
   const isLate = everyMs && Date.now() - (known.at || 0) > everyMs;
-  if ((known.key !== key || isLate) && !known.isAsking && site.link === "on" && Date.now() - (known.at || 0) > 500) {
+  if ((known.key !== key || isLate) && !known.isAsking && site.link === "on" && Date.now() - (known.at || 0) > (known.isLost ? AGAIN_MS : 500)) {
     known.isAsking = true;
     const data = view.data;
-    api(path).then((answer) => { known.answer = answer; }, (error) => { known.answer = { error: error.message }; }).finally(() => {
-      Object.assign(known, { isAsking: false, key, at: Date.now() });
+    const done = (more) => Object.assign(known, { key, isLost: false, ...more });
+    api(path).then((answer) => done({ answer }), (error) => {
+      if (isRefused(error)) done({ answer: { error: error.message } });
+      else Object.assign(known, { isLost: true, answer: known.answer || { error: error.message } });
+    }).finally(() => {
+      Object.assign(known, { isAsking: false, at: Date.now() });
       if (data === view.data) later();
     });
   }
@@ -913,14 +920,15 @@ function logsPage() {
       filter("replica") ? [h("button", { type: "button", key: "profile", onclick: () => profile({ id: filter("replica") }) }, "Profile"), h("button", { type: "button", key: "stacks", onclick: () => stacks({ id: filter("replica") }) }, "Stacks")] : null,
       h("button", { type: "button", key: "hold", "aria-pressed": String(!data.isHeld), onclick: () => { data.isHeld = !data.isHeld; draw(); } }, data.isHeld ? "Follow" : "Hold")),
       Object.entries(data.missing || {}).map(([worker, why]) => h("p", { class: "note warn", key: `m${worker}` }, `Worker ${worker}: ${why}`)),
-      data.trouble ? h("p", { class: "empty" }, data.trouble) : !lines.length ? h("p", { class: "empty" }, data.asked ? "No log lines yet." : "Asking the workers.") :
+      data.trouble && lines.length ? h("p", { class: "note warn", key: "trouble" }, data.trouble) : null,
+      !lines.length ? h("p", { class: "empty", key: "none" }, data.trouble || (data.asked ? "No log lines yet." : "Asking the workers.")) :
         h("ul", { class: "logs", id: "logs", tabindex: 0, "aria-label": "Log lines" }, lines.map((each) => h("li", { key: each.$n }, h("time", { class: "soft", title: when(each.time) }, clock(each.time)), h("span", { class: { ERROR: "bad", CRITICAL: "bad", WARNING: "warn" }[each.level] || "soft" }, each.level), h("span", { class: "soft cut", title: each.replica || "" }, [each.deployment, each.replica && shortId(each.replica)].filter(Boolean).join(" ") || each.logger || ""), h("span", null, each.message, each.exception ? `\n${each.exception}` : "")))))];
 }
 
 function readLogs(query) {
   const data = view.data;
-  if (data.query !== query) Object.assign(data, { query, lines: [], cursor: null, asked: false, isAsking: false, trouble: "" });
-  if (data.isAsking || data.isHeld || data.trouble || site.link !== "on" || Date.now() - (data.at || 0) < 900) return;
+  if (data.query !== query) Object.assign(data, { query, lines: [], cursor: null, asked: false, isAsking: false, isRefused: false, trouble: "" });
+  if (data.isAsking || data.isHeld || data.isRefused || site.link !== "on" || Date.now() - (data.at || 0) < (data.trouble ? AGAIN_MS : 900)) return;
   data.isAsking = true;
   const params = new URLSearchParams(query);
   params.set("limit", "500");
@@ -937,9 +945,9 @@ function readLogs(query) {
     data.missing = answer.missing || {};
     const box = $("logs");
     const isAtEnd = !box || box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    if (added.length) draw();
+    if (added.length || data.trouble) { data.trouble = ""; draw(); }
     if (isAtEnd && added.length && $("logs")) $("logs").scrollTop = $("logs").scrollHeight;
-  }, (error) => { if (isCurrent()) data.trouble = error.status === 404 && !error.message.includes("nstance") ? "This version of daskserve has no logs here." : error.message; }).finally(() => { if (isCurrent()) Object.assign(data, { isAsking: false, at: Date.now() }); });
+  }, (error) => { if (isCurrent()) data.isRefused = isRefused(error) && !error.message.includes("nstance"), data.trouble = error.status === 404 && !error.message.includes("nstance") ? "This version of daskserve has no logs here." : error.message; }).finally(() => { if (isCurrent()) Object.assign(data, { isAsking: false, at: Date.now() }); });
 }
 
 // ---- Actions, each after a confirmation
@@ -1023,13 +1031,17 @@ async function inspect(each, title, path, body, patience = ANSWER_MS) {
   }
 }
 const profile = (each) => inspect(each, `Profile of ${shortId(each.id)}`, "profile?seconds=5", (answer, show) => flame(answer, show, each));
-const memory = (each) => inspect(each, `Memory of ${shortId(each.id)}`, "profile?seconds=5&memory=true", (answer) => memoryOf(answer, each), 3 * ANSWER_MS);
+const memory = (each) => inspect(each, `Memory of ${shortId(each.id)}`, "profile?seconds=5&memory=true", (answer) => memoryOf(answer.memory, each), 3 * ANSWER_MS);
 const stacks = (each) => inspect(each, `Stacks of ${shortId(each.id)}`, "stacks", (answer) => h("pre", { tabindex: 0, "aria-label": "Stacks" }, stacksText(answer)));
 const frameOf = (each) => `  ${each.function}  ${each.file}:${each.line}${each.text ? `\n      ${each.text}` : ""}`;
 function stacksText(answer) {
   const parts = [...(answer.threads || []).map((each) => ["Thread", each]), ...(answer.tasks || []).map((each) => ["Task", each])];
   const isBusy = ([, each]) => each.frames.some((frame) => frame.is_users);
-  return [...parts.filter(isBusy), ...parts.filter((each) => !isBusy(each))].map(([kind, each]) => `${kind} ${each.name}\n${each.frames.map(frameOf).join("\n")}`).join("\n\n") || "No thread runs code.";
+  const texts = [...parts.filter(isBusy), ...parts.filter((each) => !isBusy(each))].map(([kind, each]) => `${kind} ${each.name}\n${each.frames.map(frameOf).join("\n")}`);
+  // A child process that does not answer has only these.
+  if (answer.note) texts.push([answer.note, (answer.native || "").trimEnd()].filter(Boolean).join("\n"));
+  if (answer.more_tasks) texts.push(`... and ${plural(answer.more_tasks, "more task")}.`);
+  return texts.join("\n\n") || "No thread runs code.";
 }
 
 /**

@@ -93,6 +93,8 @@ class SuspectQueue:
 
     def next_at(self) -> float | None:
         """Return when the first request may go to any replica; None if all of them may already."""
+        if not self.waiters:  # as almost always
+            return None
         now = self._clock.now()
         times = [each.isolated_until for each in self.waiters.values() if each.isolated_until > now]
         return min(times, default=None)

@@ -10,26 +10,8 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from daskserve.common.types import BackendTag, EndpointTag
-from daskserve.data.caller.routing.replica_pool import ROOM_S
 
 _KEY = "batches"
-
-
-def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
-    """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
-
-    One slot of each is for live requests, if it has several, and one request is on its way to each. A replica
-    that has refused some lately, although it had free slots, takes as many as it had then. May be called from
-    any thread; both are 0 while they are not known.
-    """
-    replicas = room = 0
-    for tag in () if routers is None else routers.router(endpoint).backends:
-        entries = routers.replica_set(tag).pool.entries()
-        for each in entries.values():
-            found_at, found = each.batch_room
-            room += 1 + (found if now - found_at < ROOM_S else max(1, each.concurrency - 1))
-        replicas += len(entries)
-    return replicas, room
 
 
 class Batch(Protocol):
