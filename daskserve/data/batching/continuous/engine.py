@@ -258,7 +258,7 @@ class Engine:
             value = function(*own, list(requests))  # a copy, which user code may change
             if inspect.isawaitable(value):
                 value = await value
-            return self._listed(name, value, len(requests)), None
+            return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
             if self._is_foreign_cancellation():
                 raise
@@ -308,16 +308,9 @@ class Engine:
         if name != "release":
             self._spans.begin(name, requests)
         try:
-            return self._listed(name, function(*own, list(requests)), len(requests)), None
+            return _listed(self.rounds, name, function(*own, list(requests)), len(requests)), None
         except BaseException as error:  # as above
             return None, self._logged(name, error)
-
-    def _listed(self, name: str, value: Any, count: int) -> list[Any] | None:
-        """Return what user code has answered as a list; an iterator may compute, so without the lock."""
-        if name == "release" or (name == "prefill" and value is None):
-            return None
-        what = self.rounds.name if name == "step" else f"The {name} of {self.rounds.name}"
-        return as_results(what, value, count)
 
     def _post_woken(self) -> None:
         if woken := self.rounds.take_woken():
@@ -333,6 +326,13 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         logger.error("Internal error in the batch of %s", self.rounds.name, exc_info=error)
         self.rounds.fail_all(ServeError(f"Internal error in the batch of {self.rounds.name}: {error!r}"))
+
+
+def _listed(rounds: Rounds, name: str, value: Any, count: int) -> list[Any] | None:
+    """Return what user code has answered as a list; an iterator may compute, so without the lock."""
+    if name == "release" or (name == "prefill" and value is None):
+        return None
+    return as_results(rounds.name if name == "step" else f"The {name} of {rounds.name}", value, count)
 
 
 def _wake_all(requests: list[ActiveRequest]) -> None:
