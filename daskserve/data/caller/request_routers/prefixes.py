@@ -34,7 +34,7 @@ from daskserve.data.caller.request_routers.interface import (
 #: The length of the first blocks and their number; how long each further one is, as a share of all before it;
 #: and how many characters of a text count.
 BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
-GROWTH = 0.2
+GROWTH = 0.35
 MAX_CHARACTERS = 32 * 1024
 #: How many messages of a chat count.
 MAX_MESSAGES = 256

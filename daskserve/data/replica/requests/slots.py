@@ -160,7 +160,8 @@ class Slots:
         """
         if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
             return False
-        if not self._admits(envelope is not None and is_of_batch(envelope)):
+        is_batch = envelope is not None and is_of_batch(envelope)
+        if (is_batch or self._batch_room is not None) and not self._admits(is_batch):
             return False
         self.ongoing += 1
         return True
@@ -225,7 +226,8 @@ class Slots:
         if room is not None and envelope is not None and is_of_batch(envelope):
             room.ended(stopwatch(), are_waiting=bool(self._waiters.places))
         self.ongoing -= 1
-        self._fill()
+        if self._waiters.places:
+            self._fill()
         if not self.ongoing and self._idle is not None:
             self._idle.set()
         if self.on_free is not None:
