@@ -47,6 +47,7 @@ PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
+    "daskserve/telemetry/profiling/memory.py:_TRACING": "tracemalloc is one per process",
     "daskserve/common/types.py:DONE": "it is an empty tuple of an awaitable class",
 }
 

@@ -6,7 +6,8 @@ replica is lost from a replica whose code could not reach another one.
 
 The bytes are msgpack of a summary, the traceback, a mapping, and the ids of the requests for which the error
 is logged. The mapping has ``known``: the error of daskserve that it is, or that its class is derived from;
-``parts`` if that is not all of it (`daskserve.payload.error_parts`); and ``of_user`` if user code raised it.
+``parts`` if that is not all of it (`daskserve.payload.error_parts`); ``type``, the name of its class; and
+``of_user`` if user code raised it.
 In the stores of earlier versions a pickle stands in place of the mapping.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import msgpack
 
 from daskserve import errors
+from daskserve.common.error_types import StandInError, type_name_of
 from daskserve.common.formatting import encodable
 from daskserve.errors import (
     CALL_FROM,
@@ -79,7 +81,7 @@ def _logged_for(error: BaseException) -> Sequence[str] | None:
     return found
 
 
-class PackedError(Exception):
+class PackedError(StandInError):
     """An error that passes through parts of daskserve, and processes, that must not run code of its class.
 
     Attributes
@@ -122,6 +124,12 @@ class PackedError(Exception):
     def is_of_user(self) -> bool:
         """Whether user code raised it."""
         return isinstance(self._content, dict) and "of_user" in self._content
+
+    @property
+    def type_name(self) -> str:
+        """The name of its class with the module, unless that is built in."""
+        known = self._content.get("type") if isinstance(self._content, dict) else None
+        return known or self.summary.partition(":")[0]
 
     @property
     def _traceback(self) -> str:
@@ -312,6 +320,7 @@ def _packed(
         summary = summary_without_text(error) if has_code_for_text(error) else summary_of(error)
     sent = _as_raised_by_user(error, summary) if is_of_user else error
     content: dict[str, Any] = {"of_user": True} if is_of_user else {}
+    content["type"] = type_name_of(type(sent))
     known, is_whole = _known_parts(sent)
     if known is not None:
         content["known"] = known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import traceback
 
 #: Numbers and addresses, which may differ between two occurrences of the same error.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -24,7 +25,8 @@ class ErrorLog:
 
     def log(self, error: Exception, text: str, *args: object) -> None:
         """Log an error with its traceback, at level ERROR if its kind is new, else at DEBUG."""
-        kind = f"{type(error).__name__}: {_NUMBER.sub('N', str(error))}"
+        # The text of an error of user code may raise, which `traceback` expects.
+        kind = _NUMBER.sub("N", "".join(traceback.format_exception_only(error)))
         level = logging.DEBUG if kind == self._logged else logging.ERROR
         self._logged = kind
         self._logger.log(level, text, *args, exc_info=error)

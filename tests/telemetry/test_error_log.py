@@ -9,6 +9,11 @@ import pytest
 from daskserve.telemetry.error_log import ErrorLog, SparseLog
 
 
+class Rude(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
     error_log = ErrorLog(logging.getLogger("daskserve.test"))
     errors = [
@@ -18,12 +23,14 @@ def test_a_repeated_error_is_logged_once_per_kind(caplog: pytest.LogCaptureFixtu
         ValueError("no number: <object at 0x7f02cd>"),
         TypeError("no number: 19"),
         ValueError("no number: 20"),
+        Rude(),
+        Rude(),
     ]
     with caplog.at_level(logging.DEBUG, "daskserve.test"):
         for error in errors:
             error_log.log(error, "Could not read the metrics of %s", "r")
     levels = [each.levelname for each in caplog.records]
-    assert levels == ["ERROR", "DEBUG", "ERROR", "DEBUG", "ERROR", "ERROR"]
+    assert levels == ["ERROR", "DEBUG", "ERROR", "DEBUG", "ERROR", "ERROR", "ERROR", "DEBUG"]
     first = caplog.records[0]
     assert first.getMessage() == "Could not read the metrics of r"
     assert first.exc_info is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,13 +90,14 @@ def test_a_wrong_config_says_so(wrong: dict[str, Any], text: str, monkeypatch: p
 def test_a_record_is_one_json_object_whatever_it_holds() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    marked = record("%s is", 1, mine={"a": 1}, odd=loop, deployment="my own", key={(1, 2): 3})
+    marked = record("%s is", 1, mine={"a": 1}, odd=loop, deployment="my own", key={(1, 2): math.inf})
     REPLICA.mark(marked)
     assert marked.__dict__["deployment"] == "my own"
     settings = LogSettings(additional_log_standard_attrs=("funcName", "name"))
     found = json.loads(json_of(marked, REPLICA, settings))
     assert found["message"] == "1 is"
-    assert found["request_id"] == "r1"
+    assert (found["request_id"], found["deployment"]) == ("r1", "my own")
+    assert (found["mine"], found["key"]) == ({"a": 1}, {"(1, 2)": "inf"})
     assert found["name"] == "mine"
     assert found["component_name"] == "replica"
     assert found["replica"] == "shop/Model#abc"

@@ -167,6 +167,10 @@ def test_lines_that_hold_memory_are_named_and_tracing_ends() -> None:
     tracer.start()
     while not tracemalloc.is_tracing():
         pass
+    # Of another replica in this process.
+    is_over = threading.Event()
+    is_over.set()
+    assert memory.trace_memory(20, is_over)["was_ended"] is False
     held.append(bytes(3 << 20))
     stop.set()
     tracer.join(20)

@@ -16,7 +16,9 @@ from opentelemetry import baggage, trace
 from tables import each_case
 
 import daskserve as serve
+from daskserve.common.error_types import error_type
 from daskserve.internals.otlp_exporter import post_of
+from daskserve.payload.packed_errors import pack_all, received_error
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
@@ -233,8 +235,9 @@ def test_a_call_of_a_program_begins_a_trace_and_an_error_has_its_type(collected:
         second = handle.free.remote()
         until(a_request_waits)
         first.cancel()
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) as raised:
             second.result(timeout_s=10)
+        assert error_type(received_error(pack_all(raised.value).data)) == "KeyError", "as a router gets it"
         until(
             lambda: (
                 {

@@ -22,7 +22,7 @@ _COLOURS: Mapping[str, str] = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": 
 
 @click.command()
 @click.argument(
-    "target", metavar="[APP[/DEPLOYMENT[/REPLICA]]]", required=False, shell_complete=complete_applications
+    "target", metavar="[APP[/DEPLOYMENT[#REPLICA]]]", required=False, shell_complete=complete_applications
 )
 @instance_options
 @time_options("records")
@@ -53,11 +53,15 @@ def logs(
 ) -> None:
     """Show the log records of all workers that are still in memory, in the order of their times.
 
-    REPLICA is the tag of a replica, or its part after "#". With --json, prints one list; with --follow, one
-    object per line. Workers that do not answer, and records that were lost, are named on standard error.
+    APP/DEPLOYMENT#REPLICA is a replica as `daskserve status` names it. With --json, prints one list; with
+    --follow, one object per line. Workers that do not answer, and records that were lost, are named on
+    standard error.
     """
-    application, _, rest = (target or "").partition("/")
-    deployment, _, replica = rest.partition("/")
+    # A replica as the status and each record name it, or its parts as a path.
+    place, _, replica = (target or "").partition("#")
+    application, _, rest = ("" if replica and "/" not in place else place).partition("/")
+    deployment, _, last = rest.partition("/")
+    replica = replica or last
     wanted: dict[str, Any] = {
         "application": application or None,
         "deployment": deployment or None,
@@ -71,13 +75,13 @@ def logs(
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)
-        if application and not found.records and application not in (known := client.status().applications):
+        if application and not found.records:
+            known = client.status().applications
             names = ", ".join(known) or "none"
-            click.secho(
-                f"There is no application {application!r}, and no record of one; there are: {names}.",
-                fg="yellow",
-                err=True,
-            )
+            text = f"There is no application {application!r}, and no record of one; there are: {names}."
+            if application in known:
+                text = f"There are no such records of {target!r}."
+            click.secho(text, fg="yellow", err=True)
         while follow:
             found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)
             _show(found, as_json=as_json, is_stream=True)

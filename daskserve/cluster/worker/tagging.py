@@ -138,6 +138,15 @@ class TaggedOutput(io.TextIOBase):
                 self._write_line(begun, tags)
         self.stream.flush()
 
+    def end(self, replica: str | None = None) -> None:
+        """Write the lines that a replica has begun, or all replicas have."""
+        begun = [key for key in tuple(self._begun) if replica in (None, key[0])]
+        for key in begun:
+            if line := self._begun.pop(key, ""):
+                self._write_line(line, self._logs.tags_of(key[0]))
+        if begun:
+            self.stream.flush()
+
     def writable(self) -> bool:
         return True
 
@@ -165,8 +174,11 @@ def mark_output(logs: ProcessLogs, take: Callable[[str, Tags], None]) -> Callabl
     if before is None or isinstance(before, TaggedOutput):
         return lambda: None
     marked = sys.stdout = TaggedOutput(before, logs, take)
+    logs.before_end = marked.end
 
     def undo() -> None:
+        logs.before_end = lambda source: None
+        marked.end()
         if sys.stdout is marked:  # else other code has replaced it meanwhile
             sys.stdout = before
 

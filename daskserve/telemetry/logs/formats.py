@@ -11,6 +11,7 @@ from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
 from daskserve.common.formatting import encodable
+from daskserve.common.strict_json import strict_json
 from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags, printable
 from daskserve.telemetry.logs.settings import LogSettings
 
@@ -73,14 +74,16 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
         **_of_tags(tags),
     }
     for name, value in vars(record).items():
-        if name not in STANDARD and name not in _OURS and name not in found:
+        # Of daskserve's attributes, those that user code has set itself stay.
+        is_set = name in _OURS and value not in (None, "")
+        if is_set or (name not in STANDARD and name not in _OURS and name not in found):
             found[name] = value
     for name in settings.additional_log_standard_attrs:
         found.setdefault(name, getattr(record, name, None))
     text = traceback_of(record)
     if text:
         found["exc_text"] = text
-    return _dumped(found)
+    return strict_json(found)
 
 
 def access_text(access: Access) -> str:
@@ -192,30 +195,3 @@ def _message(record: logging.LogRecord) -> str:
         return (
             f"{msg} ({kind} in its arguments)" if is_text else f"<{type(msg).__name__}: {kind} in its text>"
         )
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception as error:  # of user code
-        return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
-
-
-def _dumped(found: dict[str, Any]) -> str:
-    try:
-        # Without a default for other objects, which would take ten times as long.
-        return json.dumps(found)
-    except (ValueError, TypeError, RecursionError):  # other objects, keys of other types, or cycles
-        return json.dumps(
-            {name: value if type(value) in _PLAIN else _as_json(value) for name, value in found.items()}
-        )
-
-
-def _as_json(value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value, default=_shown))
-    except (ValueError, TypeError, RecursionError):
-        return _shown(value)
-
-
-_PLAIN = (str, int, float, bool, type(None))

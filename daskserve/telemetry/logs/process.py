@@ -57,6 +57,8 @@ class ProcessLogs:
     ----------
     wake : callable
         Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
+    before_end : callable
+        Called with the name of an actor that ends, while its settings are known.
     dropped : dict
         How many records were lost, by the reason.
     ended : EndedFiles
@@ -72,6 +74,7 @@ class ProcessLogs:
         self.ring = Ring()
         self.ended = EndedFiles()
         self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
+        self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Sequence[Access]], object] = self.ring.add_access
         self._now = now
@@ -105,6 +108,7 @@ class ProcessLogs:
         """Drop the settings of an actor that is gone, once its last records are written; idempotent."""
         known = self._sources.get(source)
         if known is not None:
+            self.before_end(source)
             # Behind its records, even if the thread has been woken before them.
             self.wake(known)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from daskserve.common.strict_json import strict_json
 from daskserve.common.types import WHOLE_RESPONSE, Message, Payload
 
 #: The first event of a request, and the second one.
@@ -191,12 +192,7 @@ def _values_of(body: Body, *, is_result: bool) -> Any:
 
 def line_of(event: Mapping[str, Any]) -> bytes:
     """Return an event as a line; values of other types than JSON's are their ``repr``."""
-    return f"{json.dumps(event, default=_shown, skipkeys=True)}\n".encode()
-
-
-def _shown(value: Any) -> str:
-    found = repr(value)
-    return found if len(found) <= 10_000 else f"{found[:10_000]}..."
+    return f"{strict_json(event)}\n".encode()
 
 
 def _time(seconds: float) -> str:

@@ -11,25 +11,52 @@ from typing import Any
 MAX_LINES, FRAMES = 30, 1
 
 
+class _Tracing:
+    """Has tracemalloc on while profiles of any replicas of this process are taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._profiles = 0
+        self._is_ours = False
+
+    def begin(self) -> bool:
+        """Switch it on if it is off; return whether other code has switched it on."""
+        with self._lock:
+            self._profiles += 1
+            if not tracemalloc.is_tracing():
+                tracemalloc.start(FRAMES)
+                self._is_ours = True
+            return not self._is_ours
+
+    def end(self) -> None:
+        """Switch it off after the last profile, unless other code has switched it on."""
+        with self._lock:
+            self._profiles -= 1
+            if self._is_ours and not self._profiles:
+                tracemalloc.stop()
+                self._is_ours = False
+
+
+#: It is module-level state because tracemalloc's is, too.
+_TRACING = _Tracing()
+
+
 def trace_memory(seconds: float, stop: threading.Event) -> dict[str, Any]:
     """Return what the lines of this process have allocated and not freed, after some time.
 
     If tracemalloc is not on, it is on for that time only: then what was allocated before is unknown. Call
     this in a thread of its own.
     """
-    was_on = tracemalloc.is_tracing()
-    if not was_on:
-        tracemalloc.start(FRAMES)
+    was_on = _TRACING.begin()
     try:
         before = tracemalloc.take_snapshot() if was_on else None
         stop.wait(seconds)
-        if not tracemalloc.is_tracing():  # someone else has ended it
-            return {"was_on": was_on, "was_ended": True, "lines": [], "traced_bytes": 0, "peak_bytes": 0}
         size, peak = tracemalloc.get_traced_memory()
         after = tracemalloc.take_snapshot()
+    except RuntimeError:  # other code has ended it
+        return {"was_on": was_on, "was_ended": True, "lines": [], "traced_bytes": 0, "peak_bytes": 0}
     finally:
-        if not was_on:
-            tracemalloc.stop()
+        _TRACING.end()
     own = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
     after = after.filter_traces(own)
     lines: Sequence[Any] = (

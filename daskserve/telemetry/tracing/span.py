@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from daskserve.common.clock import wall_ns
+from daskserve.common.error_types import error_type
 from daskserve.telemetry.tracing.carrier import SAMPLED
 from daskserve.telemetry.tracing.templates import SpanTemplate
 
@@ -239,12 +240,6 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
                 "Attribute %r of a span has a value of type %s, which cannot be exported", key, type(value)
             )
     return found
-
-
-def error_type(error: BaseException) -> str:
-    """Return the value of ``error.type`` for an error."""
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def exception_attributes(error: BaseException) -> dict[str, str]:

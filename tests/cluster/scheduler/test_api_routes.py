@@ -459,6 +459,10 @@ async def test_events_are_streamed_from_where_a_client_has_left_off(
     assert 'id: 8\nevent: deployed\ndata: {"number": 8, "kind": "deployed"}\n\n' in text
     assert "id: 9\nevent: scaled" in text
     assert site.api.streams == 0
+    site.hosts.calls.clear()
+    waits[:] = [UnavailableError("ends here")]
+    await site.ask("/daskserve/one/api/serve/logs?wait_s=20", Accept="text/event-stream")
+    assert "wait_s" not in site.hosts.calls[0][2], "a stream begins before there is a record"
     monkeypatch.setattr(handler, "MAX_STREAMS", 0)
     assert (await site.ask("/daskserve/one/api/serve/events", **stream)).code == 503
 

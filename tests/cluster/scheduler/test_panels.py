@@ -68,6 +68,7 @@ def test_unknown_values_and_pauses_are_gaps() -> None:
 def test_several_instances_are_told_apart() -> None:
     series = Series()
     series.add(1.0, {"one": live(a=1), "two": live(a=2)})
+    series.add(2.0, {"one": live(a=1), "two": None})  # it answered too late
     assert series.busiest() == ["one: a", "two: a"]
 
 
@@ -94,7 +95,7 @@ def test_controllers_are_asked_only_while_somebody_looks() -> None:
         feed.leave()
         await asyncio.sleep(10)
         assert asked.count("one") == 6
-        assert feed.series.busiest() == ["a"]
+        assert feed.series.busiest() == ["one: a"]
 
     run_virtual(main)
 

@@ -318,15 +318,17 @@ def test_records_and_prints_have_their_replica_and_request(
             say("three\udce9\n")
             say("begun")
             sys.stdout.flush()
+            say("no end")
 
         contextvars.copy_context().run(answer)
         # A thread of user code has no context: the only replica is meant.
         logging.getLogger("users").error("lost")
+        thread.logs.forget("shop/Model#abc")
         undo()
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "of nobody"
     marked = [each for each in out if each.startswith("shop/Model#abc: ")]
-    assert [each.partition(": ")[2] for each in marked] == ["one", "two three\\udce9", "begun"]
+    assert [each.partition(": ")[2] for each in marked] == ["one", "two three\\udce9", "begun", "no end"]
     rows = {each["message"]: each for each in thread.logs.ring.rows()}
     assert rows["hello"]["request_id"] == rows["two three\\udce9"]["request_id"] == "r1"
     assert rows["hello"]["route"] == "/x"

@@ -438,6 +438,27 @@ def test_calls_wait_for_slots_up_to_a_limit() -> None:
     run_virtual(main)
 
 
+def test_a_preempted_request_is_not_refused_and_takes_nobodys_place_in_the_queue() -> None:
+    def request(priority: float) -> ActiveRequest:
+        made = ActiveRequest()
+        made.priority = priority
+        return made
+
+    slots = Slots(SlotLimits(max_slots=2, max_queued=1))
+    first, preempted, new, urgent = (request(each) for each in (1, 0, 0, 1))
+    for each in (first, preempted):
+        slots.add(each)
+    assert slots.admit() == [first, preempted]
+    slots.preempt(preempted)
+    assert slots.add(new) is None  # one may wait, beside the preempted one
+    assert slots.add(urgent) is new
+    with pytest.raises(BackPressureError):
+        slots.add(request(1))
+    slots.end(first)
+    assert slots.admit() == [urgent, preempted]
+    assert (slots.queued, slots._returning) == (0, 0)
+
+
 def test_the_budget_bounds_what_runs_and_preempts_the_newest() -> None:
     class Budgeted(Model):
         @continuous_batch(max_slots=10, max_cost=20, cost_fn=lambda count, tokens: tokens)
@@ -571,9 +592,14 @@ class Driven(Engine):
         return call[1]
 
 
-def driven() -> Driven:
+def driven(step: Any = len) -> Driven:
     rounds = Rounds("f", Slots(SlotLimits(max_slots=2)), StepMetrics(), max_outputs=10**6, has_prefill=False)
-    return Driven(rounds, {"step": lambda active: None}, None)
+    return Driven(rounds, {"step": step}, None)
+
+
+async def test_an_answer_that_computes_while_it_is_read_holds_up_no_requests() -> None:
+    engine = driven(lambda active: (engine.rounds._lock.locked() for _ in active))
+    assert engine._answer_plain("step", [ActiveRequest()], ()) == ([False], None)
 
 
 def test_a_request_that_goes_on_while_a_thread_looks_for_what_to_step_is_not_forgotten() -> None:

@@ -137,12 +137,10 @@ class Process:
 
     # ---- what the test does
 
-    def publish(self, *tags: str, concurrency: int = 2) -> None:
+    def publish(self, *tags: str, concurrency: int = 2, **more: Any) -> None:
         replicas = [[tag, f"worker-of-{tag}", 1] for tag in tags]
-        self.listener.tell(
-            "backend/b",
-            {"replicas": replicas, "concurrency": concurrency, "max_queued": 100, "max_crash_retries": 1},
-        )
+        facts = {"replicas": replicas, "concurrency": concurrency, "max_queued": 100, "max_crash_retries": 1}
+        self.listener.tell("backend/b", facts | more)
 
     def handle(self, *tags: str, **options: Any) -> Handle:
         self.routers.router("e")
@@ -505,6 +503,25 @@ async def test_a_call_falls_back_to_a_task_if_it_cannot_be_sent_directly(process
     assert process.asked == []
     assert process.metrics()["router_requests"] == process.metrics()["handle_requests"] == 5
     assert process.idle_replicas() == {"r1": 0}
+    process.routers.close()
+
+
+async def test_a_router_is_asked_once_for_a_call_that_needs_a_task(process: Process) -> None:
+    tags = ["r0", "r1", "r2", "r3"]
+    handle = process.handle(*tags, router={"router": "RoundRobin"})
+    process.apart = {*tags}
+    responses = [handle.remote() for _ in range(4)]
+    await quiet()
+    assert sorted(process.requested) == tags
+    process.outcome.set_result(Load())
+    assert [await each for each in responses] == ["by task"] * 4
+    handle.remote()
+    assert sum(process.idle_replicas().values()) == 1
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()  # before its first step
+    await quiet()
+    assert set(process.idle_replicas().values()) == {0}
+    assert process.metrics()["router_requests"] == 4
     process.routers.close()
 
 

@@ -161,7 +161,7 @@ async def test_a_router_is_told_of_the_end_of_requests_that_no_replica_got(answe
     request = call()
     taken = backend.take_now(request)
     assert taken is not None
-    backend.put_back(taken, request)
+    backend.release(taken, None, request)
     assert told == ["routed", "completed"]
     taken = backend.take_now(request)
     assert taken is not None

@@ -96,7 +96,9 @@ class Traffic:
         """Do what a call does that needs no task."""
         envelope, backend = self.envelope(), self.backend
         replica = backend.take_now(envelope)
-        if replica is not None:
+        if replica is not None and replica.has_queued_request:
+            backend.release_unused(replica, envelope)
+        elif replica is not None:
             outcome: Any = self.rng.choice((Load(), ValueError("user code"), None))
             later = asyncio.get_running_loop().call_later
             later(self.rng.choice((0.0, 0.1)), backend.release, replica, outcome, envelope)

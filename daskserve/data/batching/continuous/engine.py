@@ -20,6 +20,7 @@ from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.context import current_replica, current_request
 from daskserve.data.batching.continuous.request import ActiveRequest, RequestState
 from daskserve.data.batching.continuous.rounds import Outcome, Rounds
+from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
 from daskserve.errors import ServeError, UnavailableError
 from daskserve.loops.thread_calls import ThreadCalls
@@ -257,6 +258,7 @@ class Engine:
             value = function(*own, list(requests))  # a copy, which user code may change
             if inspect.isawaitable(value):
                 value = await value
+            return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
             if self._is_foreign_cancellation():
                 raise
@@ -267,7 +269,6 @@ class Engine:
             if self._is_cancelled and self._task is not None:
                 self._is_cancelled = False
                 self._task.uncancel()
-        return value, None
 
     def _is_foreign_cancellation(self) -> bool:
         """Whether something else than this engine has cancelled the task, such as a loop that ends."""
@@ -307,7 +308,7 @@ class Engine:
         if name != "release":
             self._spans.begin(name, requests)
         try:
-            return function(*own, list(requests)), None
+            return _listed(self.rounds, name, function(*own, list(requests)), len(requests)), None
         except BaseException as error:  # as above
             return None, self._logged(name, error)
 
@@ -325,6 +326,13 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         logger.error("Internal error in the batch of %s", self.rounds.name, exc_info=error)
         self.rounds.fail_all(ServeError(f"Internal error in the batch of {self.rounds.name}: {error!r}"))
+
+
+def _listed(rounds: Rounds, name: str, value: Any, count: int) -> list[Any] | None:
+    """Return what user code has answered as a list; an iterator may compute, so without the lock."""
+    if name == "release" or (name == "prefill" and value is None):
+        return None
+    return as_results(rounds.name if name == "step" else f"The {name} of {rounds.name}", value, count)
 
 
 def _wake_all(requests: list[ActiveRequest]) -> None:

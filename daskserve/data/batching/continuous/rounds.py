@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.slots import Slots
-from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS, is_end
 from daskserve.errors import RequestTimeoutError, ServeError, StepError, UnavailableError
 from daskserve.payload.packed_errors import raisable
@@ -181,11 +180,6 @@ class Rounds:
 
     def _note_prefill(self, new: list[ActiveRequest], outcome: Outcome) -> None:
         states, error = outcome
-        if error is None and states is not None:
-            try:
-                states = as_results(f"The prefill of {self.name}", states, len(new))
-            except Exception as mismatch:
-                error = mismatch
         if error is not None:
             self._note_error(new, error)
             self._to_prefill = [each for each in new if each.is_active]
@@ -200,11 +194,6 @@ class Rounds:
 
     def _note_step(self, active: list[ActiveRequest], outcome: Outcome) -> None:
         results, error = outcome
-        if error is None:
-            try:
-                results = as_results(self.name, results, len(active))
-            except Exception as mismatch:
-                error = mismatch
         if error is not None:
             self._note_error(active, error)
             return

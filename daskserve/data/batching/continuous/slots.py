@@ -30,7 +30,7 @@ class SlotLimits:
     max_slots : int
         Maximum number of active requests.
     max_queued : int
-        Maximum number of requests that wait.
+        Maximum number of requests that wait and have not begun.
     max_cost : float
         Maximum sum of the costs of active requests.
     cost_per_step : float
@@ -65,6 +65,8 @@ class Slots:
         #: The active requests, in order of arrival.
         self.active: list[ActiveRequest] = []
         self.queued = 0
+        #: How many of these have been preempted.
+        self._returning = 0
         self.used_cost = 0.0
         self.queued_cost = 0.0
         #: Memory has run out, so no request is admitted until one ends.
@@ -87,7 +89,9 @@ class Slots:
         if request.cost + self.limits.cost_per_step > self.limits.max_cost:
             raise self.overgrown(request)
         evicted = None
-        if self.queued >= self.limits.max_queued + self._free_slots():
+        # Those that had a slot already go first, and are no reason to refuse others.
+        room = self.limits.max_queued + max(0, self._free_slots() - self._returning)
+        if self.queued - self._returning >= room:
             evicted = self._lowest_waiting()
             if evicted is None or evicted.priority >= request.priority:
                 raise self._refusal()
@@ -184,12 +188,12 @@ class Slots:
         return 0 if self.is_tight else max(0, self.limits.max_slots - len(self.active))
 
     def _lowest_waiting(self) -> ActiveRequest | None:
-        if not self.queued:
-            return None
-        users = self._users[min(priority for priority, each in self._users.items() if _has_waiting(each))]
-        return max(
-            (each.waiting[-1] for each in users.values() if each.waiting), key=lambda each: each.number
-        )
+        """Return the newest of the lowest priority that has not begun."""
+        for _, users in sorted(self._users.items()):
+            new = [each for account in users.values() if (each := _newest_of(account)) is not None]
+            if new:
+                return max(new, key=lambda each: each.number)
+        return None
 
     def _refusal(self) -> BackPressureError:
         most = self.limits.max_queued
@@ -205,6 +209,7 @@ class Slots:
 
     def _count_queued(self, more: int, request: ActiveRequest) -> None:
         self.queued += more
+        self._returning += more if request.preemptions else 0
         self.queued_cost = self.queued_cost + more * request.cost if self.queued else 0.0
 
     def _leave(self, request: ActiveRequest) -> None:
@@ -228,6 +233,10 @@ class Slots:
             served = min((each.served for each in users.values()), default=0.0)
             user = users[request.user] = _Account(served=served)
         return user
+
+
+def _newest_of(account: _Account) -> ActiveRequest | None:
+    return next((each for each in reversed(account.waiting) if not each.preemptions), None)
 
 
 def _has_waiting(users: dict[Hashable, _Account]) -> bool:

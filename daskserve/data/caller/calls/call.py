@@ -3,7 +3,7 @@
 Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
 Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
 The code that receives the answer then ends the call. A task carries the call if it has to wait, or continues
-it because the replica is full after all, or was lost before the request began.
+it because the chosen replica has no channel yet, is full after all, or was lost before the request began.
 """
 
 from __future__ import annotations
@@ -146,25 +146,28 @@ class Call:
         self._began = stopwatch()
 
     def start(self, replicas: ReplicaSet) -> bool:
-        """Send the request without a task; return False, without any effect, if it may have to wait."""
+        """Send the request, in a task if need be; return False, without any effect, if it has to wait."""
         replica = replicas.take_now(self._envelope)
         if replica is None:
             return False
         self._replica = replica
         self._replicas = replicas
         try:
-            self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
+            if not replica.has_queued_request:
+                self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
             pass  # the task that sends it next finds another replica
         except BaseException:
             if self._replica is not None:  # else `_on_answer` has released it
-                replicas.put_back(replica, self._envelope)
+                replicas.release(replica, None, self._envelope)
             raise
-        if self._cancel_request is None:
-            replicas.put_back(replica, self._envelope)
-            return False
         self._calls.begun += 1
-        self._future.on_cancel(self._cancel_from_anywhere)
+        if self._cancel_request is None:
+            self._replica = None
+            self._continue(taken=replica)
+        else:
+            replicas.metrics.begin(None)
+            self._future.on_cancel(self._cancel_from_anywhere)
         return True
 
     def respond(self, send: Callable[[Send], Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, Any]:
@@ -232,12 +235,22 @@ class Call:
         else:
             self._fail(outcome)
 
-    def _continue(self, refused: ReplicaBusyError | ActorLostError) -> None:
-        """Continue a call that a replica has refused, in a task."""
+    def _continue(
+        self,
+        refused: ReplicaBusyError | ActorLostError | None = None,
+        taken: PooledReplica | None = None,
+    ) -> None:
+        """Continue a call in a task: one that a replica has refused, or that has taken its replica."""
+        replicas, envelope = self._replicas, self._envelope
 
         async def send(keep: Send) -> None:
-            await pause()
-            await self._replicas.send(self._envelope, nothing_to_receive, keep, refused=refused)
+            try:
+                await pause()
+            except asyncio.CancelledError:
+                if taken is not None:
+                    replicas.release_unused(taken, envelope)
+                raise
+            await replicas.send(envelope, nothing_to_receive, keep, refused=refused, taken=taken)
 
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
         begin_call(self._connection, self._respond(send), self._future, pauses_itself=True)

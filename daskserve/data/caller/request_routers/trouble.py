@@ -27,7 +27,8 @@ class RouterTrouble:
     fallbacks : dict
         How many requests the router has not chosen for, by the kind of trouble.
     text : str
-        What was wrong last; empty if nothing was.
+        What was wrong first, or in a new way; empty if nothing was. Errors that name requests differ each
+        time, and each change is an event.
     on_new : callable
         Called when the router fails in a way in which it has not failed before.
     """
@@ -42,8 +43,10 @@ class RouterTrouble:
 
     def note(self, error: RouterError) -> None:
         """Take a failure."""
-        self.text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
-        self._failed_at = self._now()
+        now = self._now()
+        if error.kind not in self._logged or now - self._failed_at >= TROUBLE_S:
+            self.text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
+        self._failed_at = now
         if error.kind in self._logged:
             return
         self._logged.add(error.kind)

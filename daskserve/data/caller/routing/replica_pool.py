@@ -331,11 +331,6 @@ class ReplicaPool:
         elif not entry.in_flight and not entry.is_hinted:
             self._hint(entry)
 
-    def put_first(self, entry: PooledReplica) -> None:
-        """Give a remote replica the next request, like a replica that joins."""
-        if entry.peers is self._remote:
-            self._newcomers.appendleft(entry)
-
     def report(self, entry: PooledReplica, load: Load, now: float, *, is_answer: bool = True) -> None:
         """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
         if is_answer:

@@ -176,22 +176,10 @@ class ReplicaSet:
         self._serve_waiting()
 
     def take_now(self, envelope: Envelope) -> PooledReplica | None:
-        """Return a replica with room, counting one more request in flight; None if no replica has room."""
+        """Return the replica for a request, counting one more in flight; None if it has to wait."""
         if self._waiting or self._waiting.may_hedge(envelope):
             return None
-        replica: PooledReplica | None = self._waiting.take(envelope)
-        if replica is None or replica.has_queued_request:
-            if replica is not None:
-                self._release_unused(replica, envelope)
-            return None
-        self.metrics.sent += 1
-        return replica
-
-    def put_back(self, replica: PooledReplica, envelope: Envelope) -> None:
-        """Undo `take_now`; the replica gets the next request."""
-        self.metrics.sent -= 1
-        self.pool.put_first(replica)
-        self.release(replica, None, envelope)
+        return self._waiting.take(envelope)
 
     def release(
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
@@ -235,10 +223,12 @@ class ReplicaSet:
         send: Send,
         *,
         refused: ReplicaBusyError | ActorLostError | None = None,
+        taken: PooledReplica | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Send a request to a replica; wait until one has room.
 
-        A request that a replica has already ``refused`` goes to the front of the queue.
+        A request that a replica has already ``refused`` goes to the front of the queue. The first replica may
+        be ``taken`` already, by `take_now`.
 
         Raises
         ------
@@ -251,13 +241,13 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
-        if self._waiting.may_hedge(envelope) and refused is None:
+        if refused is None and taken is None and self._waiting.may_hedge(envelope):
             return self._waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
         if self._waiting.routing is not None:
             send = noting_failure(self._waiting.routing, envelope, send)
         if TRACE in envelope.head:
             return _send_traced(self, self._cluster, envelope, receive, send, refused)
-        return self._send(envelope, receive, send, refused)
+        return self._send(envelope, receive, send, refused, taken=taken)
 
     async def _send(
         self,
@@ -266,6 +256,7 @@ class ReplicaSet:
         send: Send,
         refused: ReplicaBusyError | ActorLostError | None,
         way: Way | None = None,
+        taken: PooledReplica | None = None,
     ) -> None:
         replay = trial = queued_since = load = None
         metrics, is_socket, is_rejected = self.metrics, False, refused is not None
@@ -280,12 +271,8 @@ class ReplicaSet:
                 envelope = replace(envelope, note_turn=self.pool.turns.note)
         metrics.begin(refused)
         while True:
-            if trial is not None:
-                replica = self._apart.take(trial)
-            else:  # the requests that already wait go first
-                may_go = is_rejected or not self._waiting
-                replica = self._waiting.take(envelope) if may_go else None
-            replica = replica or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
+            found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
+            replica = found or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
             if way is not None:
                 way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
             is_queued = must_queue(replica, envelope, self._waiting.priority_of, self._clock.now())
@@ -361,7 +348,7 @@ class ReplicaSet:
             elif waiter in self._apart.waiters:
                 self._apart.remove(waiter)
             elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._release_unused(waiter.result(), envelope)
+                self.release_unused(waiter.result(), envelope)
                 if trial is not None:
                     trial.leave()
                 self._serve_waiting()  # the next request gets this turn
@@ -374,7 +361,7 @@ class ReplicaSet:
         if self._apart.waiters:
             self._apart.serve()
             self._set_alarm()
-        if self._waiting.serve(self._release_unused):
+        if self._waiting.serve(self.release_unused):
             self._set_alarm()
 
     def _reject_excess(self) -> None:
@@ -383,7 +370,7 @@ class ReplicaSet:
         while limit is not None and 0 <= limit < self.waiting and self._waiting:
             _refuse(self, self._waiting.popitem()[0], limit)
 
-    def _release_unused(self, replica: PooledReplica, envelope: Envelope) -> None:
+    def release_unused(self, replica: PooledReplica, envelope: Envelope) -> None:
         """Release a replica that was taken for a request but did not get it."""
         self.pool.leave_queue(replica)
         self.pool.release(replica)
@@ -435,6 +422,15 @@ async def _send_traced(
     finally:
         way.finish(failure)
         del failure  # else an error's traceback holds this frame, and this frame the error
+
+
+def _take_at_once(
+    replicas: ReplicaSet, envelope: Envelope, trial: SuspectTrial | None, *, is_rejected: bool
+) -> PooledReplica | None:
+    if trial is not None:
+        return replicas._apart.take(trial)
+    # The requests that already wait go first.
+    return replicas._waiting.take(envelope) if is_rejected or not replicas._waiting else None
 
 
 def _with_head(envelope: Envelope, head: Mapping[str, Any]) -> Envelope:

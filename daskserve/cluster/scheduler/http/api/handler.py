@@ -187,7 +187,7 @@ class ApiHandler(GuardedHandler):
         elif NUMBER.fullmatch(last):
             message["after"] = int(last)
         # The stream begins at once, also if there is nothing to send yet.
-        message["wait_s"] = 0.0
+        message.pop("wait_s", None)
         self._api.streams += 1
         try:
             found = await self._api.access.call(instance, verb, message)

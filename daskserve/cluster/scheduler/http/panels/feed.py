@@ -66,8 +66,7 @@ class PanelFeed:
             due = self._clock.now() + PERIOD_S
             names = sorted(self._instances())[:MAX_INSTANCES]
             answers = await asyncio.gather(*map(self._answer_of, names))
-            found = {name: each for name, each in zip(names, answers, strict=True) if each is not None}
-            self.series.add(self._clock.wall(), found)
+            self.series.add(self._clock.wall(), dict(zip(names, answers, strict=True)))
             await self._clock.sleep(max(0.0, due - self._clock.now()))
 
     async def _answer_of(self, name: str) -> Mapping[str, Any] | None:

@@ -27,12 +27,14 @@ class Series:
     def __init__(self) -> None:
         self._answers: deque[Mapping[str, Any]] = deque(maxlen=SHOWN_S)
 
-    def add(self, time: float, answers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the live metrics of the instances, by name; those without an answer are left out."""
+    def add(self, time: float, answers: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Add the live metrics of the instances, by name; None if one has not answered."""
         is_one = len(answers) <= 1
         deployments: dict[str, Mapping[str, Any]] = {}
         replicas: list[tuple[str, str]] = []
         for instance, live in answers.items():
+            if live is None:
+                continue
             label = "" if is_one else f"{instance}: "
             deployments |= {f"{label}{tag}": each for tag, each in live.get("deployments", {}).items()}
             replicas += [

@@ -1,0 +1,57 @@
+"""JSON of any values, as every reader accepts it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+#: Maximum length of a ``repr``.
+MAX_SHOWN = 10_000
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
+def strict_json(value: Any) -> str:
+    """Return a value as JSON; what JSON has no type, number or key for is its ``repr``.
+
+    Examples
+    --------
+    >>> strict_json({"loss": float("nan"), (1, 2): {3}})
+    '{"loss": "nan", "(1, 2)": "{3}"}'
+    """
+    try:
+        # Without a default for other objects, which would take ten times as long.
+        return _ENCODER.encode(value)
+    except (ValueError, TypeError, RecursionError):
+        return _ENCODER.encode(_plain(value, ()))
+
+
+def _plain(value: Any, around: tuple[int, ...]) -> Any:
+    try:
+        if value is None or isinstance(value, (str, int)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else _shown(float(value))
+        if id(value) not in around and len(around) < 100:
+            inside = (*around, id(value))
+            if isinstance(value, Mapping):
+                return {_key(key): _plain(each, inside) for key, each in tuple(value.items())}
+            if isinstance(value, (list, tuple)):
+                return [_plain(each, inside) for each in value]
+    except Exception:  # of user code, or a value that another thread changes
+        pass
+    return _shown(value)
+
+
+def _key(key: Any) -> Any:
+    is_key = key is None or isinstance(key, (str, int)) or (isinstance(key, float) and math.isfinite(key))
+    return key if is_key else _shown(key)
+
+
+def _shown(value: Any) -> str:
+    try:
+        found = repr(value)
+    except Exception as error:  # of user code
+        return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
+    return found if len(found) <= MAX_SHOWN else f"{found[:MAX_SHOWN]}..."
