@@ -35,8 +35,6 @@ _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 #: The name of a class, and the attributes of an error, as Python stores them, even if the metaclass or the
 #: class has other attributes of these names.
 name_of = type.__dict__["__name__"].__get__
-_stored_qualname = type.__dict__["__qualname__"].__get__
-_stored_module = type.__dict__["__module__"].__get__
 stored_args = BaseException.__dict__["args"].__get__
 stored_attributes = BaseException.__dict__["__dict__"].__get__
 stored_traceback = BaseException.__dict__["__traceback__"].__get__
@@ -46,12 +44,6 @@ is_context_suppressed = BaseException.__dict__["__suppress_context__"].__get__
 set_cause = BaseException.__dict__["__cause__"].__set__
 set_context = BaseException.__dict__["__context__"].__set__
 set_context_suppressed = BaseException.__dict__["__suppress_context__"].__set__
-
-
-def type_name_of(kind: type) -> str:
-    """Return the name of a class with its module, unless that is built in."""
-    module, name = _stored_module(kind), str(_stored_qualname(kind))
-    return name if module == "builtins" or type(module) is not str else f"{module}.{name}"
 
 
 def shortened(text: str, most: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 
 from daskserve import errors
+from daskserve.common.error_types import StandInError, type_name_of
 from daskserve.common.formatting import encodable
 from daskserve.errors import (
     CALL_FROM,
@@ -54,7 +55,6 @@ from daskserve.payload.error_text import (
     summary_without_text,
     text_of,
     traceback_text,
-    type_name_of,
 )
 from daskserve.payload.pickling import load_bytes
 from daskserve.payload.shown_errors import cause_of
@@ -81,7 +81,7 @@ def _logged_for(error: BaseException) -> Sequence[str] | None:
     return found
 
 
-class PackedError(Exception):
+class PackedError(StandInError):
     """An error that passes through parts of daskserve, and processes, that must not run code of its class.
 
     Attributes

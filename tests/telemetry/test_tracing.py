@@ -16,13 +16,14 @@ from opentelemetry import baggage, trace
 from tables import each_case
 
 import daskserve as serve
+from daskserve.common.error_types import error_type
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.payload.packed_errors import pack_all, received_error
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
 from daskserve.telemetry.tracing.process import Tracing
-from daskserve.telemetry.tracing.span import MAX_PENDING, error_type
+from daskserve.telemetry.tracing.span import MAX_PENDING
 from daskserve.testing import local_instance
 
 __all__ = ["collected"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from daskserve.common.error_types import error_type
 from daskserve.telemetry.tracing.current import loaded
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class SpansOfBatch:
         if self._batch is None:
             return
         if error is not None:
-            from daskserve.telemetry.tracing.span import error_type, note_failure
+            from daskserve.telemetry.tracing.span import note_failure
 
             self._batch.record_exception(error)
             note_failure(self._batch, error_type(error))

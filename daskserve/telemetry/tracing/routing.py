@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span, SpanKind
 
+from daskserve.common.error_types import error_type
 from daskserve.telemetry.tracing.carrier import LENGTH, NEW, SAMPLED, TRACE, Carrier, parent_in, trace_head
 from daskserve.telemetry.tracing.context import carrier_of, program_span
 from daskserve.telemetry.tracing.process import KEY, Tracing
-from daskserve.telemetry.tracing.span import RecordedSpan, error_type, exception_attributes, note_failure
+from daskserve.telemetry.tracing.span import RecordedSpan, exception_attributes, note_failure
 from daskserve.telemetry.tracing.templates import SpanTemplate
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from daskserve.common.clock import wall_ns
-from daskserve.payload.error_text import type_name_of
-from daskserve.payload.packed_errors import PackedError
+from daskserve.common.error_types import error_type
 from daskserve.telemetry.tracing.carrier import SAMPLED
 from daskserve.telemetry.tracing.templates import SpanTemplate
 
@@ -241,11 +240,6 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
                 "Attribute %r of a span has a value of type %s, which cannot be exported", key, type(value)
             )
     return found
-
-
-def error_type(error: BaseException) -> str:
-    """Return the value of ``error.type`` for an error."""
-    return error.type_name if type(error) is PackedError else type_name_of(type(error))
 
 
 def exception_attributes(error: BaseException) -> dict[str, str]:

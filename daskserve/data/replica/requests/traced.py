@@ -12,6 +12,7 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 
 from daskserve.common.clock import stopwatch, wall_ns
+from daskserve.common.error_types import error_type
 from daskserve.common.types import Envelope, EnvelopeKind, split_deployment_tag
 from daskserve.context import current_replica, current_request
 from daskserve.data.replica.requests.calls import (
@@ -32,7 +33,7 @@ from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.carrier import LENGTH, NEW, SAMPLED, TRACE, TRACEPARENT, Carrier
 from daskserve.telemetry.tracing.context import enter
 from daskserve.telemetry.tracing.process import Tracing
-from daskserve.telemetry.tracing.span import RecordedSpan, error_type
+from daskserve.telemetry.tracing.span import RecordedSpan
 from daskserve.telemetry.tracing.templates import ReplicaTemplates, SpanTemplate
 
 #: How many of the requests that run are named.

@@ -1,0 +1,28 @@
+"""The names of the classes of errors, as messages, logs and traces have them."""
+
+from __future__ import annotations
+
+# As Python stores them, even if the metaclass or the class has other attributes of these names.
+_stored_qualname = type.__dict__["__qualname__"].__get__
+_stored_module = type.__dict__["__module__"].__get__
+
+
+class StandInError(Exception):
+    """Base class of errors that stand for an error of another class."""
+
+    @property
+    def type_name(self) -> str:
+        """The name of that class, as `type_name_of` returns it."""
+        raise NotImplementedError
+
+
+def type_name_of(kind: type) -> str:
+    """Return the name of a class with its module, unless that is built in."""
+    module, name = _stored_module(kind), str(_stored_qualname(kind))
+    return name if module == "builtins" or type(module) is not str else f"{module}.{name}"
+
+
+def error_type(error: BaseException) -> str:
+    """Return the name of the class of an error, or of the one that it stands for."""
+    kind = type(error)
+    return error.type_name if issubclass(kind, StandInError) else type_name_of(kind)  # type: ignore[attr-defined]
