@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from click.testing import CliRunner
 import daskserve as serve
 from daskserve.cli.main import main
 from daskserve.cli.verbs import tasks as command
+from daskserve.client.functions import task_admin
+from daskserve.client.functions.task_admin import TaskAdmin
+from daskserve.common.clock import time_of_day
+from daskserve.data.tasks.errors import TaskConflictError
+from daskserve.data.tasks.queues.protocol import Change
+from daskserve.data.tasks.states import RetryRules, Task, claimed, requeued, unprocessable
 from daskserve.testing import local_instance
 
 
@@ -80,6 +87,40 @@ def test_tasks_are_cancelled_and_queued_again(queue: Any) -> None:
     assert call("requeue", "mail") == "0 tasks are queued again.\n"
     assert queue.get_metrics_sync()["PENDING"] == 2
     assert "cannot be requeued" in call("retry", "mail", "good", exit_code=1)
+
+
+def test_requeue_takes_each_task_once_that_the_queue_still_knows(
+    client: serve.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = serve.TaskProcessorConfig(queue_name="again", adapter_config=serve.InstanceAdapterConfig())
+    tasks: Any = serve.instantiate_adapter_from_config(config, client=client)
+    now = time_of_day()
+    for number, ended_at in enumerate([now - 9.0] * 4 + [now + 900.0]):
+        lives_s = 0.0 if number == 1 else 1000.0
+        made = Task(f"t{number}", "again", "f", b"", created_at=now, due_at=now, result_ttl_s=lives_s)
+        tasks.queue.add([made], 100, now)
+        (begun,) = tasks.queue.claim("again", "me", 1, now, 30.0)
+        tasks.queue.write([Change(unprocessable(begun, "error", ended_at, RetryRules()))])
+    admin = TaskAdmin(tasks)
+    listed = ["t0", "t2", "t3", "t4"]
+    assert sorted(each["id"] for each in admin.tasks(["REJECTED"], 10)) == listed
+    taken: list[str] = []
+
+    def retry(id: str) -> None:
+        """Fail again at once, at a consumer whose clock is behind; another command has taken one."""
+        assert len(taken) < 10
+        taken.append(id)
+        if id == "t2":
+            raise TaskConflictError("is PENDING")
+        again = requeued(tasks.find(id), now)
+        tasks.queue.write([Change(again)])
+        again = unprocessable(claimed(again, "me", now, 30.0), "error", now - 5.0, RetryRules())
+        tasks.queue.write([Change(replace(again, revision=tasks.find(id).revision + 1))])
+
+    monkeypatch.setattr(admin, "retry", retry)
+    monkeypatch.setattr(task_admin, "BATCH", 1)
+    assert sorted(admin.requeue()) == ["t0", "t3"]
+    assert sorted(taken) == ["t0", "t1", "t2", "t3"]
 
 
 def test_a_queue_in_a_file_is_found_by_the_import_path_of_its_config(

@@ -9,13 +9,15 @@ from typing import Any
 
 from daskserve.client.client import Client
 from daskserve.client.functions.task_queues import instantiate_adapter_from_config
+from daskserve.common.clock import time_of_day
 from daskserve.data.tasks.config import InstanceAdapterConfig, TaskProcessorConfig
 from daskserve.data.tasks.durable import DurableAdapter
+from daskserve.data.tasks.errors import TaskConflictError
 from daskserve.data.tasks.marks import CONSUMER
 from daskserve.data.tasks.payloads import error_parts, load
 from daskserve.data.tasks.queues.instance import InstanceQueue
 from daskserve.data.tasks.states import Task, TaskState
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.payload.importing import import_definition
 
 #: The states of tasks that ended without a result, in the order in which they are queued again.
@@ -46,12 +48,23 @@ class TaskAdmin:
     def tasks(self, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
         """Return tasks in some states, the oldest of each first among those that the queue returns."""
         found: list[Task] = []
+        now = time_of_day()
         for state in map(TaskState, states):
             left = limit - len(found)
             if not left:
                 break
-            found += sorted(self._adapter.queue.tasks(self._name, state, left), key=lambda each: each.due_at)
+            known = self._find(state, left, lambda each: not each.has_ended or each.expires_at > now)
+            found += sorted(known, key=lambda each: each.due_at)
         return [_shown(each) for each in found]
+
+    def _find(self, state: TaskState, limit: int, is_wanted: Callable[[Task], bool]) -> list[Task]:
+        asked = limit
+        while True:
+            read = self._adapter.queue.tasks(self._name, state, asked)
+            found = [each for each in read if is_wanted(each)]
+            if len(found) >= limit or len(read) < asked:
+                return found[:limit]
+            asked *= 2  # the others may come after those that are not wanted
 
     def show(self, id: str) -> dict[str, Any]:
         """Return a task, with its result or error."""
@@ -69,12 +82,25 @@ class TaskAdmin:
         self._adapter.retry_task_sync(id)
 
     def requeue(self) -> list[str]:
-        """Queue all tasks again that have failed for good, or could not be run; return their ids."""
-        ids: list[str] = []
+        """Queue all tasks again that have failed for good, or could not be run; return their ids.
+
+        Each is taken once: tasks that end after the call has begun, also those that fail again, stay as they
+        are, and so do those that others change meanwhile.
+        """
+        begun, ids, seen = time_of_day(), list[str](), set[str]()
+
+        def is_wanted(task: Task) -> bool:
+            # The clocks of the consumers may be behind.
+            return task.ended_at <= begun and task.id not in seen
+
         for state in DEAD:
-            while found := self._adapter.queue.tasks(self._name, state, BATCH):
+            while found := self._find(state, BATCH, is_wanted):
+                seen.update(each.id for each in found)
                 for each in found:
-                    self.retry(each.id)
+                    try:
+                        self.retry(each.id)
+                    except (NotFoundError, TaskConflictError):  # it is forgotten, or queued again already
+                        continue
                     ids.append(each.id)
         return ids
 
