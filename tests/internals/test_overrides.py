@@ -18,7 +18,11 @@ import daskserve.proxies
 
 pytestmark = pytest.mark.smoke
 
-CHECKED = ("daskserve.internals.", "daskserve.cluster.distributed_internals")
+CHECKED = (
+    "daskserve.internals.",
+    "daskserve.cluster.distributed_internals",
+    "daskserve.cluster.worker.request_tasks",
+)
 #: Modules that do something when they are imported.
 PROGRAMS = ("daskserve.__main__",)
 

@@ -699,9 +699,10 @@ class Simulation:
         in_use = held | with_proxies
         if self.location is Location.HEAD_ONLY:
             held = in_use
-        if self.cluster.reported != UsageReport(
+        found = self.cluster.reported
+        if replace(found, occupied={}) != UsageReport(
             frozenset(in_use), proxies=with_proxies, held=frozenset(held)
-        ):
+        ) or not found.occupied.keys() <= set(held):
             yield f"the reported use is {self.cluster.reported}, but in use are {in_use}, held {held}"
 
     def _wrong_updates(self) -> Iterator[str]:
