@@ -373,9 +373,9 @@ class Handle(BatchCalls):
         cluster = self._process
         routers: Routers | None = cluster.shared.get("routers")
         try:
-            if routers is not None:
+            if routers is not None and not cluster.is_ended:
                 router = routers.router(self._endpoint)
-                replicas = router.only  # set only if the endpoint is known and exists, and the instance runs
+                replicas = router.only  # set only if the endpoint is known and exists
                 # A call with a trace takes the way on which its spans are made.
                 if replicas is not None and (facts is None or TRACE not in facts):
                     head = self._head(router, request_id, facts)
