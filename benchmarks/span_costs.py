@@ -61,5 +61,5 @@ def sdk_s(processor: BatchSpanProcessor, requests: int = 128) -> float:
 
 
 def sdk_processor() -> BatchSpanProcessor:
-    """Return one that exports when it is told to."""
+    """Return a processor that exports only when ``force_flush`` is called."""
     return BatchSpanProcessor(EncodingExporter(), schedule_delay_millis=60_000)

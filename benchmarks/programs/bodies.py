@@ -26,7 +26,7 @@ app = Starlette(routes=[Route("/", size, methods=["POST"]), Route("/large", larg
 
 
 class AsyncSize:
-    """Reads the body as it comes."""
+    """Reads the body in chunks as they arrive."""
 
     async def __call__(self, request: Request) -> str:
         return str(len(await request.body()))

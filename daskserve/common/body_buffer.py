@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 
-#: The first allocation, and how much larger each next one is: a client that announces much and sends little
-#: takes at most so many times what it has sent.
+#: The size of the first allocation, and the factor by which it grows. A client that announces a large body
+#: but sends little takes up at most this factor times what it has sent.
 FIRST_BYTES = 1 << 20
 GROWTH = 4
 
@@ -51,7 +51,7 @@ class BodyBuffer:
         return self._joined.getbuffer()[self.size_bytes : self._room_bytes]
 
     def filled(self, size_bytes: int) -> None:
-        """Note that so many bytes of the room were written."""
+        """Record that ``size_bytes`` bytes were written to the room."""
         self.size_bytes += size_bytes
         self._joined.seek(self.size_bytes)
 

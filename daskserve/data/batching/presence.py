@@ -24,7 +24,7 @@ logger = logging.getLogger("daskserve.replica")
 
 #: How many batches are remembered: a client that leaves costs as many waits.
 REMEMBERED = 16
-#: After so many waits in a row that brought no call, the log says so.
+#: The number of waits in a row without a new call after which a warning is logged.
 VAIN = 500
 #: A call that comes in this first share of a wait came together with the first one.
 TOGETHER = 0.1
@@ -46,7 +46,7 @@ class Presence:
         self._name = name
         self._recent: deque[int] = deque(maxlen=REMEMBERED)
         self._most = 0
-        #: The calls of each wait since the last one that helped; None once it was told.
+        #: The number of calls in each wait since the last wait that helped; None once the warning is logged.
         self._vain: list[int] | None = []
 
     def has_all(self, queued: int) -> bool:
@@ -57,7 +57,7 @@ class Presence:
         return bool(self._most) and queued >= self._most and queued >= taken
 
     def ended(self, present: int) -> None:
-        """Note that a batch has ended, with so many calls in the queue, in it and in other batches."""
+        """Record that a batch has ended; ``present`` counts the queued calls and those in running batches."""
         self._recent.append(present)
         self._most = max(self._recent)
 

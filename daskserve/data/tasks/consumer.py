@@ -188,20 +188,20 @@ class TaskConsumer:
         await self._loops.close(grace_s)
 
     async def _supervised(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        pause_s, has_failed = self._options.poll_interval_s, False
+        pause_s, failures = self._options.poll_interval_s, 0
         while True:
             began = self._clock.now()
             try:
                 await loop()
                 return
-            except TaskQueueError as error:
-                if not has_failed:
+            except Exception as error:
+                if self._clock.now() - began > 2 * MAX_PAUSE_S:
+                    pause_s, failures = self._options.poll_interval_s, 0
+                failures += 1
+                if not isinstance(error, TaskQueueError):
+                    logger.exception("Queue %r: the consumer failed, and goes on", self._name)
+                elif failures == 2:  # once may be the end of the instance, which stops this consumer, too
                     logger.warning("%s", error)
-            except Exception:
-                logger.exception("Queue %r: the consumer failed, and goes on", self._name)
-            if self._clock.now() - began > 2 * MAX_PAUSE_S:
-                pause_s = self._options.poll_interval_s
-            has_failed = pause_s >= MAX_PAUSE_S
             await _elapsed(self._clock, self._closing, pause_s)
             if self._closing.is_set():
                 await self._clock.sleep(self._options.poll_interval_s)
@@ -344,17 +344,13 @@ class TaskConsumer:
             _log_discarded(after)
             self._forget(key)
             return
-        now = self._clock.wall()
-        if after.state is TaskState.DONE:
-            again = states.done(kept, after.result or b"", now, self._rules)
-        else:
-            again = states.released(kept, now, self._rules)
-        self._ended[key] = again
+        # It was cancelled, so this ends it, without the result.
+        self._ended[key] = states.released(kept, self._clock.wall(), self._rules)
 
     def _is_held(self, key: Key, kept: Task) -> bool:
         """Return whether a task, as the queue keeps it, is the one that this consumer has."""
-        held = self._held.get(key)
-        return held is not None and (kept.owner, kept.attempts) == (self._owner, held.task.attempts)
+        # One that was given back, and claimed here again, has changed twice; a cancellation is one change.
+        return key in self._held and kept.owner == self._owner and kept.revision <= key[1] + 1
 
     # ---- leases
 

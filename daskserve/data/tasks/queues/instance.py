@@ -67,7 +67,8 @@ class InstanceQueue:
         # The instance may be about to come back.
         except (OSError, CancelledError, InstanceError, ClosedError, UnavailableError) as error:
             raise TaskQueueError(
-                f"The queues of tasks of the instance cannot be reached: {type(error).__name__}: {error}. "
+                f"The queues of tasks of the instance cannot be reached: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. "
                 "Try again once its scheduler runs."
             ) from error
 
