@@ -73,6 +73,10 @@ def is_dask_value(value: Any) -> bool:
     return isinstance(value, Future) or is_dask_collection(value)
 
 
+#: How often to check, during a transfer, whether the workers that have the values are still there.
+HOLDERS_POLL_S = 1.0
+
+
 class DaskValues:
     """The values of one call, as futures; a `daskserve.cluster.protocols.base.RemoteValues`."""
 
@@ -267,9 +271,30 @@ async def _fetch_from_others(
     found: dict[Any, Any] = dict(await fetch_shared(request, here, nbytes, who_has))
     others = [future for future in futures if future.key not in found]
     try:
-        values = await client.gather(others, direct=True, asynchronous=True)
+        values = await _gathered(client, others)
     except CancelledError as error:  # of the future
         raise UnavailableError(
             f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
     return found | dict(zip((future.key for future in others), values, strict=True))
+
+
+async def _gathered(client: Client, futures: list[Future[Any]]) -> list[Any]:
+    """Return the values of futures; begin again if a worker that has one of them leaves the cluster.
+
+    Dask alone tries to connect to such a worker for half a minute, even if the value is elsewhere by then.
+    """
+    names = [future.key for future in futures]
+    while True:
+        before = await call_scheduler(client, "who_has", keys=names)
+        gathering = asyncio.ensure_future(client.gather(futures, direct=True, asynchronous=True))
+        try:
+            while not (await asyncio.wait({gathering}, timeout=HOLDERS_POLL_S))[0]:
+                now = await call_scheduler(client, "who_has", keys=names)
+                if any(set(before[name]) - set(now[name]) for name in names):
+                    break
+            else:
+                return list(gathering.result())
+        finally:
+            gathering.cancel()
+            await asyncio.wait({gathering})

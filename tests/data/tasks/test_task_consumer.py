@@ -98,6 +98,7 @@ async def test_an_error_while_a_changed_task_is_read_loses_no_end(queue: SqliteQ
     go.set()
     await until(lambda: kept(queue, "a").has_ended and kept(queue, "b").has_ended)
     assert not failures
+    assert kept(queue, "a").state is TaskState.CANCELLED  # although its result was there
     await made.drained()
     await made.close(1.0)
 
@@ -129,6 +130,34 @@ async def test_a_task_given_back_and_claimed_again_at_once_runs_once_more(queue:
     await until(lambda: kept(queue, "a").has_ended)
     await made.close(1.0)
     assert len(runs) == 2
+
+
+async def test_a_task_is_not_given_back_twice_if_the_first_answer_is_lost(queue: SqliteQueue) -> None:
+    runs: list[int] = []
+    go, failures = asyncio.Event(), [1]
+
+    async def run(task: Task) -> bytes:
+        runs.append(task.revision)
+        if len(runs) == 1:
+            raise Released
+        await go.wait()
+        return b"r"
+
+    async def call(function: Any, *args: Any) -> Any:
+        answer = await inline(function, *args)
+        if function == queue.write and failures:
+            raise TaskQueueError(f"the answer {failures.pop()} is lost")
+        if function == queue.get:
+            go.set()  # the consumer looks at what it could not write
+        return answer
+
+    made = consumer(queue, run, call)
+    add(queue, "a")
+    made.start()
+    await until(lambda: kept(queue, "a").has_ended)
+    assert len(runs) == 2
+    await made.drained()
+    await made.close(1.0)
 
 
 async def test_what_is_claimed_while_it_stops_is_not_begun(queue: SqliteQueue) -> None:
