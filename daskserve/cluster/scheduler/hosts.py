@@ -267,6 +267,8 @@ class HostRegistry:
 
     def forget(self, worker: WorkerAddress) -> None:
         """Remove a worker that left the cluster."""
+        if (admitting := self._admitting.get(worker)) is not None:
+            admitting.cancel()  # its Host will never start
         for known in (self._entries, self._refused, self._failed):
             known.pop(worker, None)
         self.retiring.discard(worker)

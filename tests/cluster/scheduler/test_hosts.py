@@ -132,3 +132,30 @@ def test_a_worker_can_be_retired_although_its_host_was_just_starting(
             assert admitting.cancelled()
 
     asyncio.run(asyncio.wait_for(main(), 50))
+
+
+def test_a_worker_that_is_lost_while_its_host_starts_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosts, "PROBE_TIMEOUT_S", 50)  # on a busy machine
+
+    async def main() -> None:
+        GO.clear()
+        async with (
+            Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0", port=0) as scheduler,
+            Worker(scheduler.address, nthreads=1) as worker,
+            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+        ):
+            busy = client.submit(wait_to_go, workers=[worker.address])
+            registry = HostRegistry(scheduler)
+            registry.open(client)
+            admitting = asyncio.ensure_future(registry.admit(worker.address))
+            while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
+                await asyncio.sleep(0.001)
+            registry.forget(worker.address)
+            await asyncio.wait_for(asyncio.wait({admitting}), 10)
+            assert admitting.cancelled()
+            GO.set()
+            await busy
+
+    asyncio.run(asyncio.wait_for(main(), 50))
