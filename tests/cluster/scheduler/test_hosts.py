@@ -147,7 +147,7 @@ def test_a_worker_that_is_lost_while_its_host_starts_is_not_waited_for(
             Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
         ):
             busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler)
+            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
             registry.open(client)
             admitting = asyncio.ensure_future(registry.admit(worker.address))
             while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
