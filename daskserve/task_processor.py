@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
 from daskserve.data.tasks.celery_adapter import CeleryTaskProcessorAdapter
+from daskserve.data.tasks.consumer import Lost, Released
 from daskserve.data.tasks.durable import (
     InstanceTaskProcessorAdapter,
     RedisTaskProcessorAdapter,
@@ -15,7 +16,9 @@ __all__ = [
     "AsyncCapability",
     "CeleryTaskProcessorAdapter",
     "InstanceTaskProcessorAdapter",
+    "Lost",
     "RedisTaskProcessorAdapter",
+    "Released",
     "SQLiteTaskProcessorAdapter",
     "TaskConflictError",
     "TaskProcessorAdapter",

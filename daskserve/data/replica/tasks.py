@@ -152,7 +152,18 @@ class ReplicaTasks:
         patience = QueueTimeout(SLOT_PATIENCE_S, waited_s)
         method, arguments = self._spec.handlers[task.name], parted(task.payload)
         try:
-            payload = await self._call(method, arguments, patience, task.id, facts)
+            payload = await self._begun(method, arguments, patience, task.id, facts)
+        except (Released, Lost):
+            raise
+        except Exception as error:
+            failure = packed_here(error)
+            raise Failure(error_text(failure.summary, failure.text)) from None
+        return checked_result(task, joined(payload), adapter.config.adapter_config)
+
+    async def _begun(self, *parts: Any) -> Payload:
+        """As `_call`, but raise `Released` or `Lost` if the replica is the reason that a task has no end."""
+        try:
+            return await self._call(*parts)
         except ReplicaBusyError:
             await self._context.clock.sleep(BUSY_PAUSE_S)
             raise Released from None
@@ -160,10 +171,6 @@ class ReplicaTasks:
             if self._is_stopping or not error.begun:
                 raise Released from None
             raise Lost from None
-        except Exception as error:
-            failure = packed_here(error)
-            raise Failure(error_text(failure.summary, failure.text)) from None
-        return checked_result(task, joined(payload), adapter.config.adapter_config)
 
     async def _call(
         self, method: str, payload: Payload, queue_timeout: QueueTimeout, id: str = "", facts: Any = None
@@ -184,9 +191,11 @@ class ReplicaTasks:
         loop = asyncio.get_running_loop()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call = self._call(method, dump((args, kwargs)), QueueTimeout(LONG_PATIENCE_S))
+            call = self._begun(method, dump((args, kwargs)), QueueTimeout(LONG_PATIENCE_S))
             try:
                 return asyncio.run_coroutine_threadsafe(call, loop).result().load()
+            except (Released, Lost):
+                raise
             except Exception as error:
                 raise unpacked(error) from None
 
@@ -218,6 +227,11 @@ class ReplicaTasks:
         self._is_stopping = True
         if self._consumer is not None:
             self._consumer.pause()
+        elif self._adapter is not None:
+            try:
+                self._adapter.pause_consumer()
+            except Exception:  # of an adapter of the user's
+                logger.exception("Replica %s could not pause its consumer", short_tag(self._tag))
 
     async def close(self, grace_s: float) -> None:
         """Give back what still runs, and close the queue."""

@@ -82,6 +82,9 @@ class TaskProcessorAdapter(ABC):
     def start_consumer(self, **kwargs: Any) -> None:
         """Begin to consume tasks."""
 
+    def pause_consumer(self) -> None:  # noqa: B027 - most need none
+        """Take no more tasks, without waiting for anything: the replica drains, and then stops."""
+
     @abstractmethod
     def stop_consumer(self, timeout: float = 10.0) -> None:
         """Take no more tasks, and wait up to ``timeout`` seconds for those that run."""

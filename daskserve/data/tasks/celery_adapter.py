@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from typing import Any
 
 from daskserve.data.tasks.adapter import AsyncCapability, TaskProcessorAdapter
 from daskserve.data.tasks.config import CeleryAdapterConfig, TaskProcessorConfig, TaskResult
+from daskserve.data.tasks.consumer import Lost, Released
 from daskserve.data.tasks.errors import TaskQueueError
 from daskserve.errors import BadRequestError, ServeError
 
@@ -34,6 +36,12 @@ ASK_S = 1.0
 LOOP_S = 4.0
 #: The delay before the first retry, in seconds, which doubles up to the longest.
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
+#: The pause before a task that its replica cannot begin goes back, in seconds.
+RETURN_S = 0.2
+#: How often a task may lose its process, as in queues of daskserve's own; then that is an error of the task.
+MAX_LOSSES = 10
+#: The header of a message that counts these losses.
+LOSSES = "daskserve_losses"
 
 SETTINGS: Mapping[str, Any] = {
     "task_acks_late": True,
@@ -89,6 +97,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
         """Add a handler; it is tried again as ``max_retries`` says."""
+        errors = importlib.import_module("celery.exceptions")
         options: dict[str, Any] = {
             "autoretry_for": (Exception,),
             "max_retries": self.config.max_retries,
@@ -96,14 +105,28 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             "retry_backoff_max": MAX_BACKOFF_S,
             **(self._options.task_custom_config or {}),
         }
+        options["dont_autoretry_for"] = (*options.get("dont_autoretry_for", ()), errors.Reject)
 
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            return func(*args, **kwargs)
+        def handler(task: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return func(*args, **kwargs)
+            except Released as error:
+                time.sleep(RETURN_S)  # this consumer may get it again until it has paused
+                raise errors.Reject(error, requeue=True) from None
+            except Lost:
+                losses = int((task.request.headers or {}).get(LOSSES, 0)) + 1
+                if losses > MAX_LOSSES:
+                    raise
+                again = task.signature_from_request(task.request, args, kwargs, headers={LOSSES: losses})
+                again.apply_async()
+                raise errors.Ignore from None
 
         # Celery gives tasks to all applications of a process, unless told otherwise.
         name = name or func.__name__
         on_failure = partial(self._letters.failed, name)
-        self.app.task(name=name, on_failure=on_failure, shared=False, lazy=False, **options)(handler)
+        self.app.task(name=name, bind=True, on_failure=on_failure, shared=False, lazy=False, **options)(
+            handler
+        )
 
     # ---- submitting and asking
 
@@ -186,6 +209,12 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             self._worker.start()
         except Exception:  # the thread's top: nobody waits for it
             logger.exception("Queue %r: Celery's worker ended", self.config.queue_name)
+
+    def pause_consumer(self) -> None:
+        """Take no more tasks; those that wait in this process go back."""
+        consumer = None if self._worker is None else self._worker.consumer
+        if consumer is not None and consumer.task_consumer is not None:
+            consumer.call_soon(consumer.cancel_task_queue, self.config.queue_name)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
         """Take no more tasks, and wait for those that run; what is not acknowledged, another one gets."""

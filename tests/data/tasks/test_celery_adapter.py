@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +84,32 @@ def test_a_program_of_ray_serve_runs_its_tasks_through_celery(places: dict[str, 
     serve.delete("default")
     left = tasks.enqueue_task_sync("add", [1])
     assert tasks.wait_for_task_sync(left.id, 0.3).status == "PENDING"
+    tasks.shutdown()
+
+
+def test_a_rollout_or_a_killed_process_is_no_attempt_of_a_task(
+    places: dict[str, Any], tmp_path: Path
+) -> None:
+    if places["broker_url"].startswith("memory"):
+        pytest.skip("this broker forgets what a consumer that stops has received")
+    mark = tmp_path / "killed"
+
+    class Slow:
+        @serve.task_handler
+        def work(self, x: int) -> int:
+            if x == 0 and not mark.exists():
+                mark.touch()
+                os._exit(1)
+            time.sleep(0.1)
+            return x
+
+    config = configured(places, max_retries=0)
+    tasks = serve.instantiate_adapter_from_config(config)
+    ids = [tasks.enqueue_task_sync("work", [number]).id for number in range(30)]
+    for version in "123":
+        run(config, Slow, num_replicas=2, isolation="process", version=version)
+    assert [tasks.wait_for_task_sync(id, 60).result for id in ids] == list(range(30))
+    serve.delete("default")
     tasks.shutdown()
 
 
