@@ -127,9 +127,11 @@ class ReplicaTasks:
         if failure is not None:
             raise failure
         if durable is not None:
+            from daskserve.data.tasks.durable import new_consumer
+
             run, clock, rng = partial(self._run, durable), self._context.clock, self._context.rng
-            self._consumer = durable.consumer(
-                self._tag, spec.handlers, run, self._room, clock=clock, rng=rng, call=call
+            self._consumer = new_consumer(
+                durable, self._tag, spec.handlers, run, self._room, clock=clock, rng=rng, call=call
             )
             self._consumer.start()
 

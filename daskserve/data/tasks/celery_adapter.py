@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ ASK_S = 1.0
 LOOP_S = 4.0
 #: The delay before the first retry, in seconds, which doubles up to the longest.
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
-#: The pause before a task that its replica cannot begin goes back, in seconds.
+#: The longest pause before a task that its replica cannot begin goes back, in seconds.
 RETURN_S = 0.2
 #: How often a task may lose its process, as in queues of daskserve's own; then that is an error of the task.
 MAX_LOSSES = 10
@@ -72,6 +71,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         self._app: Any = None
         self._worker: Any = None
         self._thread: threading.Thread | None = None
+        self._has_paused = threading.Event()
 
     @property
     def app(self) -> Any:
@@ -111,7 +111,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             try:
                 return func(*args, **kwargs)
             except Released as error:
-                time.sleep(RETURN_S)  # this consumer may get it again until it has paused
+                self._has_paused.wait(RETURN_S)  # until then, this consumer may get it again
                 raise errors.Reject(error, requeue=True) from None
             except Lost:
                 losses = int((task.request.headers or {}).get(LOSSES, 0)) + 1
@@ -200,6 +200,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             use_eventloop=False,
             **kwargs,
         )
+        self._has_paused.clear()
         self._thread = threading.Thread(target=self._consume, name="daskserve-celery", daemon=True)
         self._thread.start()
 
@@ -212,9 +213,14 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
 
     def pause_consumer(self) -> None:
         """Take no more tasks; those that wait in this process go back."""
-        consumer = None if self._worker is None else self._worker.consumer
+        consumer: Any = None if self._worker is None else self._worker.consumer
+
+        def pause() -> None:
+            consumer.cancel_task_queue(self.config.queue_name)
+            self._has_paused.set()
+
         if consumer is not None and consumer.task_consumer is not None:
-            consumer.call_soon(consumer.cancel_task_queue, self.config.queue_name)
+            consumer.call_soon(pause)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
         """Take no more tasks, and wait for those that run; what is not acknowledged, another one gets."""

@@ -196,17 +196,6 @@ class DurableAdapter(TaskProcessorAdapter):
         if thread is not None:
             thread.stop(timeout)
 
-    def consumer(
-        self,
-        owner: str,
-        handlers: Collection[str],
-        run: Callable[[Task], Awaitable[bytes]],
-        room: Callable[[], int],
-        **parts: Any,
-    ) -> TaskConsumer:
-        """Return a consumer; see there for the parameters."""
-        return TaskConsumer(self.queue, self.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
-
 
 def _instance_queue(options: InstanceAdapterConfig) -> TaskQueue:
     return InstanceQueue(synchronous=options.synchronous)
@@ -263,10 +252,17 @@ class _ConsumerThread:
             runner.run(self._consume())
 
     async def _consume(self) -> None:
-        clock, rng, threads = LoopClock(), system_rng(), ThreadPoolExecutor(2, "daskserve-task-queue")
+        threads = ThreadPoolExecutor(2, "daskserve-task-queue")
         call = partial(self._loop.run_in_executor, threads)
-        consumer = self._adapter.consumer(
-            "program", self._handlers, self._run, lambda: self._room, clock=clock, rng=rng, call=call
+        consumer = new_consumer(
+            self._adapter,
+            "program",
+            self._handlers,
+            self._run,
+            lambda: self._room,
+            clock=LoopClock(),
+            rng=system_rng(),
+            call=call,
         )
         consumer.start()
         await self._is_over.wait()
@@ -301,6 +297,18 @@ class _ConsumerThread:
         self._timeout = timeout
         self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join(timeout + 10.0)
+
+
+def new_consumer(
+    adapter: DurableAdapter,
+    owner: str,
+    handlers: Collection[str],
+    run: Callable[[Task], Awaitable[bytes]],
+    room: Callable[[], int],
+    **parts: Any,
+) -> TaskConsumer:
+    """Return a consumer of an adapter's queue; see there for the parameters."""
+    return TaskConsumer(adapter.queue, adapter.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
 
 
 def checked_result(task: Task, result: bytes, options: DurableOptions) -> bytes:

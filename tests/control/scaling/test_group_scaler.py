@@ -199,7 +199,7 @@ class Counting:
         found: dict[str, Any] = {}
         for place, (name, each) in enumerate(sorted(contexts.items())):
             seen = each.state.get("seen", 0) + 1
-            found[name] = (min(9, place + self.step * seen), {"seen": seen})
+            found[name] = (min(8 + place, place + self.step * seen), {"seen": seen})
         return found
 
 

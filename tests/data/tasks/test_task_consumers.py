@@ -20,6 +20,7 @@ from tables import each_case
 import daskserve as serve
 from daskserve.common.clock import LoopClock, seeded_rng
 from daskserve.data.tasks.consumer import BATCH
+from daskserve.data.tasks.durable import new_consumer
 from daskserve.data.tasks.errors import TaskConflictError
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import BadRequestError, BodyTooLargeError, DeployError, NotFoundError, UnpicklableError
@@ -288,7 +289,7 @@ async def test_a_consumer_forgets_as_many_tasks_as_have_expired(
     async def run(task: Task) -> bytes:
         return b""
 
-    consumer = tasks.consumer("o", [], run, lambda: 1, clock=LoopClock(), rng=seeded_rng(1), call=call)
+    consumer = new_consumer(tasks, "o", [], run, lambda: 1, clock=LoopClock(), rng=seeded_rng(1), call=call)
     consumer.start()
     await asyncio.wait_for(counted.wait(), 10)
     assert calls.count("purge") == 3
