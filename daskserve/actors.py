@@ -127,6 +127,7 @@ class ProxyActor:
             is_direct=not middlewares,
             bodies=BodyGate(
                 lambda endpoint: self._routers.router(endpoint).body_rules(options.max_body_bytes),
+                lambda endpoint: self._routers.router(endpoint).wait_until_published(),
                 lambda endpoint: self._routers.router(endpoint).check_queue(),
             ),
             unready=lambda: self._unready,
@@ -146,7 +147,7 @@ class ProxyActor:
         }
         self._server = HTTPServer(app, options, tls=tls_of(options), **place)
         self._server.consult(
-            lambda: max(options.max_body_bytes, self._routers.largest_body_bytes),
+            lambda: max(options.max_body_bytes, self._routers.body_limits.largest_bytes),
             self._is_crowded,
         )
         if self._access_log is not None:

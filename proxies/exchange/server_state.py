@@ -142,7 +142,7 @@ class ServerState:
         #: Called with a connection that stays open although the client's data has ended.
         self.note_end: Callable[[Connection], None] = _ignore
         #: Returns the size that no body may exceed; the application may set a lower limit for each.
-        self.largest_body_bytes: Callable[[], int] = lambda: max_body_bytes
+        self.largest_body_bytes: Callable[[], float] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
         self.is_crowded: Callable[[str], bool] = lambda path: False
         #: Ends another body to make room for one that exceeds the budget; returns whether it did.

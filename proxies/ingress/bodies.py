@@ -50,19 +50,26 @@ class BodyGate:
     Parameters
     ----------
     rules_of : callable
-        Returns what happens to the bodies of requests to an endpoint, and their maximum size.
+        Returns what happens to the bodies of requests to an endpoint, and their maximum size; None if that is
+        not known yet.
+    wait_for_rules : callable
+        Returns an awaitable, after which they are known.
     check_queue : callable
         Raises `BackPressureError` if no further request to an endpoint may wait for a slot.
     """
 
     def __init__(
-        self, rules_of: Callable[[str], tuple[BodyUse, int]], check_queue: Callable[[str], None]
+        self,
+        rules_of: Callable[[str], tuple[BodyUse, int] | None],
+        wait_for_rules: Callable[[str], Awaitable[None]],
+        check_queue: Callable[[str], None],
     ) -> None:
         self._rules_of = rules_of
+        self._wait_for_rules = wait_for_rules
         self._check_queue = check_queue
 
     def enter(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
-        """Begin a request with a body; return what to wait for before it is sent.
+        """Begin a request with a body; return what to wait for before it is sent, with the same errors.
 
         Raises
         ------
@@ -74,7 +81,14 @@ class BodyGate:
         body = _body_of(receive)
         if body is None:
             return None
-        use, max_bytes = self._rules_of(endpoint)
+        rules = self._rules_of(endpoint)
+        if rules is None:
+            return self._enter_when_known(endpoint, body)
+        return self._enter(endpoint, body, *rules)
+
+    def _enter(
+        self, endpoint: str, body: RequestBody, use: BodyUse, max_bytes: int
+    ) -> Awaitable[None] | None:
         if body.is_ended and body.received_bytes <= max_bytes:
             return None
         body.limit_to(max_bytes)
@@ -82,3 +96,10 @@ class BodyGate:
             return None
         self._check_queue(endpoint)
         return body.gather(drops=use == "drop")
+
+    async def _enter_when_known(self, endpoint: str, body: RequestBody) -> None:
+        while (rules := self._rules_of(endpoint)) is None:
+            await self._wait_for_rules(endpoint)
+        gathering = self._enter(endpoint, body, *rules)
+        if gathering is not None:
+            await gathering

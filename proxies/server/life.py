@@ -148,7 +148,7 @@ class HTTPServer:
             ("http_buffered_bytes", (instance, "unsent"), limits.unsent.used_bytes),
         ]
 
-    def consult(self, largest_body_bytes: Callable[[], int], is_crowded: Callable[[str], bool]) -> None:
+    def consult(self, largest_body_bytes: Callable[[], float], is_crowded: Callable[[str], bool]) -> None:
         """Use what the routers know.
 
         Parameters

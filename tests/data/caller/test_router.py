@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -1215,10 +1216,19 @@ async def test_the_bodies_of_an_endpoint_are_as_its_backends_need_them(
 ) -> None:
     names = [f"b{number}" for number in range(len(backends))]
     router = stage.endpoint({name: 1 / len(names) for name in names})
+    published = asyncio.create_task(router.wait_until_published())
     for name, fields in zip(names, backends, strict=True):
+        await quiet()
+        # Until all of it is published, no body may be refused.
+        assert (router.body_rules(100), stage.routers.body_limits.largest_bytes) == (None, math.inf)
+        assert not published.done()
         stage.publish("r1", backend=name, **fields)
+    await published
     assert router.body_rules(100) == rules
-    assert stage.routers.largest_body_bytes == max(each.get("max_body_bytes", 0) for each in backends)
+    limits = stage.routers.body_limits
+    assert limits.largest_bytes == max(each.get("max_body_bytes", 0) for each in backends)
+    stage.routers.forget(router.endpoint)
+    assert limits.largest_bytes == 0
 
 
 async def _nothing(*message: Message) -> Message:

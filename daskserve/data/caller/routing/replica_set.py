@@ -71,8 +71,8 @@ class ReplicaSet:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
         self.is_autoscaled = False
-        #: What happens to the bodies of its requests, and their maximum size; None: that of the proxy.
-        self.bodies: BodyUse = "gather"
+        #: What happens to the bodies of its requests, if that is known; their size, if not the proxy's.
+        self.bodies: BodyUse | None = None
         self.max_body_bytes: int | None = None
         self._reports = reports
         self._waiting_calls = waiting_calls or WaitingCalls()
@@ -124,6 +124,10 @@ class ReplicaSet:
                 found += each.samples((self._cluster.instance, self.tag))
         return found
 
+    async def wait_until_known(self) -> None:
+        """Wait for the first update."""
+        await self._known.wait()
+
     async def addresses(self) -> list[ActorAddress]:
         """Return the addresses of the running replicas of all versions by tag, once they are known."""
         await self._known.wait()
@@ -140,6 +144,7 @@ class ReplicaSet:
         self._known.set()
         self.availability.update(value)
         if value is None:
+            self.bodies = "gather"
             self.pool.update({}, 1, str)
             self.fail_waiting()
             return

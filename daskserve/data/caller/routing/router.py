@@ -35,6 +35,7 @@ from daskserve.common.types import (
     short_tag,
 )
 from daskserve.data.caller.backlogs import backlogs, batches_of
+from daskserve.data.caller.body_rules import BodyLimits, combined
 from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
@@ -107,20 +108,24 @@ class Router:
             found = self.calls[caller] = CallMetrics()
         return found
 
-    def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int]:
-        """Return how the bodies of HTTP requests are read, and their maximum size.
+    def body_rules(self, default_max_bytes: int) -> tuple[BodyUse, int] | None:
+        """Return how the bodies of HTTP requests are read, and their maximum size; None if not known yet.
 
         A request's backend is drawn later, so the rules of all backends are combined.
         """
         only = self.only
-        if only is not None:  # as for most
+        if only is not None and only.bodies is not None:  # as for most
             return only.bodies, default_max_bytes if only.max_body_bytes is None else only.max_body_bytes
         known = [self._routers.replica_set(each) for each in self.backends]
-        sets = known + [each.candidate for each in known if each.candidate is not None]
-        uses = {each.bodies for each in sets}
-        limits = [default_max_bytes if each.max_body_bytes is None else each.max_body_bytes for each in sets]
-        use: BodyUse = "gather" if "gather" in uses else "drop" if uses == {"drop"} else "stream"
-        return use, max(limits, default=default_max_bytes)
+        sets = (*known, *(each.candidate for each in known))
+        rules = [(each.bodies, each.max_body_bytes) for each in sets if each is not None]
+        return None if self._policy is None and not self._is_deleted else combined(rules, default_max_bytes)
+
+    async def wait_until_published(self) -> None:
+        """Wait until the endpoint and its backends are known; raise the errors of `wait_until_known`."""
+        await self.wait_until_known()
+        for each in self.backends:
+            await self._routers.replica_set(each).wait_until_known()
 
     def check_queue(self) -> None:
         """Raise `BackPressureError` if no further request may wait, as far as that is known."""
@@ -173,8 +178,7 @@ class Router:
             except TimeoutError:
                 raise RequestTimeoutError(
                     f"The controller sent no update of endpoint '{short_tag(self.endpoint)}' for "
-                    f"{shown(ENDPOINT_TIMEOUT_S)} s; "
-                    "it may be restarting, try again."
+                    f"{shown(ENDPOINT_TIMEOUT_S)} s; it may be restarting, try again."
                 ) from None
         if self._is_deleted:
             raise self._gone()
@@ -182,8 +186,7 @@ class Router:
     def _gone(self) -> ServeError:
         """Return the error for requests to an endpoint that was deleted, or never existed."""
         for backend in self._policy.backends if self._policy is not None else ():
-            error = self._routers.replica_set(backend).availability.ending_error()
-            if error is not None:
+            if (error := self._routers.replica_set(backend).availability.ending_error()) is not None:
                 return error
         return NotFoundError(f"Endpoint '{short_tag(self.endpoint)}' does not exist.")
 
@@ -201,8 +204,7 @@ class Router:
         policy = self._policy
         if policy is None or self._is_deleted:
             return self._send_when_known(envelope, receive, send, shard_key)
-        backend = policy.only
-        rng = self._routers.rng
+        backend, rng = policy.only, self._routers.rng
         if backend is None:
             backend = policy.draw(shard_draw(shard_key) if shard_key else rng.random())
             if backend is None:
@@ -295,8 +297,7 @@ class Routers:
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: Functions that stop watching a published value, by its key.
         self._watches: dict[str, Callable[[], None]] = {}
-        #: The largest maximum of all backends for the size of a body; 0 if no backend sets one.
-        self.largest_body_bytes = 0
+        self.body_limits = BodyLimits()
         self._shadows = TaskSet(logger)
         self._shadow_budget = ShadowBudget()
         self._reports = LoadReports(
@@ -329,7 +330,7 @@ class Routers:
         if router is None:
             router = self._routers[endpoint] = Router(endpoint, self)
             key = f"endpoint/{endpoint}"
-            self._watches[key] = self._listener.watch(key, router.update)
+            self._watches[key] = self._listener.watch(key, self.body_limits.watched(key, router.update))
         return router
 
     def send(
@@ -348,11 +349,11 @@ class Routers:
         if router is None or (router.published is None and not router.is_deleted):
             return  # calls may wait for the first update
         del self._routers[endpoint]
-        self._watches.pop(f"endpoint/{endpoint}")()
+        self._stop_watching(f"endpoint/{endpoint}")
         used = {backend for each in self._routers.values() for backend in each.backends}
         for backend in router.backends - used:
             if not self._sets[backend].waiting:
-                self._watches.pop(f"backend/{backend}")()
+                self._stop_watching(f"backend/{backend}")
                 for each in ("models", "stats/router"):
                     self._watch_facts(backend, each, None)
                 self._sets.pop(backend).close()
@@ -371,7 +372,8 @@ class Routers:
         if found is None:
             found = self._new_set(backend)
             key = f"backend/{backend}"
-            self._watches[key] = self._listener.watch(key, partial(self._update_set, found))
+            note = self.body_limits.watched(key, partial(self._update_set, found))
+            self._watches[key] = self._listener.watch(key, note)
         return found
 
     def _new_set(self, tag: BackendTag) -> ReplicaSet:
@@ -399,6 +401,7 @@ class Routers:
 
     def _stop_watching(self, key: str) -> None:
         self._watches.pop(key, bool)()
+        self.body_limits.forget(key)
 
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
         replicas.update(value)
@@ -409,7 +412,6 @@ class Routers:
             self._update_left(new, value)
         if replicas.is_starving:
             self._contact.watch()
-        self.largest_body_bytes = max(each.max_body_bytes or 0 for each in self._sets.values())
 
     def _update_left(self, new: ReplicaSet, value: Any) -> None:
         """Apply the state of a backend to the set of an ended rollout, until its requests have ended."""
@@ -487,13 +489,12 @@ class Routers:
     def close(self) -> None:
         """Stop watching, and fail the requests that wait."""
         self._routes.close()
-        for stop in self._watches.values():
-            stop()
-        self._watches.clear()
+        while self._watches:
+            self._watches.popitem()[1]()
         self._reports.close()
         self._contact.close()
         self._shadows.cancel()
-        for each in self._sets.values():
-            each.close()
+        for replicas in self._sets.values():
+            replicas.close()
         for router in self._routers.values():
             router.update(None)

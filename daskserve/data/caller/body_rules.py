@@ -1,0 +1,55 @@
+"""What happens to the bodies of HTTP requests, as the backends of this process have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from daskserve.common.types import BodyUse
+
+
+def combined(
+    rules: Iterable[tuple[BodyUse | None, int | None]], default_max_bytes: int
+) -> tuple[BodyUse, int] | None:
+    """Return the rules of a request that any of several backends may get; None if one's are not known."""
+    uses, limits = set[BodyUse](), list[int]()
+    for use, max_bytes in rules:
+        if use is None:
+            return None
+        uses.add(use)
+        limits.append(default_max_bytes if max_bytes is None else max_bytes)
+    combined_use: BodyUse = "gather" if "gather" in uses else "drop" if uses == {"drop"} else "stream"
+    return combined_use, max(limits, default=default_max_bytes)
+
+
+class BodyLimits:
+    """The maximum sizes of all backends of a process, each of which may be published later than its route."""
+
+    def __init__(self) -> None:
+        self._unknown: set[str] = set()
+        self._max_bytes: dict[str, int] = {}
+
+    @property
+    def largest_bytes(self) -> float:
+        """The largest one that a backend sets; 0 if none does, infinite while one may still be published."""
+        return math.inf if self._unknown else max(self._max_bytes.values(), default=0)
+
+    def watched(self, key: str, note: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a function that passes on what is published by the key of an endpoint or backend."""
+
+        def update(value: Mapping[str, Any] | None) -> None:
+            note(value)
+            self.forget(key)
+            published = () if value is None else (value, (value.get("rollout") or {}).get("new") or {})
+            limits = [each["max_body_bytes"] for each in published if "max_body_bytes" in each]
+            if limits:
+                self._max_bytes[key] = max(limits)
+
+        self._unknown.add(key)
+        return update
+
+    def forget(self, key: str) -> None:
+        """Forget a key that is no longer watched."""
+        self._unknown.discard(key)
+        self._max_bytes.pop(key, None)
