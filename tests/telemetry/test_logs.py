@@ -273,6 +273,7 @@ def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) 
         "the last",
     ]
     assert not logs.write(record("later"), REPLICA, has_handlers=False)
+    logs.close()
 
 
 def test_running_actors_write_as_their_changed_settings_say(tmp_path: Path) -> None:
@@ -363,6 +364,7 @@ def test_requests_that_have_ended_are_lines_if_their_deployment_wants_that() -> 
     other.note(request, socket, 0.5)
     log.close()
     logs.drain()
+    logs.close()
     first = 'INFO:     :0 - "POST /\\xc3\\xa9 HTTP/" 499 Client Closed Request'
     assert out.lines == [
         first,
