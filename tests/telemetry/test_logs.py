@@ -191,8 +191,8 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert logs.write(record("of a replica that is gone"), Tags(replica="other#1"), has_handlers=False)
     assert out.lines.pop().endswith("of a replica that is gone")
     logs.wake = lambda *gone: None
-    logs.access(access(proxy="proxy"))
-    logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
+    logs.access((*access(proxy="proxy"),))
+    logs.access((*access(backend="shop/Model", replica="shop/Model#abc", method="CALL"),))
     logs.drain()
     assert out.lines[1].startswith("INFO:     1.2.3.4")
     assert json.loads(out.lines[2])["method"] == "CALL"
@@ -213,7 +213,7 @@ def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.Mo
     woken: list[int] = []
     logs.wake = lambda: woken.append(1)
     for _ in range(5):
-        logs.access(access())
+        logs.access((*access(),))
     assert woken == [1]
     assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
     # Who asks for the logs sees those that are not written.
@@ -261,7 +261,7 @@ def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) 
     queue: list[tuple[Any, ...]] = []
     logs.wake = lambda *gone: queue.append(gone)
     logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(tmp_path)})
-    logs.access(access(replica="shop/Model#abc", method="CALL"))
+    logs.access((*access(replica="shop/Model#abc", method="CALL"),))
     logs.forget("shop/Model#abc")
     access_line, end = queue
     logs.drain(gone=access_line)
@@ -293,7 +293,7 @@ def test_running_actors_write_as_their_changed_settings_say(tmp_path: Path) -> N
     assert len(list((tmp_path / "logs").iterdir())) == 2
     logs.configure("shop/Model#abc", REPLICA, {"output": "stdout"})
     logs.configure("proxy", PROXY, None)
-    logs.access(access(proxy="proxy"))
+    logs.access((*access(proxy="proxy"),))
     assert out.lines.pop().startswith("INFO:     1.2.3.4")
     logs.close()
 
@@ -311,8 +311,8 @@ def test_a_handler_that_raises_loses_only_its_own_line() -> None:
     handler = logging.NullHandler()
     logger.addHandler(handler)
     try:
-        logs.access(access())
-        logs.access(access())
+        logs.access((*access(),))
+        logs.access((*access(),))
         logs.drain(call)
     finally:
         logger.removeHandler(handler)

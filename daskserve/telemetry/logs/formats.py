@@ -12,7 +12,18 @@ from typing import Any
 
 from daskserve.common.formatting import encodable
 from daskserve.common.strict_json import strict_json
-from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags, printable
+from daskserve.common.types import split_deployment_tag
+from daskserve.telemetry.logs.records import (
+    ACCESS,
+    TAG_NAMES,
+    Access,
+    AccessLine,
+    Plain,
+    Tags,
+    around_target,
+    message_of,
+    printable,
+)
 from daskserve.telemetry.logs.settings import LogSettings
 
 #: The attributes that Python's `logging` gives every record.
@@ -86,16 +97,20 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
     return strict_json(found)
 
 
-def access_text(access: Access) -> str:
+def access_text(access: AccessLine) -> str:
     """Return a line of the access log as uvicorn writes it; that of a call as other records of a replica."""
-    if not access.replica:
-        return f"INFO:     {access.message}"
-    tags = access.tags
-    place = place_of(tags.application, tags.deployment, tags.replica)
-    return f"INFO {clock(access.time)} {place} {access.request_id} -- {access.message}"
+    at, request_id, backend, replica = access[0], access[8], access[11], access[12]
+    if not replica:
+        return f"INFO:     {message_of(access)}"
+    return f"INFO {clock(at)} {_place_of_call(backend, replica)} {request_id} -- {message_of(access)}"
 
 
-def access_json(access: Access) -> str:
+@lru_cache(1024)
+def _place_of_call(backend: str, replica: str) -> str:
+    return place_of(*(split_deployment_tag(backend) if backend else ("", "")), replica)
+
+
+def access_json(access: AccessLine) -> str:
     """Return a line of the access log as a JSON object.
 
     It joins parts, most of which many lines share: encoding a dictionary takes ten times as long.
@@ -108,9 +123,9 @@ def access_json(access: Access) -> str:
     path = f'"{whole[: len(target)]}"' if is_plain else _quoted(printable(target))
     who, host = ("", "null") if client is None else _client_json(client)
     if method == "CALL":
-        message = _quoted(access.message)
+        message = _quoted(message_of(access))
     else:
-        before, after = _around_target(method, version, status)
+        before, after = _quoted_around_target(method, version, status)
         message = f'"{who}{before}{quoted[1:-1]}{after}"'
     request = f', "request_id": {_quoted(request_id)}' if request_id else ""
     trace = f', "trace_id": {_quoted(trace_id)}' if trace_id else ""
@@ -134,11 +149,9 @@ def _client_json(client: tuple[str, int]) -> tuple[str, str]:
 
 
 @lru_cache(1024)
-def _around_target(method: str, version: str, status: int) -> tuple[str, str]:
+def _quoted_around_target(method: str, version: str, status: int) -> tuple[str, str]:
     """Return what stands before and after the target in a message, within a text of JSON."""
-    mark = "\x00"
-    message = Access(0.0, method, mark.encode(), b"", status, 0.0, None, version).message
-    before, after = message.split("\\x00")
+    before, after = around_target(method, version, status)
     return _quoted(before)[1:-1], _quoted(after)[1:-1]
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from daskserve.common.clock import stopwatch
 from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
-from daskserve.telemetry.logs.records import ACCESS, Access, Tags
+from daskserve.telemetry.logs.records import ACCESS, Access, AccessLine, Tags
 from daskserve.telemetry.logs.ring import Ring
 from daskserve.telemetry.logs.settings import LOGGERS, LogSettings, merged
 from daskserve.telemetry.logs.sinks import FileSink, Sink, StreamSink
@@ -34,6 +34,9 @@ DEFAULT_LEVEL = logging.INFO
 
 Layer: TypeAlias = Mapping[str, Any] | None
 
+
+#: How a line of the access log is formatted, and what takes it then.
+_Place: TypeAlias = tuple[Callable[[AccessLine], str], Sequence[Callable[[str], object]]]
 
 #: What applies if an application has an access log, but its instance no settings.
 _DEFAULTS = LogSettings()
@@ -76,14 +79,14 @@ class ProcessLogs:
         self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
         self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
-        self.keep_access: Callable[[Sequence[Access]], object] = self.ring.add_access
+        self.keep_access: Callable[[Sequence[AccessLine]], object] = self.ring.add_access
         self._now = now
         self._default_level = default_level
         self._stdout = stdout or StreamSink()
         self._files: dict[Path, FileSink] = {}
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
         self._sources: dict[str, _Source] = {}
-        self._pending: deque[Access] = deque()
+        self._pending: list[AccessLine] = []
         #: Held while `_sources` is replaced, by the loop or by the thread that writes.
         self._changing = threading.Lock()
         self._is_awake = False
@@ -181,15 +184,15 @@ class ProcessLogs:
         settings = self._settings(tags)
         return settings is not None and record.levelno < settings.level and record.name.startswith(LOGGERS)
 
-    def access(self, access: Access) -> None:
-        """Take a line of the access log, in less than a microsecond."""
+    def access(self, line: AccessLine) -> None:
+        """Take a line of the access log, in less than a microsecond; see `Access` for its fields."""
         pending = self._pending
         if len(pending) >= MAX_PENDING:
             # A handler hangs, maybe; who asks for the logs still sees the line.
             self.dropped["access"] += 1
-            self.keep_access([access])
+            self.keep_access([line])
             return
-        pending.append(access)
+        pending.append(line)
         self._wake()
 
     def _wake(self) -> None:
@@ -226,9 +229,6 @@ class ProcessLogs:
             self._stdout.write([line])
         return to_stdout
 
-    def _line(self, access: Access, settings: LogSettings) -> str:
-        return (access_json if settings.encoding == "JSON" else access_text)(access)
-
     def drain(
         self,
         call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None,
@@ -240,48 +240,55 @@ class ProcessLogs:
         output.
         """
         self._is_awake = False
-        pending = self._pending
-        taken = [pending.popleft() for _ in range(len(pending))]
-        logger = logging.getLogger(ACCESS)
-        passes_on = call_handlers is not None and bool(logger.handlers)
-        lines: dict[Path | None, list[str]] = defaultdict(list)
-        sizes: dict[Path, LogSettings] = {}
-        places: dict[str, tuple[Path | None, bool, LogSettings] | None] = {}
+        taken = self._pending[:]
+        del self._pending[: len(taken)]  # in one step, because other threads add to it meanwhile
         if taken:
+            logger = logging.getLogger(ACCESS)
+            passes_on = call_handlers is not None and bool(logger.handlers)
             self.keep_access(taken)
-        for access in taken:
-            name = access.replica or access.proxy
-            place = places[name] if name in places else places.setdefault(name, self._place(name))
-            if place is None:
-                continue
-            path, to_stdout, settings = place
-            to_stdout = to_stdout and not passes_on
-            if path is not None or to_stdout:
-                line = self._line(access, settings)
-                if path is not None:
-                    lines[path].append(line)
-                    sizes[path] = settings
-                if to_stdout:
-                    lines[None].append(line)
-        for each, texts in lines.items():
-            (self._stdout if each is None else self._file(each, sizes[each])).write(texts)
-        for access in taken if passes_on and call_handlers is not None else ():
-            assert call_handlers is not None
-            try:
-                call_handlers(logger, as_record(access))
-            except Exception:  # of a filter, or of a handler that does not report its own errors
-                self.dropped["handler"] += 1
+            self._write_access(taken, to_stdout=not passes_on)
+            for line in taken if passes_on and call_handlers is not None else ():
+                assert call_handlers is not None
+                try:
+                    call_handlers(logger, as_record(Access(*line)))
+                except Exception:  # of a filter, or of a handler that does not report its own errors
+                    self.dropped["handler"] += 1
         if gone or self._has_changed:
             self._settle(gone)
 
-    def _place(self, name: str) -> tuple[Path | None, bool, LogSettings] | None:
-        """Return where lines of a replica or proxy go: to a file, to standard output; None if nowhere."""
+    def _write_access(self, taken: Sequence[AccessLine], *, to_stdout: bool) -> None:
+        outputs: dict[Path | None, tuple[Sink, list[str]]] = {}
+        places: dict[str, _Place | None] = {}
+        for line in taken:
+            name = line[12] or line[13]
+            try:
+                place = places[name]
+            except KeyError:
+                place = places[name] = self._place(name, outputs, to_stdout=to_stdout)
+            if place is not None:
+                text = place[0](line)
+                for add in place[1]:
+                    add(text)
+        for sink, texts in outputs.values():
+            sink.write(texts)
+
+    def _place(
+        self, name: str, outputs: dict[Path | None, tuple[Sink, list[str]]], *, to_stdout: bool
+    ) -> _Place | None:
+        """Return where lines of a replica or proxy go, to a file or standard output; None if nowhere."""
         source = self._sources.get(name)
         if source is None:
             return None
         # An application may have an access log on an instance that has no settings.
         settings = source.settings or _DEFAULTS
-        return _path(settings, source.tags), settings.to_stdout, settings
+        path = _path(settings, source.tags)
+        sinks: dict[Path | None, Sink] = {}
+        if path is not None:
+            sinks[path] = self._file(path, settings)
+        if settings.to_stdout and to_stdout:
+            sinks[None] = self._stdout
+        adds = [outputs.setdefault(key, (sink, []))[1].append for key, sink in sinks.items()]
+        return (access_json if settings.encoding == "JSON" else access_text, adds) if adds else None
 
     def _settings(self, tags: Tags) -> LogSettings | None:
         source = self._sources.get(tags.replica) if tags.replica else None
