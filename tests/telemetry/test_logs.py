@@ -208,6 +208,7 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
 
 
 def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "GATHERED", 2)
     monkeypatch.setattr(process_module, "MAX_PENDING", 3)
     logs = ProcessLogs(Lines())
     woken: list[int] = []

@@ -29,6 +29,8 @@ from daskserve.telemetry.table import MetricSample
 
 #: Maximum number of lines of the access log that wait for the thread; later ones are dropped.
 MAX_PENDING = 10_000
+#: How many lines of the access log the thread gathers at most: a longer batch would hold requests.
+GATHERED = 512
 #: The level of daskserve's own loggers in a process where no instance has settings.
 DEFAULT_LEVEL = logging.INFO
 
@@ -60,6 +62,8 @@ class ProcessLogs:
     ----------
     wake : callable
         Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
+    hurry : callable
+        Has the lines of the access log gathered no longer.
     before_end : callable
         Called with the name of an actor that ends, while its settings are known.
     dropped : dict
@@ -77,6 +81,7 @@ class ProcessLogs:
         self.ring = Ring()
         self.ended = EndedFiles()
         self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
+        self.hurry: Callable[[], object] = lambda: None
         self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Sequence[AccessLine]], object] = self.ring.add_access
@@ -187,11 +192,15 @@ class ProcessLogs:
     def access(self, line: AccessLine) -> None:
         """Take a line of the access log, in less than a microsecond; see `Access` for its fields."""
         pending = self._pending
-        if len(pending) >= MAX_PENDING:
-            # A handler hangs, maybe; who asks for the logs still sees the line.
-            self.dropped["access"] += 1
-            self.keep_access([line])
-            return
+        count = len(pending)
+        if count >= GATHERED:
+            if count >= MAX_PENDING:
+                # A handler hangs, maybe; who asks for the logs still sees the line.
+                self.dropped["access"] += 1
+                self.keep_access([line])
+                return
+            if count == GATHERED:
+                self.hurry()
         pending.append(line)
         self._wake()
 
