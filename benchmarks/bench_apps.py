@@ -1,9 +1,10 @@
 """Applications as people write them, beside the server that they would use otherwise.
 
 FastAPI applications (``programs/apps.py``) run in two workers of daskserve with default settings, and under
-``uvicorn --workers 2``; ``@serve.batch`` runs beside mosec. The systems take turns; all bodies differ.
-For each case this prints the ratio of the requests per second, and the CPU time per request of all processes
-that serve (user and system), which is steadier. WebSockets are driven by an asyncio client.
+``uvicorn --workers 2``, or by ``daskserve run`` beside as many workers of uvicorn. ``@serve.batch`` runs
+beside mosec. The systems take turns; all bodies differ. For each case this prints the ratio of the requests
+per second, and the CPU time per request of all processes that serve (user and system), which is steadier.
+WebSockets are driven by an asyncio client.
 
 All systems run in this environment, which needs ``pip install fastapi mosec``. Run:
 ``python benchmarks/bench_apps.py [--only WORD]``.
@@ -54,6 +55,8 @@ class Case:
     connections: int = CONNECTIONS
     #: The arguments of the peer's program.
     peer_arguments: tuple[object, ...] = ()
+    #: The ``--workers`` of ``daskserve run``, if that serves, and of uvicorn.
+    workers: int = 0
 
 
 APP = "apps:app"
@@ -61,6 +64,11 @@ CASES = [
     Case("FastAPI, plain", APP, "/plain", "image"),
     Case("FastAPI, async", APP, "/async", "image"),
     Case("FastAPI, pydantic 1 KB", APP, "/item", "item"),
+    *(
+        Case(f"daskserve run --workers {workers}, {name}", APP, f"/{name}", kind, workers=workers)
+        for workers in (1, 2)
+        for name, kind in (("plain", "image"), ("async", "image"), ("item", "item"))
+    ),
     Case("events", APP, "/events", "events"),
     Case("WebSocket echo", APP, "/echo", "websocket"),
     Case("async class, beside FastAPI async", "apps:AsyncModel", "/", "image", peer_path="/async"),
@@ -113,31 +121,30 @@ def ours(case: Case, server: str) -> Iterator[System]:
         cluster.close()
 
 
+def uvicorn(workers: int = 2) -> AbstractContextManager[System]:
+    """Run the application under uvicorn."""
+    command = ["-m", "uvicorn", APP, "--workers", str(workers), "--log-level", "error", "--no-access-log"]
+    return _running([sys.executable, *command], workers if workers > 1 else 0)
+
+
+def shipped(workers: int) -> AbstractContextManager[System]:
+    """Run the application as one does on one's own machine."""
+    return _running(["daskserve", "run", APP, "--workers", str(workers), "--no-access-log"], workers)
+
+
 @contextmanager
-def uvicorn() -> Iterator[System]:
-    """Run the application under uvicorn, with two workers."""
+def _running(command: list[str], children: int) -> Iterator[System]:
+    """Run a server until its child processes have imported scikit-learn, and it listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "uvicorn",
-        APP,
-        "--workers",
-        "2",
-        "--port",
-        str(port),
-        "--log-level",
-        "error",
-    ]
-    with subprocess.Popen([*command, "--no-access-log"], env={**os.environ, **ENVIRONMENT}) as process:
+    with subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **ENVIRONMENT}) as process:
         try:
             tree = psutil.Process(process.pid)
             deadline = time.monotonic() + 60
-            while socket.socket().connect_ex(("127.0.0.1", port)) or len(_busy_children(tree)) < 2:
+            while socket.socket().connect_ex(("127.0.0.1", port)) or len(_busy_children(tree)) < children:
                 if time.monotonic() > deadline:
-                    raise RuntimeError("uvicorn did not start")
+                    raise RuntimeError(f"{command[0]} did not start")
                 time.sleep(0.1)
             yield System(f"http://127.0.0.1:{port}", (tree,))
         finally:
@@ -198,8 +205,9 @@ def measure(case: Case, system: System, path: str, seconds: float) -> Round:
 
 def compare(case: Case, server: str, *, rounds: int, seconds: float) -> None:
     with ExitStack() as stack:
-        us = stack.enter_context(ours(case, server))
-        them = stack.enter_context(uvicorn() if case.peer == "uvicorn" else mosec(*case.peer_arguments))
+        us = stack.enter_context(shipped(case.workers) if case.workers else ours(case, server))
+        peer = mosec(*case.peer_arguments) if case.peer == "mosec" else uvicorn(case.workers or 2)
+        them = stack.enter_context(peer)
         their_path = (case.peer_path or case.path) if case.peer == "uvicorn" else ""
         pairs = []
         for number in range(rounds + 1):

@@ -146,7 +146,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
         self._listed.add(module_name)
         is_known = module_name.startswith(FRAMEWORKS) or module_name.partition(".")[0] in STANDARD_LIBRARY
         if is_known and module_name in sys.modules:
-            for name, each in list(vars(sys.modules[module_name]).items()):
+            for name, each in vars(sys.modules[module_name]).copy().items():
                 if type(each).__module__ == module_name:
                     self._places.setdefault(id(each), (module_name, name))
 
@@ -331,10 +331,10 @@ def _checked(value: Any, reduced: Any) -> Any:
 
 def place_of(value: Any) -> ModulePlace | None:
     """Return the place of an object among the variables of modules that other processes can import."""
-    for module_name, module in sorted(sys.modules.items()):
+    for module_name, module in sorted(sys.modules.copy().items()):
         if module_name in (MAIN, "__mp_main__") or not isinstance(module, ModuleType):
             continue
-        for name, each in list(vars(module).items()):
+        for name, each in vars(module).copy().items():
             if each is value and not _is_registered_pickle_by_value(module):
                 return module_name, name
     return None

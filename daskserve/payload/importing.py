@@ -62,7 +62,8 @@ def _modules_beside(name: str) -> list[ModuleType]:
     folder = folder_of(name)
     if folder is None:
         return []
-    files = {each: getattr(module, "__file__", None) or "" for each, module in list(sys.modules.items())}
+    # Other threads import, too, and a list of a dictionary's items is not made in one step.
+    files = {each: getattr(module, "__file__", None) or "" for each, module in sys.modules.copy().items()}
     return [
         sys.modules[each]
         for each, file in sorted(files.items())
@@ -110,7 +111,7 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
     starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
     stdlib = os.path.join(sysconfig.get_path("stdlib"), "")
     found = {}
-    for name, module in sorted(sys.modules.items()):
+    for name, module in sorted(sys.modules.copy().items()):
         file = getattr(module, "__dict__", {}).get("__file__") or ""
         is_own = name == "__main__" or name.partition(".")[0] == "daskserve"  # in a clone
         if is_own or not file or file.startswith(stdlib) or any(map(file.__contains__, _INSTALLED)):

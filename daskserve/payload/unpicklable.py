@@ -184,8 +184,8 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedParts:
 
 def variable_of(value: Any, default: str) -> str:
     """Return the name of the variable of the program that has a value."""
-    program = vars(sys.modules["__main__"]).items()
-    return next((name for name, each in list(program) if each is value), default)
+    program = vars(sys.modules["__main__"]).copy().items()
+    return next((name for name, each in program if each is value), default)
 
 
 def shown(steps: Sequence[PathStep]) -> str:

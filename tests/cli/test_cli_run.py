@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import dask.config
 import pytest
 from click.testing import CliRunner, Result
 from tables import each_case
@@ -21,6 +22,7 @@ from daskserve.client.hosting.hosting import HostingMode
 from daskserve.client.hosting.reloading.files import EXCLUDES, INCLUDES, Patterns
 from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
+from daskserve.common import settings
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
@@ -48,7 +50,8 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def host(source: Source, options: dict[str, Any], **how: Any) -> None:
-        found.update(source=source, options=options, **how)
+        n_workers = settings.local_cluster_size().n_workers
+        found.update(source=source, options=options, n_workers=n_workers, **how)
         if source.names[0] in FAILURES:
             raise FAILURES[source.names[0]]
 
@@ -64,7 +67,8 @@ def test_a_target_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None
     result = call("nowhere:build", "a=1", "b=x=y", "--name", "n", "--route-prefix", "/r")
     assert result.exit_code == 0, result.output
     assert hosted["source"] == Source((RunTarget("nowhere:build", "n", "/r", {"a": "1", "b": "x=y"}),))
-    assert (hosted["options"], hosted["address"], hosted["stay"]) == ({}, None, HostingMode())
+    assert (hosted["address"], hosted["stay"], hosted["n_workers"]) == (None, HostingMode(), 2)
+    assert hosted["options"] == {"server": "asyncio"}
 
 
 def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
@@ -111,7 +115,15 @@ def test_a_command_has_every_http_option_that_is_no_python_object() -> None:
 
 def test_replicas_of_the_ingress_are_processes_with_workers(hosted: dict[str, Any]) -> None:
     assert call("m:app", "--workers", "3").exit_code == 0
+    assert (hosted["source"].ingress, hosted["n_workers"]) == ({"num_replicas": 3}, 3)
+    assert hosted["options"] == {"server": "asyncio", "location": "EveryWorker"}
+    with dask.config.set({"daskserve.http": {"location": "EveryNode", "port": 1}}):
+        assert call("m:app", "--workers", "3", "--server", "tornado", "--port", "2").exit_code == 0
+    assert hosted["options"] == {"server": "tornado", "location": "EveryNode", "port": 2}
+    assert settings.local_cluster_size().n_workers == 2
+    assert call("m:app", "--workers", "3", "--address", "tcp://h:1").exit_code == 0
     assert hosted["source"].ingress == {"num_replicas": 3, "isolation": "process"}
+    assert (hosted["options"], hosted["n_workers"]) == ({}, 2)
 
 
 def test_files_to_follow_have_the_names_of_uvicorn(hosted: dict[str, Any], tmp_path: Path) -> None:
@@ -136,7 +148,12 @@ def test_a_file_of_applications_is_run_with_its_http_options(hosted: dict[str, A
     assert result.exit_code == 0, result.output
     assert (hosted["source"].names, hosted["source"].capacity) == (["default", "b"], 50.0)
     assert hosted["source"].routes == {"default": "/", "b": "/b"}
-    assert hosted["options"] == {"port": 0, "max_headers": 9, "location": "EveryNode"}
+    assert hosted["options"] == {
+        "server": "asyncio",
+        "port": 0,
+        "max_headers": 9,
+        "location": "EveryNode",
+    }
     assert str(file) in hosted["stay"].reload.snapshot()
     file.write_text(text.replace("size: 1", "size: 2"))
     assert hosted["reread"]().targets[1].args == {"size": 2}

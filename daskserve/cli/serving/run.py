@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -37,7 +37,8 @@ from daskserve.cli.serving.tracing import given_tracing, tracing_options
 from daskserve.client.hosting.hosting import HostingMode, host
 from daskserve.client.hosting.reloading.files import Patterns
 from daskserve.client.verbs.applications import RunTarget
-from daskserve.common.types import DEFAULT_APPLICATION
+from daskserve.common import settings
+from daskserve.common.types import DEFAULT_APPLICATION, Location
 from daskserve.config_file.reading import is_config_file
 
 #: The words for how old replicas make way when a file has changed.
@@ -108,7 +109,8 @@ def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Number of replicas of the ingress, each in a process of its own.",
+    help="Number of replicas of the ingress, each in a process of its own. Without --address, these are the "
+    "workers of the cluster, each with a proxy; they share the port.",
 )
 @environment_options
 @env_file_option
@@ -165,9 +167,10 @@ def run(
     --app-dir.
 
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
-    module, and the port opens once the application is up. With --address, the workers must be able to import
-    the module. The command ends what it has started: the application, and the instance if none ran there and
-    no other program uses it. What it only changes keeps running. If it fails, or is interrupted before the
+    module, and the port opens once the application is up. Unless they are given, --server is asyncio there,
+    and with --workers, --location is EveryWorker. With --address, the workers must be able to import the
+    module. The command ends what it has started: the application, and the instance if none ran there and no
+    other program uses it. What it only changes keeps running. If it fails, or is interrupted before the
     application is up, everything stays as it was.
 
     With --reload, a saved file replaces the application on the same port, without losing a request. Code that
@@ -180,7 +183,7 @@ def run(
     variables = use_env_file(env_file)
     sys.path.insert(0, os.path.abspath(app_dir))
     cluster = address or dask.config.get("scheduler-address", None)
-    ingress = {} if workers is None else {"num_replicas": workers, "isolation": "process"}
+    ingress = replicas_in_processes(workers, on_own_cluster=cluster is None)
 
     def find() -> Served:
         if is_config_file(target):
@@ -203,15 +206,40 @@ def run(
             files_to_watch(target, app_dir, others) if reload else None,
             reload_strategy == RECREATE,
         )
-        host(
-            served.source,
-            {**served.http_options, **given_http_options(others)},
-            tracing_config=({**served.tracing_config, **given_tracing(others)} or None),
-            address=cluster,
-            stay=stay,
-            report=click.echo,
-            reread=lambda: find().source,
-        )
+        http = {**served.http_options, **given_http_options(others)}
+        with own_cluster(workers, http) if cluster is None else nullcontext(http) as options:
+            host(
+                served.source,
+                options,
+                tracing_config=({**served.tracing_config, **given_tracing(others)} or None),
+                address=cluster,
+                stay=stay,
+                report=click.echo,
+                reread=lambda: find().source,
+            )
+
+
+def replicas_in_processes(workers: int | None, *, on_own_cluster: bool) -> dict[str, Any]:
+    """Return the options of the ingress for its number of replicas, each in a process of its own."""
+    if workers is None:
+        return {}
+    # A cluster of one's own has a worker for each.
+    return {"num_replicas": workers} | ({} if on_own_cluster else {"isolation": "process"})
+
+
+@contextmanager
+def own_cluster(workers: int | None, http: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Have a cluster of one's own made for this number of replicas; yield its HTTP options.
+
+    Each replica has a worker with a proxy. They share the port, as the processes of ``uvicorn --workers`` do.
+    """
+    options: dict[str, Any] = {"server": "asyncio"}
+    size = {}
+    if workers is not None:
+        options["location"] = Location.EVERY_WORKER
+        size = {"daskserve.local-cluster.n-workers": workers}
+    with dask.config.set(size):
+        yield {**options, **settings.http_defaults(), **http}
 
 
 def check_uses(*, blocking: bool, restore: bool, reload: bool, watched: Mapping[str, Any]) -> None:

@@ -157,7 +157,7 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
 
 def _below(packages: Collection[str]) -> list[str]:
     """Return the names of the imported modules of some packages, and of these."""
-    return [name for name in sys.modules if name.partition(".")[0] in packages]
+    return [name for name in sys.modules.copy() if name.partition(".")[0] in packages]
 
 
 @contextmanager
