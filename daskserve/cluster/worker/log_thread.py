@@ -25,6 +25,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from typing import Any, NamedTuple
@@ -50,8 +51,8 @@ REPORT_EVERY = 1000
 #: Maximum time for the handlers to receive the queued records when the process or daskserve ends.
 FLUSH_S = 2.0
 
-#: How long lines of the access log are gathered at most: each waking of the thread takes the interpreter lock
-#: from an event loop.
+#: How long lines of the access log are gathered: each waking of the thread takes the interpreter lock from an
+#: event loop.
 GATHER_S = 0.05
 
 #: Types of arguments that cannot change before the message is formatted.
@@ -99,8 +100,6 @@ class LogThread:
         self._queue: queue.SimpleQueue[_QueuedRecord | _Drain | threading.Event | None] = queue.SimpleQueue()
         #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
         self._permits = deque([True] * max_tracebacks)
-        #: Set while enough lines of the access log wait.
-        self._has_gathered = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._dropped = 0
@@ -133,7 +132,7 @@ class LogThread:
         self._thread = thread
         self.logs.open()
         self.logs.wake = lambda *gone: self._queue.put(_Drain(gone))
-        self.logs.hurry = self._has_gathered.set
+        self.logs.call_handlers = self._original
         thread.start()
         atexit.register(self._end_process, thread)
 
@@ -151,6 +150,7 @@ class LogThread:
         stop_intercepting(self._intercept, self._original)
         self._thread = None
         self._queue.put(None)
+        self.logs.call_handlers = None
         self.logs.close()
 
     def _end_process(self, thread: threading.Thread) -> None:
@@ -226,8 +226,7 @@ class LogThread:
                 entry.set()
             elif isinstance(entry, _Drain):
                 if not entry.gone:
-                    self._has_gathered.wait(GATHER_S)
-                    self._has_gathered.clear()
+                    time.sleep(GATHER_S)
                 self._drain(entry.gone)
             else:
                 self._call_handlers(entry)
@@ -256,7 +255,7 @@ class LogThread:
 
     def _drain(self, gone: tuple[Any, ...]) -> None:
         try:
-            self.logs.drain(self._original, gone)
+            self.logs.drain(gone)
         except Exception:
             _report_error()
 

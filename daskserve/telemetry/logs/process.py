@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import stopwatch
+from daskserve.telemetry.logs.access import AccessLines, Format
 from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
 from daskserve.telemetry.logs.records import ACCESS, Access, AccessLine, Tags
@@ -27,18 +28,14 @@ from daskserve.telemetry.logs.settings import LOGGERS, LogSettings, merged
 from daskserve.telemetry.logs.sinks import FileSink, Sink, StreamSink
 from daskserve.telemetry.table import MetricSample
 
-#: Maximum number of lines of the access log that wait for the thread; later ones are dropped.
-MAX_PENDING = 10_000
-#: How many lines of the access log the thread gathers at most: a longer batch would hold requests.
-GATHERED = 512
 #: The level of daskserve's own loggers in a process where no instance has settings.
 DEFAULT_LEVEL = logging.INFO
 
 Layer: TypeAlias = Mapping[str, Any] | None
 
 
-#: How a line of the access log is formatted, and what takes it then.
-_Place: TypeAlias = tuple[Callable[[AccessLine], str], Sequence[Callable[[str], object]]]
+#: A file and the settings it is opened by; None for standard output.
+_Target: TypeAlias = tuple[Path, LogSettings] | None
 
 #: What applies if an application has an access log, but its instance no settings.
 _DEFAULTS = LogSettings()
@@ -62,8 +59,11 @@ class ProcessLogs:
     ----------
     wake : callable
         Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
-    hurry : callable
-        Has the lines of the access log gathered no longer.
+    access : callable
+        Takes a line of the access log, in about two microseconds.
+    call_handlers : callable or None
+        ``call_handlers(logger, record)`` passes a line of the access log on to the handlers of its logger, if
+        it has any; they get it instead of standard output.
     before_end : callable
         Called with the name of an actor that ends, while its settings are known.
     dropped : dict
@@ -81,7 +81,7 @@ class ProcessLogs:
         self.ring = Ring()
         self.ended = EndedFiles()
         self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
-        self.hurry: Callable[[], object] = lambda: None
+        self.call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None
         self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Sequence[AccessLine]], object] = self.ring.add_access
@@ -91,7 +91,13 @@ class ProcessLogs:
         self._files: dict[Path, FileSink] = {}
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
         self._sources: dict[str, _Source] = {}
-        self._pending: list[AccessLine] = []
+        self._lines: AccessLines[_Target] = AccessLines(
+            self._place_of,
+            self._has_access_handlers,
+            lambda lines: self.keep_access(lines),  # which a child process replaces
+            self._wake,
+        )
+        self.access = self._lines.add
         #: Held while `_sources` is replaced, by the loop or by the thread that writes.
         self._changing = threading.Lock()
         self._is_awake = False
@@ -189,21 +195,6 @@ class ProcessLogs:
         settings = self._settings(tags)
         return settings is not None and record.levelno < settings.level and record.name.startswith(LOGGERS)
 
-    def access(self, line: AccessLine) -> None:
-        """Take a line of the access log, in less than a microsecond; see `Access` for its fields."""
-        pending = self._pending
-        count = len(pending)
-        if count >= GATHERED:
-            if count >= MAX_PENDING:
-                # A handler hangs, maybe; who asks for the logs still sees the line.
-                self.dropped["access"] += 1
-                self.keep_access([line])
-                return
-            if count == GATHERED:
-                self.hurry()
-        pending.append(line)
-        self._wake()
-
     def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
@@ -238,66 +229,36 @@ class ProcessLogs:
             self._stdout.write([line])
         return to_stdout
 
-    def drain(
-        self,
-        call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None,
-        gone: Sequence[_Source] = (),
-    ) -> None:
-        """Write the lines of the access log that wait, and drop the settings of actors that are gone.
-
-        If the logger ``daskserve.access`` has handlers of its own, they get the lines instead of standard
-        output.
-        """
+    def drain(self, gone: Sequence[_Source] = ()) -> None:
+        """Write the lines of the access log that wait, and drop the settings of actors that are gone."""
         self._is_awake = False
-        taken = self._pending[:]
-        del self._pending[: len(taken)]  # in one step, because other threads add to it meanwhile
-        if taken:
-            logger = logging.getLogger(ACCESS)
-            passes_on = call_handlers is not None and bool(logger.handlers)
-            self.keep_access(taken)
-            self._write_access(taken, to_stdout=not passes_on)
-            for line in taken if passes_on and call_handlers is not None else ():
-                assert call_handlers is not None
-                try:
-                    call_handlers(logger, as_record(Access(*line)))
-                except Exception:  # of a filter, or of a handler that does not report its own errors
-                    self.dropped["handler"] += 1
+        ready, for_handlers = self._lines.take()
+        for target, texts in ready.items():
+            (self._stdout if target is None else self._file(*target)).write(texts)
+        for line in for_handlers:
+            assert self.call_handlers is not None
+            try:
+                self.call_handlers(logging.getLogger(ACCESS), as_record(Access(*line)))
+            except Exception:  # of a filter, or of a handler that does not report its own errors
+                self.dropped["handler"] += 1
         if gone or self._has_changed:
             self._settle(gone)
 
-    def _write_access(self, taken: Sequence[AccessLine], *, to_stdout: bool) -> None:
-        outputs: dict[Path | None, tuple[Sink, list[str]]] = {}
-        places: dict[str, _Place | None] = {}
-        for line in taken:
-            name = line[12] or line[13]
-            try:
-                place = places[name]
-            except KeyError:
-                place = places[name] = self._place(name, outputs, to_stdout=to_stdout)
-            if place is not None:
-                text = place[0](line)
-                for add in place[1]:
-                    add(text)
-        for sink, texts in outputs.values():
-            sink.write(texts)
-
-    def _place(
-        self, name: str, outputs: dict[Path | None, tuple[Sink, list[str]]], *, to_stdout: bool
-    ) -> _Place | None:
-        """Return where lines of a replica or proxy go, to a file or standard output; None if nowhere."""
+    def _place_of(self, name: str) -> tuple[Format, Sequence[_Target]]:
+        """Return how the lines of a replica or a proxy are formatted, and where they go."""
         source = self._sources.get(name)
         if source is None:
-            return None
+            return access_text, ()
         # An application may have an access log on an instance that has no settings.
         settings = source.settings or _DEFAULTS
         path = _path(settings, source.tags)
-        sinks: dict[Path | None, Sink] = {}
-        if path is not None:
-            sinks[path] = self._file(path, settings)
-        if settings.to_stdout and to_stdout:
-            sinks[None] = self._stdout
-        adds = [outputs.setdefault(key, (sink, []))[1].append for key, sink in sinks.items()]
-        return (access_json if settings.encoding == "JSON" else access_text, adds) if adds else None
+        targets: list[_Target] = [] if path is None else [(path, settings)]
+        if settings.to_stdout and not self._has_access_handlers():
+            targets.append(None)
+        return access_json if settings.encoding == "JSON" else access_text, targets
+
+    def _has_access_handlers(self) -> bool:
+        return self.call_handlers is not None and bool(logging.getLogger(ACCESS).handlers)
 
     def _settings(self, tags: Tags) -> LogSettings | None:
         source = self._sources.get(tags.replica) if tags.replica else None
@@ -326,6 +287,7 @@ class ProcessLogs:
         """Return how many records were lost, by the reason."""
         found = dict(self.dropped)
         for reason, lost in (
+            ("access", self._lines.dropped),
             ("stdout", self._stdout.lost),
             ("file", sum(each.lost for each in tuple(self._files.values()))),
         ):
