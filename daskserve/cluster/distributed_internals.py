@@ -8,10 +8,11 @@ import inspect
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from tornado.ioloop import IOLoop
 from tornado.iostream import IOStream
 
 from daskserve.errors import ActorLostError
@@ -35,14 +36,13 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.worker_state_machine import WorkerState as TaskStates
 
     check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
-    check.fields(Client, "_scheduler_identity")
-    check.attributes(Client, "_ensure_connected", "_reconnect", "_send_to_scheduler")
+    check.fields(Client, "_scheduler_identity", "status")
+    check.attributes(Client, "_ensure_connected", "_reconnect", "_scatter", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
     check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
-    check.attributes(Client, "_scatter")
     check.attributes(Worker, "actor_execute", "_register_with_scheduler")
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
@@ -111,7 +111,7 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
 async def until_connected(client: Client) -> None:
     """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
     # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
-    while is_connecting(client):  # noqa: ASYNC110 - Dask has no event
+    while client.status in ("newly-created", "connecting"):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
         raise OSError("the Dask client is closed")
@@ -127,10 +127,15 @@ def desire_keys(client: Client, keys: list[Any]) -> None:
 
 def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
     """Call a function on the client's event loop once the client is closed."""
-    # The task that listens to the scheduler ends when the client is closed, and only then.
-    listening: Any = client._handle_report_task
-    loop: asyncio.AbstractEventLoop = listening.get_loop()
-    loop.call_soon_threadsafe(listening.add_done_callback, lambda _: callback())
+
+    async def follow() -> None:
+        with suppress(Exception):  # whoever uses the client sees why it could not connect
+            await client
+        # This task listens to the scheduler. It ends when the client is closed, and only then.
+        listening = client._handle_report_task or asyncio.ensure_future(asyncio.sleep(0))
+        listening.add_done_callback(lambda _: callback())
+
+    cast(IOLoop, client.loop).add_callback(follow)
 
 
 class _BeforeClose:
@@ -202,11 +207,6 @@ def connect_again_when(
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
     # Dask logs what ends this method as an error, also that the client is closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
-
-
-def is_connecting(client: Client) -> bool:
-    """Return whether a client has lost its scheduler and tries to connect again."""
-    return bool(client.status == "connecting" and client._scheduler_identity)
 
 
 def scheduler_id(client: Client) -> str | None:

@@ -13,6 +13,7 @@ from distributed.broker import Broker
 from distributed.comm import listen
 from distributed.comm.core import Comm
 from distributed.core import Status
+from tornado.ioloop import IOLoop
 
 from daskserve.cluster.distributed_internals import (
     WorkerOutcome,
@@ -95,11 +96,13 @@ def test_a_replaced_method_answers_local_and_remote_calls_until_it_is_restored()
 
 async def test_a_clients_listening_task_ends_with_the_client() -> None:
     closed = asyncio.Event()
-    client: Any = Mock(_handle_report_task=asyncio.ensure_future(asyncio.sleep(0)))
-    call_when_closed(client, closed.set)
-    assert not closed.is_set()
-    async with asyncio.timeout(5):
-        await closed.wait()
+    for listening in (asyncio.ensure_future(asyncio.sleep(0)), None):
+        closed.clear()
+        client: Any = Mock(loop=IOLoop.current(), _handle_report_task=listening)
+        call_when_closed(client, closed.set)
+        assert not closed.is_set()
+        async with asyncio.timeout(5):
+            await closed.wait()
 
 
 async def _connected_pair(scheme: str, **options: Any) -> tuple[Comm, Comm]:

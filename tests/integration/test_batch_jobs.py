@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -15,7 +16,7 @@ import dask.array
 import dask.bag
 import pytest
 from clusters import nannied_cluster, pids
-from dask_processes import ExternalCluster, poll_for
+from dask_processes import ExternalCluster, dask_worker, poll_for
 from distributed import Client, as_completed, get_client
 
 import daskserve as serve
@@ -187,3 +188,18 @@ def test_coroutines_as_tasks_give_their_places_to_what_the_deployment_needs(
         4 * each for each in numbers
     ]
     assert client.gather(client.map(read, (3, 4, 5), handle=handle, pure=False)) == [6, 12, 20]
+
+
+def test_coroutines_call_from_a_worker_that_has_just_joined(
+    handle: Any, dask_cluster: ExternalCluster, tmp_path: Path
+) -> None:
+    async def read(count: int, handle: Any) -> list[int]:
+        return [await handle.double.remote(count), *[each async for each in handle.double.map(range(count))]]
+
+    client: Client = dask_cluster.client
+    # They wait for this worker, so they run before it has anything of an instance.
+    late = {"late": 1}
+    found = client.map(read, (2, 3), handle=handle, pure=False, resources=late)
+    with dask_worker(dask_cluster.address, tmp_path, extra=("--resources", "late=2")):
+        assert client.gather(found) == [[4, 0, 2], [6, 0, 2, 4]]
+        del found

@@ -76,9 +76,12 @@ def worker_connection() -> DaskConnection | None:
         found = getattr(actor, "connection", None)
         if isinstance(found, DaskConnection):
             return found
-    if not issubclass(type(worker), Worker) or running_loop() is not None:
+    if not issubclass(type(worker), Worker):
         return None
     loop: Any = worker.loop
+    if running_loop() is not None:
+        # A coroutine: its client connects in the background.
+        return connection_of(get_client()) if running_loop() is loop.asyncio_loop else None
     return asyncio.run_coroutine_threadsafe(_connect(get_client()), loop.asyncio_loop).result()
 
 

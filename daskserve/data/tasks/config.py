@@ -230,8 +230,9 @@ class TaskProcessorConfig(Options):
         0.25,
         ge=0.0,
         le=1.0,
-        description="Share of a replica's `max_ongoing_requests` that tasks get, in the order of waiting, "
-        "once requests have left them less for a second; at least one slot. 0: only what requests leave.",
+        description="Share of a replica's `max_ongoing_requests` for which tasks wait in one line with "
+        "requests, once these have left them less for a second; at least one slot. The longer the line, the "
+        "less of it they get. 0: only what requests leave.",
     )
     failed_task_queue_name: str | None = Field(
         None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."
