@@ -248,6 +248,11 @@ def test_a_line_does_not_wait_for_a_thread_that_formats(monkeypatch: pytest.Monk
     assert kept == [2, 3]
     assert len(ready[None]) == 5
     assert not for_handlers
+    # Nor does the request fail whose line completes a batch with one that cannot be formatted.
+    lines_of_process.add((*access(client=()),))
+    lines_of_process.add((*access(),))
+    ready, _ = lines_of_process.take()
+    assert (len(ready[None]), lines_of_process.dropped) == (1, 1)
 
 
 def test_memory_is_bounded_by_number_and_by_size() -> None:

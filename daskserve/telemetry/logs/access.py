@@ -11,12 +11,16 @@ Nothing here waits for a file or for another thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
+from daskserve.telemetry.error_log import ErrorLog
 from daskserve.telemetry.logs.records import AccessLine
+
+logger = logging.getLogger("daskserve.logging")
 
 #: How many lines are formatted at once.
 BATCH = 64
@@ -60,6 +64,7 @@ class AccessLines(Generic[Target]):
         self._keep = keep
         self._wake = wake
         self.dropped = 0
+        self._errors = ErrorLog(logger)
         self._pending: list[AccessLine] = []
         #: Held by who formats, and while what is ready is taken.
         self._formatting = threading.Lock()
@@ -110,6 +115,11 @@ class AccessLines(Generic[Target]):
                 adds = [self._ready[each].append for each in targets]
                 known[name] = form, adds
             if adds:
-                text = form(line)
+                try:
+                    text = form(line)
+                except Exception as error:  # which must not fail the request whose thread formats
+                    self.dropped += 1
+                    self._errors.log(error, "A line of the access log could not be formatted")
+                    continue
                 for append in adds:
                     append(text)
