@@ -22,7 +22,7 @@ from daskserve.telemetry.logs.records import AccessLine
 
 logger = logging.getLogger("daskserve.logging")
 
-#: How many lines are formatted at once: fewer cost more each, more would hold an event loop for a millisecond.
+#: How many lines are formatted at once: fewer cost more each, more would hold an event loop for longer.
 BATCH = 256
 #: Maximum number of formatted lines that wait for the thread; later ones are dropped.
 MAX_READY = 10_000

@@ -3,6 +3,11 @@
 A request only makes plain records. A thread turns them into spans of OpenTelemetry's SDK and passes them to
 its processors, which export them in batches. So neither the import of an exporter nor a collector that is
 away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and counted.
+
+In a busy process the thread finds the objects of a request in no cache of the processor, and their memory,
+which the next requests would use again, is taken for a tenth of a second. So whoever ends a span exports some
+there and then, unless that means code of the user's, or the SDK's slow encoder: the bytes wait for their
+connection.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +33,8 @@ logger = logging.getLogger("daskserve.tracing")
 
 #: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
 GATHER_S = 0.1
+#: Maximum number of spans that wait because only the thread encodes them.
+MAX_SLOW = 2048
 #: How long the last spans may take when the instance ends.
 FLUSH_S = 5.0
 #: The key of `Tracing` among what the parts of an instance share in a process.
@@ -73,6 +80,10 @@ class Tracing:
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
         self.pending: deque[RecordedSpan] = deque()
+        #: Held by who exports.
+        self._exporting = threading.Lock()
+        #: Ended spans that only the thread encodes.
+        self._slow: list[RecordedSpan] = []
         self._wakes, self._closing = threading.Event(), threading.Event()
         self.is_awake = False
         self.is_closed = False
@@ -135,6 +146,23 @@ class Tracing:
         parent = parent_in(carrier)
         return self.span(name, parent, own, kind, carrier[1]) if parent.is_sampled else None
 
+    def export_some(self) -> None:
+        """Export the ended spans that are encoded quickly, unless another thread does it."""
+        export = self.export
+        if export is None or export.processors or not self._exporting.acquire(blocking=False):
+            return
+        try:
+            spans = self._take()
+            slow = [each for each in spans if each.events or each.links]
+            if slow:
+                spans = [each for each in spans if not (each.events or each.links)]
+                room = max(0, MAX_SLOW - len(self._slow))
+                self._slow += slow[:room]
+                self.dropped += len(slow[room:])
+            self._put(export, spans)
+        finally:
+            self._exporting.release()
+
     def drop(self) -> None:
         """Count a span for which there is no room."""
         self.dropped += 1
@@ -172,24 +200,33 @@ class Tracing:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        spans = [self.pending.popleft() for _ in range(len(self.pending))]
+        with self._exporting:
+            slow, self._slow = self._slow, []
+            spans = slow + self._take()
+            if self.export is None:
+                self.dropped += len(spans)
+            else:
+                self._put(self.export, spans)
+
+    def _take(self) -> list[RecordedSpan]:
+        return [self.pending.popleft() for _ in range(len(self.pending))]
+
+    def _put(self, export: Export, spans: Sequence[RecordedSpan]) -> None:
         self.ended += len(spans)
-        if self.export is None:
-            self.dropped += len(spans)
-        elif self.export.is_used:
+        if export.is_used:
             for span in spans:
                 try:
                     span.complete()
                 except Exception:
                     logger.exception("A span has less attributes than it should have")
-            self.export.put(spans)
+            export.put(spans)
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self.ended + len(self.pending) + self.dropped),
+            ("trace_spans", labels, self.ended + len(self.pending) + len(self._slow) + self.dropped),
             ("trace_spans_dropped", labels, self.dropped + late),
         ]
         if export is not None:
