@@ -80,19 +80,16 @@ class Tracing:
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
         self.pending: deque[RecordedSpan] = deque()
-        #: Held by who exports.
-        self._exporting = threading.Lock()
-        #: Ended spans that only the thread encodes.
-        self._slow: list[RecordedSpan] = []
+        self._passing = _Passing(self.pending)
         self._wakes, self._closing = threading.Event(), threading.Event()
         self.is_awake = False
         self.is_closed = False
         self._thread: threading.Thread | None = None
-        self.ended = self.dropped = 0
+        self.dropped = 0
         self.export: Export | None = None
 
     def __repr__(self) -> str:
-        return f"<Tracing of {self.instance!r}, {self.ended} spans, {self.dropped} dropped>"
+        return f"<Tracing of {self.instance!r}, {self._passing.count} spans, {self.dropped} dropped>"
 
     def start(self) -> None:
         """Begin to export."""
@@ -148,20 +145,8 @@ class Tracing:
 
     def export_some(self) -> None:
         """Export the ended spans that are encoded quickly, unless another thread does it."""
-        export = self.export
-        if export is None or export.processors or not self._exporting.acquire(blocking=False):
-            return
-        try:
-            spans = self._take()
-            slow = [each for each in spans if each.events or each.links]
-            if slow:
-                spans = [each for each in spans if not (each.events or each.links)]
-                room = max(0, MAX_SLOW - len(self._slow))
-                self._slow += slow[:room]
-                self.dropped += len(slow[room:])
-            self._put(export, spans)
-        finally:
-            self._exporting.release()
+        if self.export is not None and not self.export.processors:
+            self.dropped += self._passing.some(self.export)
 
     def drop(self) -> None:
         """Count a span for which there is no room."""
@@ -200,33 +185,14 @@ class Tracing:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        with self._exporting:
-            slow, self._slow = self._slow, []
-            spans = slow + self._take()
-            if self.export is None:
-                self.dropped += len(spans)
-            else:
-                self._put(self.export, spans)
-
-    def _take(self) -> list[RecordedSpan]:
-        return [self.pending.popleft() for _ in range(len(self.pending))]
-
-    def _put(self, export: Export, spans: Sequence[RecordedSpan]) -> None:
-        self.ended += len(spans)
-        if export.is_used:
-            for span in spans:
-                try:
-                    span.complete()
-                except Exception:
-                    logger.exception("A span has less attributes than it should have")
-            export.put(spans)
+        self.dropped += self._passing.all(self.export)
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self.ended + len(self.pending) + len(self._slow) + self.dropped),
+            ("trace_spans", labels, self._passing.count + self.dropped),
             ("trace_spans_dropped", labels, self.dropped + late),
         ]
         if export is not None:
@@ -235,6 +201,61 @@ class Tracing:
                 ("trace_spans_failed", labels, export.failed),
             ]
         return found
+
+
+class _Passing:
+    """Passes ended spans on to the exporters, in one thread at a time."""
+
+    def __init__(self, pending: deque[RecordedSpan]) -> None:
+        self._pending = pending
+        #: Ended spans that only the thread encodes.
+        self._slow: list[RecordedSpan] = []
+        self._lock = threading.Lock()
+        self._passed = 0
+
+    @property
+    def count(self) -> int:
+        """How many spans were passed on, or wait for that."""
+        return self._passed + len(self._pending) + len(self._slow)
+
+    def some(self, export: Export) -> int:
+        """Pass on those that are encoded quickly, unless another thread does; return how many are dropped."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            spans = self._take()
+            slow = [each for each in spans if each.events or each.links]
+            if slow:
+                spans = [each for each in spans if not (each.events or each.links)]
+            room = max(0, MAX_SLOW - len(self._slow))
+            self._slow += slow[:room]
+            self._put(export, spans)
+            return len(slow[room:])
+        finally:
+            self._lock.release()
+
+    def all(self, export: Export | None) -> int:
+        """Pass all on; return how many are dropped."""
+        with self._lock:
+            slow, self._slow = self._slow, []
+            spans = slow + self._take()
+            if export is None:
+                return len(spans)
+            self._put(export, spans)
+            return 0
+
+    def _take(self) -> list[RecordedSpan]:
+        return [self._pending.popleft() for _ in range(len(self._pending))]
+
+    def _put(self, export: Export, spans: Sequence[RecordedSpan]) -> None:
+        self._passed += len(spans)
+        if export.is_used:
+            for span in spans:
+                try:
+                    span.complete()
+                except Exception:
+                    logger.exception("A span has less attributes than it should have")
+            export.put(spans)
 
 
 def _is_plain(error: Exception) -> bool:
