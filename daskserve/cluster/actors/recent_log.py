@@ -24,7 +24,7 @@ from daskserve.common.types import ReplicaTag
 from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, AccessLine, Entry, Plain, Tags
 from daskserve.telemetry.logs.ring import Query
 
 #: Number of lines that are kept for each replica, and the length of each.
@@ -88,10 +88,10 @@ class LogFile(TakesRecords):
         traceback_of(record)
         self._write(Entry(record, tags).plain())
 
-    def take_access(self, lines: Iterable[Access]) -> None:
+    def take_access(self, lines: Iterable[AccessLine]) -> None:
         """Write lines of the access log."""
         for each in lines:
-            self._write(each.plain())
+            self._write(Access(*each).plain())
 
     def _write(self, plain: Plain) -> None:
         # A full disk must not fail the user's call of a logger.
