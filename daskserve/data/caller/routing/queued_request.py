@@ -9,16 +9,19 @@ router goes on to send live requests there.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import DONE, SLOT_TAKEN, Envelope, Load, Message, QueueTimeout, Send
+from daskserve.common.types import DONE, SLOT_TAKEN, Envelope, Load, Message, QueueTimeout, Receive, Send
 from daskserve.data.caller.routing.replica_pool import (
+    BUSY_BACKOFF_S,
     ROOM_S,
     PooledReplica,
     ReplicaPool,
     come_back,
     set_aside,
 )
+from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
 
@@ -64,15 +67,35 @@ class QueuedRequest:
         self._waits = waits
         self._on_slot = on_slot
         self._began = stopwatch()
-        self._has_left = False
+        self._has_left = self._has_turn = False
         self._is_aside = not replica.has_queued_request
         if self._is_aside:
             set_aside(pool, replica)
 
-    def queue_timeout(self, since: float, priority: int) -> QueueTimeout:
-        """Return how long a request may wait here if it has been in queues since the given time."""
-        left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
-        return QueueTimeout(left_s, self._clock.now() - since, priority)
+    async def respond(self, envelope: Envelope, receive: Receive, since: float, priority: int) -> Load:
+        """Send the request to its replica, and pass on the response; ``since`` says when it was queued first.
+
+        Raises
+        ------
+        ReplicaBusyError
+            It had no slot in time, or the replica's queue is full.
+        """
+        try:
+            if self._is_aside:
+                self._on_slot()  # the replica has room for the requests behind it
+                await self._replica.aside.take()
+                self._has_turn = True
+            left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
+            queue_timeout = QueueTimeout(left_s, self._clock.now() - since, priority)
+            request = self._replica.handle(replace(envelope, queue_timeout=queue_timeout))
+            return await request.respond(receive, self.send)
+        except ReplicaBusyError:
+            if self._has_turn:
+                # The replica has room for others, so it is not suspended, and may refuse this one at once.
+                await self._clock.sleep(BUSY_BACKOFF_S)
+            raise
+        finally:
+            self.leave()
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""
@@ -87,6 +110,8 @@ class QueuedRequest:
         """Let the next request queue at the replica; idempotent."""
         if not self._has_left:
             self._has_left = True
+            if self._has_turn:
+                self._replica.aside.give_back()
             leave = come_back if self._is_aside else ReplicaPool.leave_queue
             leave(self._pool, self._replica)
             self._waits.observe(stopwatch() - self._began)

@@ -317,12 +317,7 @@ class ReplicaSet:
     ) -> Load:
         """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
         queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
-        queue_timeout = queued.queue_timeout(since, self._waiting.priority_of(envelope))
-        envelope = replace(envelope, queue_timeout=queue_timeout)
-        try:
-            return await replica.handle(envelope).respond(receive, queued.send)
-        finally:
-            queued.leave()
+        return await queued.respond(envelope, receive, since, self._waiting.priority_of(envelope))
 
     async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""
