@@ -4,9 +4,9 @@ Problem: a thread that formats lines takes the interpreter lock from the event l
 lines, and finds the objects of requests that have ended in no cache of the processor: formatting takes twice
 as long there.
 
-Choice: whoever adds a line formats some at once, a few at a time, while they are in the caches. The log
-thread gets texts, and only joins and writes them; it also formats what is left when nothing more comes.
-Nothing here waits for a file or for another thread.
+Choice: whoever adds the last line of a batch formats it there and then, while it is in the caches. The log
+thread gets texts, and only joins and writes them; it also formats what is left when nothing more comes. Who
+adds a line waits neither for a file nor for another thread.
 """
 
 from __future__ import annotations
