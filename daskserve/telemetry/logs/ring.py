@@ -95,7 +95,7 @@ class Query:
 class _AccessEntry:
     """Lines of the access log as bytes.
 
-    They take a fifth of the memory of the objects. As objects they would wear out the caches of a busy
+    They take a quarter of the memory of the objects. As objects they would wear out the caches of a busy
     process, which makes and drops some at each request, and each full garbage collection would visit them.
     """
 
