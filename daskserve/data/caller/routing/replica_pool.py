@@ -118,7 +118,8 @@ class PooledReplica:
         self.has_queued_request = False
         #: The requests of batch jobs that wait there for a slot: they leave room to live requests.
         self.aside = BatchTurns()
-        #: When it last refused one although it had free slots, and how many requests ran then.
+        #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
+        #: free of them.
         self.batch_room = (-math.inf, 0)
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
