@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -15,16 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import each_case
 
-from daskserve.common.types import ActorAddress, Load, Reachability
+from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
+from daskserve.data.caller.routing.queued_request import place_in_queue
 from daskserve.data.caller.routing.replica_pool import (
     HOP_S,
     LOCAL_FACTOR,
     REPORT_S,
+    ROOM_S,
     PooledReplica,
     ReplicaPool,
     come_back,
     set_aside,
 )
+from daskserve.options.fields.priority import BATCH_PRIORITY
 
 HERE = "here"
 
@@ -95,6 +99,30 @@ def test_a_batch_request_that_waits_for_its_slot_leaves_the_replica_to_live_ones
     pool.release(a)
     pool.release(a)
     assert len(take_all(pool)) == 2
+
+
+def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
+    pool, rng = pool_of("a", "b"), random.Random(1)
+    a, b = sorted(take_all(pool), key=lambda each: each.tag)
+    pool.release(a)
+    pool.note_busy(a, 0, 0.0, was_queued=False, priority=BATCH_PRIORITY)
+    batch, live = Envelope(EnvelopeKind.CALL, {}), Envelope(EnvelopeKind.CALL, {})
+    (taken,) = take_all(pool)
+    assert taken is a
+    place = partial(place_in_queue, pool, a, now=1.0, rng=rng)
+    assert place(live, lambda _: 0) == (a, False, False)
+    assert place(batch, lambda _: BATCH_PRIORITY) == (b, True, True)
+    set_aside(pool, b)  # as `QueuedRequest` does
+    assert (a.in_flight, a.aside.count, b.in_flight, b.aside.count) == (0, 0, 1, 1)
+    assert take_all(pool) == [a]
+    come_back(pool, b)
+    for each in (a, b, b):
+        pool.release(each)
+    # If it is the only one, the request waits there.
+    pool.suspend(b, 9.0)
+    assert take_all(pool) == [a]
+    assert place(batch, lambda _: BATCH_PRIORITY) == (a, True, True)
+    assert place(batch, lambda _: BATCH_PRIORITY, now=ROOM_S) == (a, False, False)
 
 
 @each_case("what", ["an answer", "a long time", "a new one"])
