@@ -39,6 +39,9 @@ class Model:
         held = dict(worker.data)
         return worker.address, any(each is value for each in held.values())
 
+    def same(self, value: Any) -> Any:
+        return value
+
     def read(self, value: Any) -> tuple[float, bool]:
         """Return the sum of an array, and whether it lies in memory that others may share."""
         return float(value.sum()), not value.flags.writeable
@@ -110,6 +113,34 @@ def test_results_stay_on_the_cluster_as_futures(client: serve.Client, external: 
         poll_for(lambda key=key: not dask.who_has([key]).get(key), what="the value is released")
     with pytest.raises(ValueError, match="negative"):
         handle.options(method_name="make", result="future").remote(-1).result(LIMIT_S)
+
+
+class Held:
+    """A value that is sent once a file exists."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
+
+    def __reduce__(self) -> Any:
+        (self.folder / "asked").touch()
+        poll_for((self.folder / "sent").exists, what="the test lets values go")
+        return int, (self.number,)
+
+
+def test_a_cancelled_call_leaves_the_values_of_others_alone(
+    client: serve.Client, external: ExternalCluster, tmp_path: Path
+) -> None:
+    client.deploy("model", Model)
+    handle, dask = client.get_handle("model"), external.client
+    here = handle.place.remote(1).result(LIMIT_S)[0]
+    other = next(worker for worker in dask.scheduler_info()["workers"] if worker != here)
+    values = [dask.submit(Held, tmp_path, each, workers=[other], pure=False) for each in range(8)]
+    calls = [handle.same.remote(each) for each in values]
+    poll_for((tmp_path / "asked").exists, what="the first value is fetched")
+    calls.pop(5).cancel()
+    assert handle.same.remote(0).result(LIMIT_S) == 0  # so the cancellation has arrived, too
+    (tmp_path / "sent").touch()
+    assert [each.result(LIMIT_S) for each in calls] == [0, 1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.nightly

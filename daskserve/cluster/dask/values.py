@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import islice
 from typing import Any
@@ -33,6 +33,7 @@ from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
 from daskserve.common.types import KeptPayload, Payload, WorkerAddress
 from daskserve.common.value_places import ValuePlaces
 from daskserve.errors import BadRequestError, UnavailableError
+from daskserve.internals.checking import needs
 from daskserve.loops.event_loop import on_loop
 from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
@@ -43,6 +44,9 @@ MAX_ITEMS = 100
 MAX_DEPTH = 3
 #: How many values of one call count for the choice of its replica.
 MAX_PLACED = 1000
+
+with needs("distributed", ">=2025.1,<2026.9"):
+    from distributed.utils_comm import gather_from_workers
 
 _PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
 _CONTAINERS = (list, tuple, set, frozenset)
@@ -75,6 +79,8 @@ def is_dask_value(value: Any) -> bool:
 
 #: How often to check, during a transfer, whether the workers that have the values are still there.
 HOLDERS_POLL_S = 1.0
+#: The pause before values are asked for again that no worker had.
+LOST_PAUSE_S = 0.05
 
 
 class DaskValues:
@@ -269,32 +275,57 @@ async def _fetch_from_others(
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
     found: dict[Any, Any] = dict(await fetch_shared(request, here, nbytes, who_has))
-    others = [future for future in futures if future.key not in found]
     try:
-        values = await _gathered(client, others)
+        return found | await _gathered(client, [future for future in futures if future.key not in found])
     except CancelledError as error:  # of the future
         raise UnavailableError(
             f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
-    return found | dict(zip((future.key for future in others), values, strict=True))
 
 
-async def _gathered(client: Client, futures: list[Future[Any]]) -> list[Any]:
-    """Return the values of futures; begin again if a worker that has one of them leaves the cluster.
+async def _gathered(client: Client, futures: list[Future[Any]]) -> dict[Any, Any]:
+    """Return the values of futures by their keys.
+
+    `Client.gather` is not for calls that may be cancelled: all that gather at the same time share one transfer,
+    and the first of them that is cancelled ends it for the others.
+    """
+    missing, found = {future.key: future for future in futures}, dict[Any, Any]()
+    while missing:
+        for future in missing.values():
+            error = await future.exception()
+            if error is not None:
+                raise error
+            if future.cancelled():
+                await future.result()  # raises Dask's own error, with the reason
+        found |= await _transferred(client, list(missing))
+        missing = {key: future for key, future in missing.items() if key not in found}
+    return found
+
+
+async def _transferred(client: Client, names: list[Any]) -> dict[Any, Any]:
+    """Return the values that arrive; stop once a worker that has one of them leaves the cluster.
 
     Dask alone tries to connect to such a worker for half a minute, even if the value is elsewhere by then.
     """
-    names = [future.key for future in futures]
-    while True:
-        before = await call_scheduler(client, "who_has", keys=names)
-        gathering = asyncio.ensure_future(client.gather(futures, direct=True, asynchronous=True))
-        try:
-            while not (await asyncio.wait({gathering}, timeout=HOLDERS_POLL_S))[0]:
-                now = await call_scheduler(client, "who_has", keys=names)
-                if any(set(before[name]) - set(now[name]) for name in names):
-                    break
-            else:
-                return list(gathering.result())
-        finally:
-            gathering.cancel()
-            await asyncio.wait({gathering})
+    before = await call_scheduler(client, "who_has", keys=names)
+    transfer = asyncio.ensure_future(_transfer(client, before))
+    try:
+        while not (await asyncio.wait({transfer}, timeout=HOLDERS_POLL_S))[0]:
+            now = await call_scheduler(client, "who_has", keys=names)
+            if any(set(before[name]) - set(now[name]) for name in names):
+                return {}
+        return transfer.result()
+    finally:
+        transfer.cancel()
+        await asyncio.wait({transfer})
+
+
+async def _transfer(client: Client, who_has: Mapping[Any, Collection[WorkerAddress]]) -> dict[Any, Any]:
+    """Fetch values from workers, or else by the scheduler, as `Client.gather` does."""
+    found, missing, failed, _ = await gather_from_workers(who_has, rpc=client.rpc)
+    if missing or failed:
+        answer = await call_scheduler(client, "gather", keys=[*missing, *failed])
+        if answer["status"] == "OK":
+            return found | answer["data"]
+        await asyncio.sleep(LOST_PAUSE_S)  # until the futures know that their values are lost
+    return found
