@@ -286,8 +286,8 @@ async def _fetch_from_others(
 async def _gathered(client: Client, futures: list[Future[Any]]) -> dict[Any, Any]:
     """Return the values of futures by their keys.
 
-    `Client.gather` is not for calls that may be cancelled: all that gather at the same time share one transfer,
-    and the first of them that is cancelled ends it for the others.
+    `Client.gather` is not for calls that may be cancelled: all that gather at the same time share one
+    transfer, and the first of them that is cancelled ends it for the others.
     """
     missing, found = {future.key: future for future in futures}, dict[Any, Any]()
     while missing:
@@ -322,10 +322,12 @@ async def _transferred(client: Client, names: list[Any]) -> dict[Any, Any]:
 
 async def _transfer(client: Client, who_has: Mapping[Any, Collection[WorkerAddress]]) -> dict[Any, Any]:
     """Fetch values from workers, or else by the scheduler, as `Client.gather` does."""
+    found: dict[Any, Any]
     found, missing, failed, _ = await gather_from_workers(who_has, rpc=client.rpc)
     if missing or failed:
         answer = await call_scheduler(client, "gather", keys=[*missing, *failed])
         if answer["status"] == "OK":
-            return found | answer["data"]
+            found.update(answer["data"])
+            return found
         await asyncio.sleep(LOST_PAUSE_S)  # until the futures know that their values are lost
     return found
