@@ -89,6 +89,9 @@ class Load:
     async def seen_in(self, seconds: float) -> set[str]:
         self.answers.clear()
         await asyncio.sleep(seconds)
+        async with asyncio.timeout(60):  # a model that a thread reads takes real time
+            while not self.answers:
+                await asyncio.sleep(0.02)
         return set(self.answers)
 
 
