@@ -31,20 +31,20 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     from distributed.protocol import to_serialize
     from distributed.scheduler import WorkerState
     from distributed.utils import get_ip
+    from distributed.utils_comm import gather_from_workers
     from distributed.worker import _worker_cvar
     from distributed.worker_state_machine import FreeKeysEvent
     from distributed.worker_state_machine import WorkerState as TaskStates
 
-    check.fields(Client, "_asynchronous", "_handle_report_task", "preloads", "rpc", "scheduler")
-    check.fields(Client, "_scheduler_identity", "status")
+    check.fields(Client, "_asynchronous", "_handle_report_task", "_scheduler_identity", "preloads", "rpc")
+    check.fields(Client, "scheduler", "status")
     check.attributes(Client, "_ensure_connected", "_reconnect", "_scatter", "_send_to_scheduler")
     check.attributes(Scheduler, "client_desires_keys", "get_task_status")
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
-    check.fields(Worker, "state")
     check.fields(TaskStates, "actors")
     check.attributes(Worker, "actor_execute", "_register_with_scheduler")
-    check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks")
+    check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")
     check.fields(Scheduler, "client_comms", "idle_timeout", "stream_comms", "_broker")
@@ -65,7 +65,7 @@ with needs("dask", ">=2025.1,<2026.9") as check:
     check.constants(dask.config.collect_env, _INHERITED_CONFIG)
 
 #: For the other modules of the cluster room.
-__all__ = ["get_ip", "to_serialize"]
+__all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 
 #: Why a worker closes: its stream from the scheduler broke, or the scheduler does not know the worker.
 _STREAM_BROKE = "worker-handle-scheduler-connection-broken"

@@ -27,13 +27,13 @@ from daskserve.cluster.distributed_internals import (
     actors_on,
     call_scheduler,
     desire_keys,
+    gather_from_workers,
     scheduler_address,
 )
 from daskserve.cluster.protocols.base import RemoteValues, ValueTransfer
 from daskserve.common.types import KeptPayload, Payload, WorkerAddress
 from daskserve.common.value_places import ValuePlaces
 from daskserve.errors import BadRequestError, UnavailableError
-from daskserve.internals.checking import needs
 from daskserve.loops.event_loop import on_loop
 from daskserve.payload.arguments import take_out
 from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
@@ -44,9 +44,6 @@ MAX_ITEMS = 100
 MAX_DEPTH = 3
 #: How many values of one call count for the choice of its replica.
 MAX_PLACED = 1000
-
-with needs("distributed", ">=2025.1,<2026.9"):
-    from distributed.utils_comm import gather_from_workers
 
 _PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
 _CONTAINERS = (list, tuple, set, frozenset)
