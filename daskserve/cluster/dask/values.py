@@ -117,7 +117,7 @@ class DaskValues:
                 call_scheduler(self._client, "who_has", keys=keys),
                 call_scheduler(self._client, "nbytes", keys=keys, summary=False),
             )
-        except OSError:  # fetching the values will fail, and report the error
+        except (OSError, KeyError):  # fetching the values will fail, and report the error
             return None
         held: dict[WorkerAddress, int] = {}
         for key, workers in who_has.items():
@@ -261,14 +261,19 @@ async def _put(worker: Worker, key: str, value: Any, owner: str) -> None:
 async def _fetch_from_others(
     client: Client, request: RequestActor, here: WorkerAddress, names: list[Any]
 ) -> dict[Any, Any]:
-    states, nbytes, who_has = await asyncio.gather(
-        call_scheduler(client, "get_task_status", keys=names),
-        call_scheduler(client, "nbytes", keys=names, summary=False),
-        call_scheduler(client, "who_has", keys=names),
-    )
-    gone = [name for name in names if states.get(name) in (None, "released", "forgotten")]
-    if gone:
-        raise UnavailableError(f"The Dask value {gone[0]!r} was released before a replica fetched it.")
+    try:
+        states, nbytes, who_has = await asyncio.gather(
+            call_scheduler(client, "get_task_status", keys=names),
+            call_scheduler(client, "nbytes", keys=names, summary=False),
+            call_scheduler(client, "who_has", keys=names),
+        )
+        for name in names:
+            if states.get(name) in (None, "released", "forgotten"):
+                raise KeyError(name)
+    except KeyError as error:  # the scheduler raises it, too, for the sizes of values that it does not know
+        raise UnavailableError(
+            f"The Dask value {error.args[0]!r} was released, or lost for good, before a replica fetched it."
+        ) from None
     futures: list[Future[Any]] = [Future(name, client=client) for name in names]
     desire_keys(client, names)
     found: dict[Any, Any] = dict(await fetch_shared(request, here, nbytes, who_has))
