@@ -122,7 +122,7 @@ def repair(url: str, yes: bool, as_json: bool) -> None:
 
 
 def end(found: stores.StoreReport, text: str, as_json: bool, **more: Any) -> None:
-    """Print a report, as JSON with more values, and exit with 1 if it tells of damage."""
+    """Print a report, as JSON with more values, and exit with 1 if it reports damage."""
     if as_json:
         print_json({"is_sound": found.is_sound, **dataclasses.asdict(found), **more})
     else:

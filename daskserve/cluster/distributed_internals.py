@@ -129,7 +129,7 @@ def call_when_closed(client: Client, callback: Callable[[], None]) -> None:
     """Call a function on the client's event loop once the client is closed."""
 
     async def follow() -> None:
-        with suppress(Exception):  # whoever uses the client sees why it could not connect
+        with suppress(Exception):  # code that uses the client sees why it could not connect
             await client
         # This task listens to the scheduler. It ends when the client is closed, and only then.
         listening = client._handle_report_task or asyncio.ensure_future(asyncio.sleep(0))

@@ -453,7 +453,7 @@ class Load:
 
 
 class ActorRequest(Protocol):
-    """A request to one actor: in its process, or at the channel to it. Nothing of it has begun.
+    """A request to one actor that has not begun: the actor is in this process, or behind a channel.
 
     Call `start` for a request that has one answer; if that returns None, or later passes the request itself
     to its callback, call `respond`.

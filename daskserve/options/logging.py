@@ -56,7 +56,7 @@ class LoggingConfig(Options):
         "which gets only what no handler of yours takes.",
     )
     max_file_bytes: ByteCount = Field(
-        64 << 20, ge=4096, description="Size at which a log file begins anew, in bytes."
+        64 << 20, ge=4096, description="Size at which a log file is rotated, in bytes."
     )
     max_files: int = Field(5, ge=0, le=1000, description="How many old files are kept of each.")
 

@@ -20,8 +20,8 @@ from daskserve.options.backend import BackendConfig
 def deployment_tag(application: str, deployment: str) -> BackendTag:
     """Return the tag of an application's deployment, which is its backend's tag and its endpoint's name.
 
-    The deployments of the default application have their own names; those of any other one are told apart by
-    its name.
+    In the default application, the tag is the deployment's own name. In any other one, the name of the
+    application comes first.
     """
     name = tag_part(deployment)
     return name if application == DEFAULT_APPLICATION else f"{tag_part(application)}/{name}"

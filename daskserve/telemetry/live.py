@@ -1,7 +1,7 @@
 """Rates out of counters that are read once a second, for as long as somebody watches.
 
 Who counts only adds up, as for Prometheus, and tells totals. So a report that is lost or arrives twice does
-no harm, and what nobody looks at costs nothing. Pure; time is an argument.
+no harm, and metrics that no client watches cost nothing. Pure; time is an argument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends the metrics of a process to an OpenTelemetry collector, for clusters that nobody scrapes.
+"""Sends the metrics of a process to an OpenTelemetry collector, for clusters without a Prometheus server.
 
 A thread of its own does it at an interval, so a collector that is slow or away costs no request anything: an
 export that fails is counted, and the next one has newer totals. The exporter is that of

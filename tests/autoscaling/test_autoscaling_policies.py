@@ -119,6 +119,12 @@ def test_a_queue_counts_as_the_load_of_working_it_off() -> None:
     assert ask(*queue, target=10, drain_period_s=2).replicas == 80
 
 
+def test_requests_that_all_began_at_once_do_not_count_as_slow() -> None:
+    """Of 0.1 s each. In the first second none ends, so on average they seem to take 0.125 s."""
+    begun = [Sample(995.0 + at, 50, 1000, 500 if at > 1 else 0) for at in range(6)]
+    assert "of 0.1 s each" in ask(*begun, target=10).reason
+
+
 def test_a_queue_that_is_gone_is_no_load() -> None:
     gone = [*(Sample(990.0 + at, 50, 900 - 100 * at, 600) for at in range(10)), Sample(1000.0, 50, 0, 550)]
     assert ask(*gone, target=10).replicas == 22

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from daskserve.client.ending.changes import ChangeReports, changes, is_settled
+import pytest
+
+from daskserve.client.ending.changes import SETTLED_S, ChangeReports, changes, is_settled
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.views.status import ActorStatus, BackendStatus, EndpointStatus, Status
+from daskserve.common.clock import LoopClock
 from daskserve.testing import local_instance
 
 
@@ -136,3 +140,42 @@ def test_changes_are_reported_as_they_are_notified() -> None:
         client.delete_deployment("echo")
         wait_for("echo was deleted")
         connection.sync(end(task))
+
+
+class CountedCalls:
+    """A connection of which only the calls and the callback for lost workers matter."""
+
+    instance = "daskserve"
+
+    def __init__(self) -> None:
+        self.clock = LoopClock()
+        self.cluster_connection = self.listener = self
+        self.count = 0
+
+    def cluster(self, instance: str) -> CountedCalls:
+        return self
+
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> None:
+        pass
+
+    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+        self.lose_worker = callback
+
+    async def call(self, verb: str) -> dict[str, Any]:
+        self.count += 1
+        assert self.count < 5, "the status is asked for without a pause"
+        return asdict(status(2))
+
+
+@pytest.mark.virtual_time
+async def test_a_notification_leads_to_one_call_and_then_the_pauses_go_on() -> None:
+    calls = CountedCalls()
+    running = asyncio.create_task(ChangeReports(calls, lambda line: None).run())  # type: ignore[arg-type]
+    counts = []
+    for _ in range(2):
+        await asyncio.sleep(SETTLED_S / 3)
+        counts.append(calls.count)
+        calls.lose_worker("tcp://a:1")
+    await asyncio.sleep(SETTLED_S / 2)
+    assert (counts, calls.count, running.done()) == ([1, 2], 3, False)
+    running.cancel()

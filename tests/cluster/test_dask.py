@@ -10,6 +10,7 @@ import pytest
 
 from daskserve.cluster.dask import cluster as dask
 from daskserve.cluster.dask.cluster import RECONNECT_S, DaskCluster, RemoteStore
+from daskserve.cluster.dask.connection import DaskConnection
 from daskserve.cluster.dask.subscription import TopicSubscription
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.common.clock import LoopClock
@@ -85,6 +86,23 @@ async def test_a_call_during_which_the_scheduler_is_lost_is_retried_unless_the_c
     client.status = "closed"
     with pytest.raises(OSError, match="connection reset"):
         await view(client).controller()
+
+
+async def test_a_process_has_one_view_of_an_instance_until_that_ends() -> None:
+    closed = []
+    channels, loop = SimpleNamespace(watchers=[]), asyncio.get_running_loop()
+    connection: Any = SimpleNamespace(_clusters={}, client=Client(), channels=channels, loop=loop)
+    connection.clock, connection.worker, connection._registry = LoopClock(), None, None
+    connection.spawn = lambda closing: closed.append(asyncio.ensure_future(closing))
+    first = DaskConnection.cluster(connection, "a")
+    assert DaskConnection.cluster(connection, "a") is first
+    first._mark_ended()
+    again = DaskConnection.cluster(connection, "a")
+    assert again is not first
+    assert DaskConnection.cluster(connection, "a") is again
+    await asyncio.sleep(0)
+    await asyncio.gather(*closed)
+    assert (len(closed), again.is_ended) == (1, False)
 
 
 async def test_a_process_that_listens_subscribes_again_at_the_next_scheduler() -> None:

@@ -134,6 +134,7 @@ def app(*lines: str, deployment: str = "") -> str:
         ("http_options: {port: x}\napplications: []", "f.yaml:1:22: port: Input should be a valid integer"),
         ("proxy_location: All\napplications: []", "f.yaml:1:17: proxy_location: Input should be 'HeadOnly'"),
         ("target_capacity: 101\napplications: []", "f.yaml:1:18: target_capacity is a percentage"),
+        ("target_capacity: yes\napplications: []", "f.yaml:1:18: target_capacity is a percentage"),
         (
             "grpc_options: {grpc_servicer_functions: [a.b]}\napplications: []",
             "f.yaml:1:1: grpc_options has no",

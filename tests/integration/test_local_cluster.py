@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -16,6 +19,7 @@ from distributed.client import _get_global_client
 
 import daskserve as serve
 from daskserve.cluster.dask import launch, server_process
+from daskserve.cluster.dask.kept_worker import _Subprocess
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,26 @@ def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.M
             start(size, has_dashboard=False)
         assert _get_global_client() is default
         poll_for(lambda: alive(psutil.Process().children(recursive=True)) == alive(before), 5)
+
+
+STUBBORN = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+async def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    ignores, ends = tmp_path / "ignores", []
+    command = [sys.executable, "-S", "-c", STUBBORN, str(ignores)]
+    process = _Subprocess(command, "w", lambda status, lived_s: ends.append(status))
+    await process.start({})
+    async with asyncio.timeout(10):
+        while not ignores.exists():
+            await asyncio.sleep(0.01)
+        await process.kill(timeout=0.05)
+    assert (ends, process.is_alive()) == ([-signal.SIGKILL], False)
 
 
 def worker_pids() -> set[int]:

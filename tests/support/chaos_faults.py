@@ -186,7 +186,7 @@ class Faults:
         self._end(fault, [pid for seat in seats for pid in self._machines.signalled_pids("service", seat)])
 
     def _end(self, fault: Fault, pids: Sequence[int]) -> None:
-        """Send SIGTERM to processes, and wait for their end, which nobody should feel."""
+        """Send SIGTERM to processes and wait for their end, which no request may notice."""
         with self._damage(fault):
             _signal(pids, signal.SIGTERM)
             deadline = time.monotonic() + SIGTERM_S

@@ -290,7 +290,7 @@ class ChaosRun:
         )
 
     def _check_rest(self, before: Use) -> None:
-        """Wait until the processes are as they were before; note what is not."""
+        """Wait until the processes use as much as before; record what stays."""
         left: list[str] = []
 
         def is_as_before() -> bool:

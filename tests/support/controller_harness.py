@@ -140,6 +140,9 @@ class ScriptedReplica:
             facts["busy"] = "running reconfigure()", self._stage.clock.now() - self._reconfigures_since
         return facts
 
+    def metrics(self) -> Mapping[str, Any]:
+        return {"ongoing": 0, "ended": 0}
+
     @verb
     async def reconfigure(
         self,

@@ -170,6 +170,7 @@ def test_a_chain_with_a_batch_is_one_trace_whose_times_are_those_of_the_metrics(
     assert root.attributes is not None
     assert root.attributes["http.response.status_code"] == 200
     assert root.attributes["http.route"] == "/"
+    assert str(root.attributes["user_agent.original"]).startswith("Python-urllib/")
     assert any((each.attributes or {}).get("of.user") == "yes" for each in spans)
     # The same durations, and the trace as an example of them.
     replica = named["replica Front"]

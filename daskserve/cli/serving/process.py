@@ -70,7 +70,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def use_log_options(
     values: Mapping[str, Any], in_file: Mapping[str, Any] | None = None, *, is_access_log_on: bool = False
 ) -> None:
-    """Log as the options say, over a configuration file, over ``daskserve.logging`` of Dask's configuration.
+    """Configure logging: options win over the configuration file, which wins over ``daskserve.logging``.
 
     Parameters
     ----------

@@ -117,7 +117,7 @@ class DeploymentStatus(_FromPlain):
     status : str
         HEALTHY, UPDATING, UPSCALING, DOWNSCALING, UNHEALTHY or DEPLOY_FAILED.
     status_trigger : str
-        What has led to the status: CONFIG_UPDATE_STARTED, CONFIG_UPDATE_COMPLETED, UPSCALE_COMPLETED,
+        The cause of the status: CONFIG_UPDATE_STARTED, CONFIG_UPDATE_COMPLETED, UPSCALE_COMPLETED,
         DOWNSCALE_COMPLETED, AUTOSCALING, REPLICA_STARTUP_FAILED, HEALTH_CHECK_FAILED,
         DEPLOYMENT_ACTOR_FAILED (an actor of the deployment does not run), INTERNAL_ERROR (the controller
         cannot bring it up) or DELETING.

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -94,6 +94,16 @@ class Entry:
     began_at: float
     was_ready: bool = False  # stays True once `is_ready` has been True
     stops_since: float | None = None
+    # The actor as what it reports. Each check of a protocol takes 10 µs, and workers are asked every second.
+    _with_health: ReportsHealth | None = field(init=False)
+    _with_start: ReportsStart | None = field(init=False)
+    _with_metrics: ReportsMetrics | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        actor = self.actor
+        self._with_health = actor if isinstance(actor, ReportsHealth) else None
+        self._with_start = actor if isinstance(actor, ReportsStart) else None
+        self._with_metrics = actor if isinstance(actor, ReportsMetrics) else None
 
     @property
     def is_ready(self) -> bool:
@@ -104,8 +114,8 @@ class Entry:
 
     def health(self) -> dict[str, Any]:
         """Return the actor's reported health; an actor without reports is healthy."""
-        actor = self.actor
-        facts = actor.health() if isinstance(actor, ReportsHealth) and self.is_ready else {}
+        actor = self._with_health
+        facts = actor.health() if actor is not None and self.is_ready else {}
         return {"is_healthy": True, "detail": "", **facts}
 
     def work(self, now: float) -> tuple[str, float] | None:
@@ -114,14 +124,14 @@ class Entry:
             return "draining", now - self.stops_since
         if self.starting.done():
             return None
-        actor = self.actor
-        what, since = actor.stage() if isinstance(actor, ReportsStart) else ("starting", 0.0)
+        actor = self._with_start
+        what, since = ("starting", 0.0) if actor is None else actor.stage()
         return what, now - max(since, self.began_at)
 
     def metrics(self) -> dict[str, Any]:
         """Return the actor's metrics for autoscaling, if it has any."""
-        actor = self.actor
-        return {"metrics": actor.metrics()} if isinstance(actor, ReportsMetrics) and self.is_ready else {}
+        actor = self._with_metrics
+        return {"metrics": actor.metrics()} if actor is not None and self.is_ready else {}
 
 
 class ActorRegistry:

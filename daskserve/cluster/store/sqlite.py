@@ -114,6 +114,14 @@ def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
     return found
 
 
+def _keep_log(db: sqlite3.Connection) -> None:
+    """Leave it to the store when a connection writes the log back."""
+    db.execute("PRAGMA wal_autocheckpoint = 0")
+    # SQLite does not shorten a log that it starts again. One that stayed longer than ``LOG_BYTES`` would be
+    # written back by every change.
+    db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+
+
 @dataclass(slots=True)
 class _OpenDatabase:
     """The open resources of a store: its connection, the files behind it, and the keeper of their log."""
@@ -169,7 +177,7 @@ class SqliteStore(BlockingStore):
             if lack and not repairs:
                 raise incomplete(self.url, self.path, lack)
             self._use_log()
-            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            _keep_log(connection)
         with self._transaction() as db:
             self._prepare(db)
             if lack or had_log:
@@ -178,7 +186,7 @@ class SqliteStore(BlockingStore):
         self.problems.check_place(self._opened.files.lost(), must_last=True)
         with self._translated_errors():
             keeping = connect(self.path, any_thread=True)
-            keeping.execute("PRAGMA wal_autocheckpoint = 0")
+            _keep_log(keeping)
             keeping.execute("PRAGMA synchronous = NORMAL")
         self._opened.keeper = LogKeeper(keeping, self.url)
         warn_if_shared(self.path)

@@ -13,8 +13,8 @@ Choice: the file itself says whether there is more than it has. Rows of ``daskse
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
 
 Marks and seals are written by `LogKeeper`, in a separate thread with a separate connection, so a change waits
-for one sync, its own. The first change after a seal is noted in the file within a moment, when the change is
-already acknowledged; a copy made in between is one of a moment ago.
+for one sync, its own. The keeper marks the file a moment after the first change since the seal, when the
+change is already acknowledged; a copy made in between has the records from before the change.
 """
 
 from __future__ import annotations

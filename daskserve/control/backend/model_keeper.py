@@ -71,7 +71,7 @@ class ModelKeeper:
             try:
                 await self.step()
             except StaleEpochError:
-                return  # the reconcile loop tells of it
+                return  # the reconcile loop logs it
             except (ServeError, OSError) as error:
                 logger.warning("A step of the models failed and is retried: %s", error)
             except Exception:

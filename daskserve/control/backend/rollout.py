@@ -133,7 +133,7 @@ def drainable(
 def _fewest(
     trial: TentativeUsage, workers: Sequence[WorkerInfo], demand: Demand, crowd: Sequence[ReplicaRecord]
 ) -> tuple[ReplicaRecord, ...]:
-    """Return the first few replicas of one worker without which another fits there, and no needless one."""
+    """Return the fewest replicas of one worker, in order, that must stop so that a new one fits there."""
 
     def is_enough(stop: Sequence[ReplicaRecord]) -> bool:
         with trial.without(stop):

@@ -23,8 +23,8 @@ class DecidingVerbs:
 
         ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
 
-        The store rejects a change from a controller that was replaced. An answer without a change would come
-        from such a controller's outdated state, so the controller first checks that it is the newest.
+        The store rejects a change from a controller that was replaced. A replaced controller
+        would answer from outdated state where nothing changes, so it first checks that it is the newest.
         """
         store = self._core.cluster.store
         if store.hold is StoreOwnership.TAKEN:

@@ -210,7 +210,7 @@ class Observed:
     withdrawn: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WITHDRAWN))
     #: The option of this name.
     system_workers: tuple[str, ...] = ()
-    #: Whether there was a worker for the controller and the proxies when that was last noted in the log.
+    #: Whether there was a worker for the controller and the proxies when this was last logged.
     had_system_workers: bool = True
     #: Workers that have left the scheduler, until their last record is removed.
     lost_workers: set[WorkerAddress] = field(default_factory=set)
@@ -249,7 +249,7 @@ class Observed:
     model_problems: dict[BackendTag, str] = field(default_factory=dict)
     #: The memory of each backend's steps.
     notes: dict[BackendTag, Notes] = field(default_factory=dict)
-    #: Why the last step of a backend failed in a way that nobody expects, until one succeeds.
+    #: The unexpected error of the last step of a backend, until a step succeeds.
     step_failures: dict[BackendTag, str] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None

@@ -8,7 +8,7 @@ probability of at most ``p``, however often it is looked at.
 Each request was given to the new version by chance, with the probability ``share``. So if the new version is
 as good, a request that went wrong was one of the new version with that same probability, whatever the rate
 of errors, which may change over time. The capital is the mean of several bets, each on a factor by which the
-new version is worse, as nobody knows that factor.
+new version is worse, because that factor is not known.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ def least_polls(p: float) -> int:
 
 
 def least_requests(gate: Gate, evidence: Evidence, share: float, p: float) -> int:
-    """Return after how many requests of the new version a gate would have found one that matters.
+    """Return the number of requests of the new version after which a gate would have found a difference.
 
-    That is one with more failed or slow requests by ``detects`` of all, or by as many as the old version has.
-    Even if it was lucky by three standard deviations.
+    The difference is ``detects`` of all requests, or as many as fail or are slow with the old version. The
+    gate finds it even if the new version was lucky by three standard deviations.
     """
     if gate.metric == "prometheus" or not 0 < share < 1:
         return 0

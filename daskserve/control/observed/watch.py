@@ -36,9 +36,10 @@ logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
 #: While replicas of a worker load multiplexed models, it is asked every ``FOLLOW_S`` seconds.
-#: The other two limit how often one worker is asked in all, and all such workers together per second.
 FOLLOW_S = 0.08
+#: The largest number of such queries of one worker in a row.
 FOLLOWED = 50
+#: The largest number of such queries of all workers together, per second.
 MAX_FOLLOW_RATE = 100.0
 MISSES = 3
 #: Pause before a worker that could not be restarted is tried again.

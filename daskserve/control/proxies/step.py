@@ -92,7 +92,7 @@ class HttpStep:
     wake_at : float or None
         When such a reason has lasted for long enough.
     messages : list
-        What the log tells of proxies that change their address.
+        Log messages about proxies that change their address.
     """
 
     change: Change = field(default_factory=dict)
@@ -197,7 +197,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
 def _found(
     state: State, observed: Observed, result: HttpStep
 ) -> tuple[dict[str, ProxyRecord], list[ProxyRecord]]:
-    """Return the recorded proxies by name, and the leaving ones, without proxies that are gone."""
+    """Return the proxies that stay, by name, and those that leave; note lost ones, drop those that are gone."""
     found: dict[str, ProxyRecord] = {}
     leaving: list[ProxyRecord] = []
     for proxy in state.proxies.values():

@@ -30,7 +30,7 @@ class Folder(NamedTuple):
     versions : dict
         By model, the newest last.
     whole : set
-        The new versions, as ``name/version``, which nobody is writing any more.
+        The new versions that are completely written, as ``name/version``.
     """
 
     versions: Mapping[str, Sequence[str]]

@@ -12,7 +12,7 @@ from daskserve.common.types import BackendTag, GoalId
 
 
 class RevisionState(enum.StrEnum):
-    """What has become of a revision."""
+    """The state of a revision."""
 
     #: Its change is under way.
     DEPLOYING = "DEPLOYING"

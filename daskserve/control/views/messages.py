@@ -15,7 +15,7 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.views.rollouts import model_texts, rollout_text
 
-#: Replicas that take longer to be placed or to start are told of.
+#: Replicas that take longer to be placed or to start are named in messages.
 SLOW_S = 30.0
 #: This many restarts within this time are a loop.
 LOOP_RESTARTS, LOOP_S = 3, 600.0
@@ -120,10 +120,10 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
-    """Return that replicas restart again and again, if they do: how often, for how long, and why.
+    """Return how often, for how long and why replicas restart in a loop; empty if they do not.
 
-    ``has_reason`` says that the reason is told elsewhere. What one event ends, such as the loss of a worker,
-    counts once.
+    ``has_reason`` says that the message has the reason elsewhere. Replicas that end with one event, such as
+    the loss of a worker, count once.
     """
     lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}

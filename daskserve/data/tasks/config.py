@@ -174,7 +174,9 @@ class TaskSchedule(Options):
     cron: str | None = Field(
         None, description="When, as a cron expression of five fields, such as `30 8 * * mon-fri`."
     )
-    every_s: float | None = Field(None, ge=1.0, description="Or every so many seconds.")
+    every_s: float | None = Field(
+        None, ge=1.0, description="The interval of the task in seconds, instead of ``cron``."
+    )
     timezone: str = Field("UTC", description="The time zone of the cron expression, such as Europe/Paris.")
     args: list[Any] = Field(default_factory=list, description="Positional arguments of the handler.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the handler.")

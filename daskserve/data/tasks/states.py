@@ -158,7 +158,7 @@ def move(task: Task, event: TaskEvent, now: float, **changes: object) -> Task:
     Raises
     ------
     TaskConflictError
-        The event does not fit the state of the task: it has ended, or nobody runs it.
+        The event does not fit the state of the task: it has ended, or no consumer runs it.
     """
     state = TRANSITIONS.get((task.state, event))
     if state is None:

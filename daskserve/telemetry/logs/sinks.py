@@ -51,12 +51,12 @@ class StreamSink:
 
 
 class FileSink:
-    """A file that begins anew when it is large; the old ones have the endings ``.1``, ``.2`` and so on.
+    """A file that is rotated when it is large; the old ones have the endings ``.1``, ``.2`` and so on.
 
     Parameters
     ----------
     max_bytes : int
-        Size at which it begins anew.
+        Size at which it is rotated.
     max_files : int
         How many old files are kept.
     """

@@ -12,7 +12,7 @@ from daskserve.common.formatting import counted, encodable
 from daskserve.telemetry.profiling.frames import UserFrames, is_users
 from daskserve.telemetry.profiling.sampling import MAX_DEPTH, MAX_NAME, CodeThread
 
-#: Threads and tasks that are told; the rest is counted.
+#: Number of threads and of tasks that are listed; the others are counted.
 MAX_THREADS, MAX_TASKS = 200, 100
 #: Characters of a line of code.
 MAX_LINE = 200

@@ -78,7 +78,7 @@ class EchoRequest:
 
 
 class Echo:
-    """An actor whose payload selects how it starts: it fails, hangs, is slow, or starts normally."""
+    """An actor whose payload selects how it starts: it fails, hangs, is slow, starts normally, or is sick."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -87,6 +87,8 @@ class Echo:
         self.stopped: list[float] = []
         self.ended: list[float] = []
         self.cancelled = 0
+        if self.payload == b"sick":
+            self.health = lambda: {"is_healthy": False, "detail": "ill"}
 
     async def start(self) -> Mapping[str, Any]:
         if self.payload == b"fails":
@@ -746,8 +748,7 @@ async def test_retiring_a_worker_is_announced_and_moves_the_controller(cluster: 
 
 async def test_inspect_returns_the_actors_of_a_worker(cluster: LocalCluster) -> None:
     await make(cluster)
-    sick = await make(cluster, name="local/replica/b#2")
-    actor(cluster, sick).health = lambda: {"is_healthy": False, "detail": "ill"}  # type: ignore[attr-defined]
+    await make(cluster, name="local/replica/b#2", payload=b"sick")
     creating = asyncio.create_task(make(cluster, name="local/replica/b#3", payload=b"slow"))
     await wait_until(lambda: len(cluster.actors()) == 3)
     found = await cluster.program.inspect(W1)

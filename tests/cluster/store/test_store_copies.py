@@ -182,6 +182,10 @@ async def test_a_log_that_has_grown_is_written_back_and_the_file_still_needs_it(
         for number in range(30):
             await store.commit(1, StoreChange({f"k{number % 3}": os.urandom(20_000)}))
         assert (await in_thread(store, lambda: sqlite_log.size_of(sqlite_log.log_of(path))) or 0) < 500_000
+        marks = "SELECT value FROM daskserve_meta WHERE name = 'promised'"
+        with closing(sqlite3.connect(path)) as db:
+            # Each change adds 25 to 50 kB to the log, so about every third one writes it back.
+            assert 2 <= db.execute(marks).fetchone()[0] <= 15
         await until_refused(path)
 
 

@@ -97,6 +97,7 @@ async def test_a_deployment_that_is_slow_everywhere_gets_no_more_than_the_budget
     answers.took_s = lambda _: 5.0
     answers.got.clear()
     answers.stage.replicas.asked.clear()
+    assert (answers.hedging.won, answers.hedging.lost) == (0, 0), "none had a second try"
     _, sent = await tail(answers, 300)
     assert 1 < sent <= 1.05 + 5 / 300  # with what the first 100 have saved up
 

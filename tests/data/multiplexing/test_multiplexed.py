@@ -508,7 +508,8 @@ def test_a_request_waits_for_room_for_a_limited_time(monkeypatch: pytest.MonkeyP
             with pytest.raises(ModelCapacityError, match=r"no room in this replica within 0.02 s.*hold"):
                 await models.get("b")
             request.__enter__()
-        await models.get("b")
+        await models.get("c")
+        assert models.ids() == ["c"], "nothing is left of the request for b"
 
     models.run(main())
     assert ModelCapacityError.http_status == 503

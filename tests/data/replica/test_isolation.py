@@ -497,7 +497,16 @@ def test_options_change_in_place(model: Bench) -> None:
         with pytest.raises(BadRequestError, match="max_batch_size is 5"):
             await reconfigure(max_batch_size=5)
         assert (await model.replica.statistics())["concurrency"] == 2
-        await reconfigure("word")
+        held = asyncio.create_task(call(model.replica, "hold", "while-reconfigured"))
+        await until(lambda: (model.folder / "while-reconfigured-began").exists())
+        changing = asyncio.create_task(reconfigure("word"))
+        await asyncio.sleep(0)
+        refused = asyncio.create_task(call(model.replica, "__call__"))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert isinstance(refused.exception(), ReplicaBusyError), "refused here: the child is not asked"
+        (model.folder / "while-reconfigured-go").touch()
+        await asyncio.gather(held, changing)
 
     model.run(scenario())
 

@@ -281,4 +281,23 @@ def test_a_batch_job_leaves_a_slot_of_several_to_live_requests() -> None:
     run_virtual(main)
 
 
+def test_a_refusal_has_the_load_of_the_replica_but_none_if_it_is_kept_free_of_batch_jobs() -> None:
+    """With a load, the router of a batch job would wait for that load to end."""
+
+    async def main() -> None:
+        holder = Holder(1)
+        holder.rank_info = (0, 0, 0, 2)
+        batch = Envelope(EnvelopeKind.CALL, {"facts": {"priority": -50}})
+        live = Envelope(EnvelopeKind.CALL, {})
+        assert holder.take_nowait(batch)
+        holder.free(batch)
+        assert holder.take_nowait(live)
+        for envelope, load in ((batch, 0), (live, 1)):
+            with pytest.raises(ReplicaBusyError) as caught:
+                await holder.take(envelope, _note_nothing)
+            assert caught.value.ongoing == load
+
+    run_virtual(main)
+
+
 async def _note_nothing(message: Message) -> None: ...

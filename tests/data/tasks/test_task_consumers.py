@@ -504,9 +504,13 @@ def test_a_consumer_outside_of_an_instance_runs_functions(config: serve.TaskProc
         return 2 * x
 
     adapter.register_task_handle(double)
+    adapter.register_task_handle(bytes, "zeros")
     adapter.start_consumer()
     ids = [adapter.enqueue_task_sync(name, [4]).id for name in ("plain", "double")]
     assert [each.result for each in ended(adapter, *ids)] == [5, 8]
+    large = adapter.enqueue_task_sync("zeros", [config.adapter_config.max_payload_bytes])
+    (failure,) = ended(adapter, large.id, status="FAILURE")
+    assert "store the data elsewhere" in failure.result
     adapter.stop_consumer()
     adapter.shutdown()
 

@@ -1,7 +1,7 @@
-"""The events that a change tells of, derived from the records before and after it. Pure.
+"""The events of a change, derived from the records before and after it. Pure.
 
-The writer adds them to the change, so they are in the same transaction as what they tell of. Each kind of
-record has one function here. What no record has, such as why a replica died, comes as a cause by key.
+The writer adds them to the change, so both are in one transaction. Each kind of record has one function here.
+Causes that no record has, such as why a replica died, are given by the key of the record.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _of_revision(_: _World, __: str, before: Any, after: Record | None) -> Itera
         yield Event(kind, f"{what} is deployed: {text}", after.application, by=after.by)
     elif before is not None and before.state is not after.state:
         if after.state is RevisionState.SUPERSEDED and after.ran_at:
-            return  # the one that replaced it tells of itself
+            return  # the revision that replaced it has an event of its own
         kind = _OF_REVISIONS[after.state]
         words = {
             K.DEPLOYED: "runs",
@@ -357,7 +357,7 @@ def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | No
 
 
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
-#: What finds the record before the change, and what tells of the difference, by the kind of record.
+#: By the kind of record: a function that finds the record before the change, and one that yields the events.
 _EVENTS_BY_KIND: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
     "revision": (lambda state, name: state.revisions.get(name), _of_revision),
     "goal": (lambda state, name: state.goals.get(name), _of_goal),

@@ -50,7 +50,7 @@ class HistoryRecorder:
         return more
 
     def of_start(self, worker: str) -> Change:
-        """Return the row that tells of this controller's start."""
+        """Return the event of this controller's start, as a record."""
         what = "starts the instance" if self._epoch == 1 else "takes over"
         text = f"Controller {self._epoch} {what} on worker {worker}"
         event = Event(EventKind.CONTROLLER_STARTED, text)
