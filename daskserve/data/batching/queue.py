@@ -206,14 +206,12 @@ class BatchQueue(Generic[ItemT, ResultT]):
         So it is for most entries of a batch, and `reconsider` takes longer than all else that `add` does.
         """
         limits, presence = self._limits, self._presence
-        queued = len(key_queue.entries)
         return (
             self._alarm.is_set
-            and queued < (limits.enough or limits.max_batch_size)
-            and not (self._tasks or limits.preferred)
+            and len(key_queue.entries) < (limits.enough or limits.max_batch_size)
+            and not limits.preferred
             and self._size_of is None
-            and len(self._key_queues) == 1
-            and (presence is None or not presence.has_all(queued))
+            and (presence is None or not presence.has_all(self.queued()))
         )
 
     def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
