@@ -19,7 +19,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.control.observed import folder_reads
 from daskserve.control.observed.folder_reads import FolderReads
 from daskserve.errors import DeployError, NotFoundError
-from daskserve.testing import local_instance_async, run_virtual
+from daskserve.testing import local_instance_async, run_virtual, wait_until
 
 PLAN: dict[str, Any] = {
     "steps": ["50%", "100%"],
@@ -89,6 +89,8 @@ class Load:
     async def seen_in(self, seconds: float) -> set[str]:
         self.answers.clear()
         await asyncio.sleep(seconds)
+        # A model that a thread reads takes real time.
+        await wait_until(lambda: self.answers, timeout_s=60)
         return set(self.answers)
 
 

@@ -111,3 +111,20 @@ def test_a_job_leaves_as_many_slots_as_live_requests_have_lately_taken() -> None
     for live in range(1, 9):
         room.note_live(live, 100.0)
     assert fill(100.0) == 1
+
+
+def test_the_pause_between_two_jobs_is_not_measured() -> None:
+    room, now = BatchRoom(8), 0.0
+
+    def begin() -> int:
+        while room.has_room(8 - room.ongoing, ONLY, now):
+            room.began(now)
+        return room.ongoing
+
+    for rounds in (6, 60):
+        for number in range(rounds):
+            running, now = begin(), now + 0.1
+            for _ in range(running):
+                room.ended(now, are_waiting=number < rounds - 1)
+        now += 7.0
+    assert begin() == 7

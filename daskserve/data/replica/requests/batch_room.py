@@ -106,6 +106,10 @@ class BatchLimit:
             if not self._goes_on(rate):
                 self._end_search(took_s, now)
 
+    def paused(self) -> None:
+        """Note that there are no requests at present: a measurement must not include that time."""
+        self._meter.restart()
+
     def _goes_on(self, rate: float) -> bool:
         """Choose the next number to try; return False if there is none."""
         if self._rate is None:
@@ -208,3 +212,5 @@ class BatchRoom:
             self._limit.refused()
         self._limit.ended(self.ongoing, now)
         self.ongoing = max(0, self.ongoing - 1)
+        if not self.ongoing and not are_waiting:
+            self._limit.paused()
