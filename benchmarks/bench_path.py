@@ -18,7 +18,7 @@ import gc
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +31,7 @@ from uvicorn.server import ServerState as UvicornState
 
 from daskserve.cluster.channel.channel import Channel
 from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.dask.tasks import present_task
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Process, TaskRequest
 from daskserve.common.clock import OneLoopClock, RequestIds
 from daskserve.common.types import (
@@ -47,6 +48,7 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.batching.decorator import batch
 from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
 from daskserve.data.replica.replica import Replica
@@ -67,6 +69,13 @@ from daskserve.telemetry.tracing.process import KEY, Tracing
 REQUESTS = tuple(
     b"GET /b?n=%d HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nX-Client: %08x\r\n\r\n" % (number, number * 65537)
     for number in range(512)  # whose spans are as many as may wait for their thread
+)
+#: The same number with a small image as their body, whose head and body arrive together.
+IMAGES = tuple(
+    b"POST /b?n=%d HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nContent-Length: %d\r\n\r\n%s"
+    % (number, len(body), body)
+    for number in range(512)
+    for body in (b'{"pixels": [%s]}' % b", ".join(b"%d" % (number * place % 17) for place in range(64)),)
 )
 CONNECTIONS, CALLS = 32, 64
 #: The line of what a traced request costs the thread that exports its spans, without the connection.
@@ -94,6 +103,18 @@ async def answer_http(request: Any) -> str:
     return "ok"
 
 
+class SizedImages:
+    """Reads the body of each request as JSON, and answers in batches."""
+
+    @batch(max_batch_size=32, batch_wait_timeout_s=0.002)
+    async def sizes(self, images: list[list[int]]) -> list[int]:
+        return [len(each) for each in images]
+
+    async def __call__(self, request: Any) -> str:
+        await self.sizes((await request.json())["pixels"])  # type: ignore[misc]
+        return "ok"
+
+
 class Published:
     """The controller's updates for routers: one endpoint, one backend, one replica."""
 
@@ -118,6 +139,7 @@ class OneConnection:
     """A link for a process with the running event loop."""
 
     is_closed = False
+    present_task = staticmethod(present_task)
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -234,11 +256,11 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
     return lambda: HTTPConnection(server_state, lambda: None)
 
 
-async def http_round(protocols: Callable[[], Any]) -> None:
+async def http_round(protocols: Callable[[], Any], requests: Sequence[bytes] = REQUESTS) -> None:
     pretenders = []
     for number in range(CONNECTIONS):
         protocol = protocols()
-        pretender = SimulatedTransport(protocol, REQUESTS[number::CONNECTIONS])
+        pretender = SimulatedTransport(protocol, requests[number::CONNECTIONS])
         protocol.connection_made(pretender)
         pretenders.append((protocol, pretender))
         pretender.begin()
@@ -315,7 +337,7 @@ class Bench:
         return partial(self.channels[-2].request, ADDRESS)
 
     def ingress(self, dispatch: Any, tracing: Tracing | None = None) -> IngressApp:
-        table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET"]}})
+        table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET", "POST"]}})
         return IngressApp(
             options=HTTPOptions(),
             routes=lambda: table,
@@ -348,6 +370,7 @@ class Bench:
 
         near = await self.replica(answer_http, "worker")
         own = await self.replica(answer_http, "own")
+        sized = await self.replica(SizedImages, "own")
         # Their spans are made, and not exported.
         config = {"sampling_ratio": 1.0, "exporter_import_path": ""}
         self.tracing = tracing = Tracing("i", config, {}, lambda *_: None, lambda _: None)
@@ -373,8 +396,10 @@ class Bench:
                 self.app(self.over_channel(traced_own.handle), is_local=False, tracing=tracing)
             ),
         }
+        batched = our_protocols(self.app(sized.handle))
         return {
             **{name: lambda each=each: http_round(each) for name, each in protocols.items()},  # type: ignore[misc]
+            "bodies of JSON in batches, a loop of its own": lambda: http_round(batched, IMAGES),
             **await self.call_cases(),
         }
 

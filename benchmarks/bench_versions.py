@@ -48,6 +48,8 @@ CASES = [
     *(Case("FastAPI /item", server, "item") for server in ("uvicorn", "tornado")),
     *(Case(f"FastAPI {path}", "uvicorn", "image") for path in ("/plain", "/async")),
     Case("async class", "uvicorn", "image"),
+    Case("batches of 16", "uvicorn", "image"),
+    *(Case("batches of 32", "uvicorn", "image", count) for count in (32, 128)),
 ]
 
 
@@ -78,7 +80,7 @@ def compare(case: Case, other: Path, *, starts: int, rounds: int) -> None:
     ours_us, theirs_us = (statistics.median(each[place].cpu_us for each in every) for place in (0, 1))
     cpu = statistics.median(ours.cpu_us / theirs.cpu_us for ours, theirs in every)
     rate = statistics.median(ours.rate / theirs.rate for ours, theirs in every)
-    name = f"{case.served}, {case.server}, {case.kind}"
+    name = f"{case.served}, {case.server}, {case.kind}, {case.connections}"
     print(
         f"{name:48} {ours_us:6.1f} µs beside {theirs_us:6.1f}  CPU {cpu:.3f} x "
         f"({min(of_starts):.3f} to {max(of_starts):.3f})  rate {rate:.3f} x",
@@ -97,7 +99,7 @@ def main() -> None:
     if not (given.other / ".venv/bin/python").exists():
         sys.exit(f"{given.other} has no environment in .venv")
     for case in CASES:
-        if given.only in f"{case.served}, {case.server}, {case.kind}":
+        if given.only in f"{case.served}, {case.server}, {case.kind}, {case.connections}":
             compare(case, given.other.resolve(), starts=given.starts, rounds=given.rounds)
 
 

@@ -31,6 +31,8 @@ APPS = {
     "FastAPI /plain": ("apps:app", "/plain"),
     "FastAPI /async": ("apps:app", "/async"),
     "async class": ("apps:AsyncModel", "/"),
+    "batches of 16": ("apps:BatchedModel", "/"),
+    "batches of 32": ("apps:LargerBatches", "/"),
 }
 #: Served by one worker.
 BODIES = {

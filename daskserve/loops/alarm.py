@@ -21,6 +21,11 @@ class Alarm:
         self._at = math.inf
         self._timer: asyncio.Handle | None = None
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it will fire."""
+        return self._timer is not None
+
     def set(self, at: float) -> None:
         """Fire at a time of the running loop's clock, or earlier if an earlier time was set before."""
         if at >= self._at:

@@ -110,6 +110,13 @@ class HistogramCounts:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Count several values."""
+        counts, bounds = self.counts, self.bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
+
     def note_trace(self, value: float, span: TracedValue) -> None:
         """Note the span of a value that was counted."""
         if self.examples is None:

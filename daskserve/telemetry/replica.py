@@ -55,8 +55,7 @@ class BatchMetrics:
         self.sizes.observe(len(waits_s))
         if max_size:
             self.shares.observe(min(1.0, len(waits_s) / max_size))
-        for wait_s in waits_s:
-            self.waits.observe(wait_s)
+        self.waits.observe_all(waits_s)
 
     def ended(self, took_s: float) -> None:
         """Count how long a batch ran."""

@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import types
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ logger = logging.getLogger("daskserve.replica")
 class _Item:
     """One call: its instance, arguments and stream."""
 
-    __slots__ = ("args", "instance", "kwargs", "request", "span", "stream")
+    __slots__ = ("args", "instance", "kwargs", "priority", "request", "span", "stream")
 
     def __init__(
         self, instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], stream: BatchStream | None
@@ -53,13 +54,10 @@ class _Item:
         self.stream = stream
         #: The request that makes the call.
         self.request: RequestContext | None = current_request.get()
+        #: The priority of the request.
+        self.priority = 0 if self.request is None else self.request.priority_number
         #: The span of its wait and its batch, if it is sampled.
         self.span: RecordedSpan | None = None
-
-    @property
-    def priority(self) -> int:
-        """The priority of the request."""
-        return 0 if self.request is None else self.request.priority_number
 
 
 RequestQueue = BatchQueue[_Item, Any]
@@ -80,7 +78,7 @@ class _InstanceState:
 
     def queue(self, make: Callable[[BatchLimits], RequestQueue]) -> RequestQueue:
         """Return the queue for the running loop and the current replica; the first call creates it."""
-        return self._queues.present(lambda: make(self.limits))
+        return self._queues.present(make, self.limits)
 
     def queues(self) -> list[RequestQueue]:
         return [queue for _, queue in self._queues.items()]
@@ -309,12 +307,11 @@ class BatchedFunction(_Settings):
 
     def state_of(self, instance: Any) -> _InstanceState:
         """Return the state of an instance; created on first use, dropped with the instance."""
+        return self._states.of(instance, self._new_state, self.__qualname__)
+
+    def _new_state(self, ref: weakref.ref[Any]) -> _InstanceState:
         limits = self._function_state.limits
-        return self._states.of(
-            instance,
-            lambda ref: _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s, limits.preferred)),
-            self.__qualname__,
-        )
+        return _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s, limits.preferred))
 
     def call(
         self, instance: Any, state: _InstanceState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -371,7 +368,8 @@ class BatchedFunction(_Settings):
             if not kwargs:
                 self._accepted_counts |= {len(args)}
         # A batch has one model: see `daskserve.data.multiplexing`.
-        return (len(args), tuple(sorted(kwargs)), get_multiplexed_model_id()), args, kwargs
+        names = tuple(sorted(kwargs)) if kwargs else ()
+        return (len(args), names, get_multiplexed_model_id()), args, kwargs
 
 
 class BoundBatch(BoundFunction, _Settings):

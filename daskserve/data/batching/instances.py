@@ -26,15 +26,15 @@ class QueuesByLoop(Generic[QueueT]):
         self._is_idle = is_idle
         self._queues: dict[tuple[asyncio.AbstractEventLoop, str], QueueT] = {}
 
-    def present(self, make: Callable[[], QueueT]) -> QueueT:
-        """Return the queue for the running loop and the current replica; the first call creates it."""
+    def present(self, make: Callable[..., QueueT], *args: Any) -> QueueT:
+        """Return the queue for the running loop and the current replica; the first call makes it."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
         key = (loop, replica.replica_tag if replica is not None else "")
         queue = self._queues.get(key)
         if queue is None:
             self._drop_unused(loop)
-            queue = self._queues[key] = make()
+            queue = self._queues[key] = make(*args)
         return queue
 
     def items(self) -> list[tuple[asyncio.AbstractEventLoop, QueueT]]:

@@ -196,9 +196,23 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if key_queue is None:
             key_queue = self._key_queues[key] = _KeyQueue()
         key_queue.put(entry)
-        if not self._is_starting:
+        if not (self._is_starting or self._joins_a_wait(key_queue)):
             self.reconsider()
         return entry
+
+    def _joins_a_wait(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
+        """Return whether a new entry makes no batch due, and the end of the wait is set already.
+
+        So it is for most entries of a batch, and `reconsider` takes longer than all else that `add` does.
+        """
+        limits, presence = self._limits, self._presence
+        return (
+            self._alarm.is_set
+            and len(key_queue.entries) < (limits.enough or limits.max_batch_size)
+            and not limits.preferred
+            and self._size_of is None
+            and (presence is None or not presence.has_all(self.queued()))
+        )
 
     def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
         """Remove an item from the queue or its batch; a batch without items is cancelled."""
@@ -347,7 +361,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
     async def _run_items(self, batch: list[BatchEntry[ItemT, ResultT]]) -> Sequence[ResultT | BaseException]:
         tuner, began = self._tuner, LoopClock().now()
-        waits_s = [began - entry.added_at for entry in batch]
+        waits_s = [] if tuner is None else [began - entry.added_at for entry in batch]
         if tuner is not None:
             tuner.started(len(waits_s))
         try:
@@ -391,7 +405,10 @@ class BatchQueue(Generic[ItemT, ResultT]):
 
 def _settle_all(batch: list[BatchEntry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:
     for entry, result in zip(batch, results, strict=True):
-        _settle(entry.result, result)
+        if isinstance(result, BaseException):
+            _settle(entry.result, result)
+        elif not entry.result.done():  # as `_settle`, without a call for each item
+            entry.result.set_result(result)
 
 
 def _settle(future: asyncio.Future[ResultT], result: ResultT | BaseException) -> None:

@@ -73,6 +73,25 @@ def test_a_wait_that_never_helps_is_logged_once_with_the_sizes(caplog: pytest.Lo
         assert part in record.getMessage()
 
 
+def test_calls_of_all_keys_count_when_one_joins_a_wait() -> None:
+    async def run(items: list[int]) -> list[int]:
+        return items
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        began = now()
+        presence = Presence(CountedSlots(4, 4).usage, "f")
+        queue: BatchQueue[int, int] = BatchQueue(run, BatchLimits(32, WAIT_S), presence=presence)
+        calls = [asyncio.create_task(queue.submit(number, number)) for number in range(2)]
+        await asyncio.sleep(WAIT_S / 4)
+        calls += [asyncio.create_task(queue.submit(number, number)) for number in range(2)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert now() - began < WAIT_S / 2
+        await asyncio.gather(*calls)
+
+    run_virtual(main)
+
+
 def load(
     clients: int, *, model_s: float, has_presence: bool, think: Callable[[], float] = lambda: 0.0003
 ) -> tuple[float, float]:

@@ -49,8 +49,9 @@ class MessagePipe:
         self._send = send
         #: Messages that user code has sent and the caller has not taken yet.
         self.outbox: deque[Message] = deque()
-        self._blocked: deque[Callable[[], None]] = deque()
-        self._inbox: deque[Message | Exception] = deque() if first is None else deque((first,))
+        # Lists: they hold at most `WINDOW`, and a pipe for each request with two more deques takes longer.
+        self._blocked: list[Callable[[], None]] = []
+        self._inbox: list[Message | Exception] = [] if first is None else [first]
         self._readers: list[asyncio.Future[None]] = []
 
     # Most requests never change any of these, and one is made for each.
@@ -90,7 +91,7 @@ class MessagePipe:
             if self._reading is None:
                 self._executor.to_worker.post_soon(self._read_more)
             await reader
-        message = self._inbox.popleft()
+        message = self._inbox.pop(0)
         self._taken += 1
         if isinstance(message, Exception):
             raise message
@@ -212,7 +213,7 @@ class MessagePipe:
 
     def _release(self) -> None:
         while self._blocked:
-            self._blocked.popleft()()
+            self._blocked.pop(0)()
 
     def _read_more(self) -> None:
         if self._is_closed:
@@ -264,7 +265,7 @@ class DirectPipe(MessagePipe):
     async def receive(self) -> Message:
         if not self._inbox and self._is_closed:
             return self._disconnect()
-        message = self._inbox.popleft() if self._inbox else await self._receive_next()
+        message = self._inbox.pop(0) if self._inbox else await self._receive_next()
         if isinstance(message, Exception):
             raise message
         return self._disconnect() if message["type"] == "http.disconnect" else message

@@ -37,6 +37,8 @@ class LoopRunner:
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
         self.loop = loop
         self.runs = runs
+        #: Of this process; user code may fork others.
+        self.pid = os.getpid()
 
     def start(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
@@ -99,11 +101,10 @@ class LoopRun(CodeRun):
         self._runner.to_worker(self._end, None, None)
 
     async def _run(self) -> None:
-        pid = os.getpid()
         try:
             value = await self._function(*self._args)
         except BaseException as error:  # SystemExit, too, goes to the caller: the loop runs other requests
-            if os.getpid() != pid:
+            if os.getpid() != self._runner.pid:
                 end_fork()
             if self._runner.is_workers and not self.is_cancelled:
                 self._pack(error)
@@ -112,7 +113,7 @@ class LoopRun(CodeRun):
             if issubclass(type(error), asyncio.CancelledError):
                 raise
         else:
-            if os.getpid() != pid:
+            if os.getpid() != self._runner.pid:
                 end_fork()
             self._runner.to_worker(self._end, value, None)
 

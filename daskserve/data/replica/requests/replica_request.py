@@ -345,7 +345,6 @@ class ReplicaRequest:
 
 async def _settle(request: ReplicaRequest) -> None:
     """Pass messages on and start the steps of user code until only the last message is left."""
-    loop = asyncio.get_running_loop()
     while True:
         pipe = request.pipe
         if pipe is not None and pipe.outbox:
@@ -361,7 +360,7 @@ async def _settle(request: ReplicaRequest) -> None:
         elif request.run is not None:
             code = request.run.drive()
             if code is None:
-                code = request._waiter = loop.create_future()
+                code = request._waiter = asyncio.get_running_loop().create_future()
             await code
         else:
             return
