@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from distributed.client import _get_global_client
 import daskserve as serve
 from daskserve.cluster.dask import launch, server_process
 from daskserve.cluster.dask.kept_worker import _Subprocess
+from daskserve.testing import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,8 @@ async def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", STUBBORN, str(ignores)]
     process = _Subprocess(command, "w", lambda status, lived_s: ends.append(status))
     await process.start({})
-    async with asyncio.timeout(10):
-        while not ignores.exists():
-            await asyncio.sleep(0.01)
-        await process.kill(timeout=0.05)
+    await wait_until(ignores.exists)
+    await process.kill(timeout=0.05)
     assert (ends, process.is_alive()) == ([-signal.SIGKILL], False)
 
 

@@ -197,7 +197,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
 def _found(
     state: State, observed: Observed, result: HttpStep
 ) -> tuple[dict[str, ProxyRecord], list[ProxyRecord]]:
-    """Return the proxies that stay, by name, and those that leave; note lost ones, drop those that are gone."""
+    """Return the proxies that stay, by name, and those that leave; note lost ones, drop ended ones."""
     found: dict[str, ProxyRecord] = {}
     leaving: list[ProxyRecord] = []
     for proxy in state.proxies.values():
