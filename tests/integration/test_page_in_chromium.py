@@ -131,7 +131,10 @@ class Posts(RequestHandler):
                 "reason": "",
                 "can_return": True,
             }
-            self.write({"current": 2, "revisions": [revision, {**revision, "number": 2, "state": "RUNNING"}]})
+            revisions = [revision, {**revision, "number": 2, "state": "RUNNING"}]
+            if "changing" in path:
+                revisions.append({**revision, "number": 3, "state": "DEPLOYING"})
+            self.write({"current": 2, "revisions": revisions})
         else:
             self.set_status(404)
 
@@ -433,6 +436,17 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_fro
         )
         await tab.ask(press.format("#dialog button", "Memory"))
         await tab.until("$('dialog').innerText.includes('b/c/d.py:7')")
+        # On a phone, all buttons of a dialog are in it.
+        await tab.resize(360, 740)
+        for button in ("Memory", "Close"):
+            await tab.until(
+                f"(() => {{ const at = [...document.querySelectorAll('#dialog button')]"
+                f".find((each) => each.textContent === {button!r}).getBoundingClientRect(),"
+                "within = document.querySelector('#dialog .choices').parentElement.getBoundingClientRect();"
+                "return at.width && at.left >= within.left && at.right <= within.right"
+                " && at.bottom <= innerHeight })()"
+            )
+        await tab.resize(1280, 800)
         assert await tab.ask("$('dialog').innerText.includes('4 MiB in Python')")
         await tab.ask("$('dialog').close()")
         await tab.ask(press.format("main button", "Stacks"))
@@ -506,6 +520,17 @@ async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:
         await act("/app/shop/refused", "Scale", "Scale")
         page.notes.clear()
         await tab.until("$('dialog').open && $('dialog').textContent.includes('It is autoscaled.')")
+        # While a change is under way, what ran before is offered, and the change itself is not.
+        page.feeds.set(app__changing=application("changing", Front=deployment("Front", tag="changing/Front")))
+        await page.go("/app/changing")
+        await tab.until("document.querySelector('main h1').textContent === 'changing'")
+        await tab.ask(
+            "[...document.querySelectorAll('main button')]"
+            ".find((each) => each.textContent === 'Roll back').click()"
+        )
+        await tab.until(
+            "[...document.querySelectorAll('#dialog input')].map((each) => each.value).join() === '2,1'"
+        )
         await tab.press("Escape")
         await tab.until("!$('dialog').open")
 
@@ -540,7 +565,8 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
             "share": 0.05,
             "gates": [],
         }
-        back = deployment("Back", "UNHEALTHY", dead_replicas=dead, message="no room", is_ingress=False)
+        message = "no room\nTraceback (most recent call last):\n  in __init__"
+        back = deployment("Back", "UNHEALTHY", dead_replicas=dead, message=message, is_ingress=False)
         page.feeds.set(
             app__shop=application(
                 "shop", Front=deployment("Front", rollout=rollout, needs=["Back"]), Back=back
@@ -554,6 +580,10 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
         await tab.until("site.deployments.length === 2")
         await tab.ask(axe + ";1")
         all_found: list[Any] = []
+        check = (
+            "axe.run().then((all) => all.violations.map((each) => [each.id, each.nodes"
+            ".map((one) => one.html + one.failureSummary)]))"
+        )
         for is_dark in (False, True):
             for size in ((1280, 800), (360, 740)):
                 await tab.resize(*size, is_dark=is_dark)
@@ -570,11 +600,12 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
                     await page.go(place)
                     await tab.until("document.querySelector('main h1')")
                     await asyncio.sleep(0.3)
-                    found = await tab.ask(
-                        "axe.run().then((all) => all.violations.map((each) => [each.id, each.nodes"
-                        ".map((one) => one.html + one.failureSummary)]))"
-                    )
-                    all_found += [(place, size, is_dark, each) for each in found]
+                    all_found += [(place, size, is_dark, each) for each in await tab.ask(check)]
+                for what, content in (("profile", ".flame"), ("memory", ".sheet"), ("stacks", "pre")):
+                    await tab.ask(f"{what}({{ id: 'Front#abc' }}), 1")
+                    await tab.until(f"document.querySelector('#dialog {content}')")
+                    all_found += [(what, size, is_dark, each) for each in await tab.ask(check)]
+                await tab.ask("$('dialog').close()")
         assert all_found == []
 
 
