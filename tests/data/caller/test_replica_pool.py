@@ -19,8 +19,6 @@ from tables import each_case
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
 from daskserve.data.caller.routing.queued_request import place_in_queue
 from daskserve.data.caller.routing.replica_pool import (
-    HOP_S,
-    LOCAL_FACTOR,
     REPORT_S,
     ROOM_S,
     PooledReplica,
@@ -231,16 +229,17 @@ def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
 
 
 @each_case(
-    ("pace_s", "lead"),
+    ("pace_s", "lead", "factor"),
     [
-        (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
-        (0.001, 1),
-        (0.1, 0),
-        (None, 0),  # no answer yet
+        (0.0001, 60, 0),  # a hop takes more time of this process than the request
+        (0.0002, 10, 2.2),
+        (0.001, 1.1, 1.22),
+        (0.1, 0, 1.1),
+        (None, 0, 1.1),  # no answer yet
     ],
 )
 def test_a_local_replica_is_preferred_while_its_queue_costs_less_than_a_hop(
-    pace_s: float | None, lead: float
+    pace_s: float | None, lead: float, factor: float
 ) -> None:
     pool = pool_of("n", "f", concurrency=100, local="n")
     now = 0.0
@@ -248,7 +247,7 @@ def test_a_local_replica_is_preferred_while_its_queue_costs_less_than_a_hop(
         served_at(pool, pace_s)
         now = 50 * pace_s
     taken = Counter(pool.take(now, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
-    assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + lead, abs=2)
+    assert taken["n"] == pytest.approx(factor * taken["f"] + lead, abs=2)
 
 
 def test_an_idle_replica_is_found_among_many_busy_ones() -> None:

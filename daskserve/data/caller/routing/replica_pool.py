@@ -7,18 +7,16 @@ answer. Suspended replicas wait in a heap.
 
 A replica in the router's own process costs no hop, so among equals it is preferred. Replicas are equal if
 the longer queue of the local one costs less time than a hop: each request of that queue takes the replica's
-*pace*, the mean time between its answers while it is busy. So no-ops stay in their process, and a model that
-computes for 10 ms gets no request while another copy of it is idle. An idle replica is found in constant
-time, too. A replica that joins a backend in service gets the next request.
+*pace*, the mean time between its answers while it is busy. The CPU time of a hop delays that queue, too. So
+no-ops stay in their process, and a model that computes for 10 ms gets no request while another copy of it is
+idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
 
-An open WebSocket counts like a request, until the turns of its backend are known to be light: see
-`daskserve.data.caller.routing.websocket_cost`. Then it does not count between near and far, and new ones stay
-near.
+An open WebSocket counts like a request, until the turns of its backend are known to be light
+(`daskserve.data.caller.routing.websocket_cost`). Then new ones stay near.
 
-A replica that is full with the requests of other processes reports that when it refuses a request, and in its
-answers. From then on it gets only requests for which no other replica has room. They queue at the replica
-(`daskserve.data.replica.requests.slots`), one at a time per router. This ends when the replica reports room,
-or has reported nothing for `REPORT_S`.
+A replica that is full with requests of other processes reports it when it refuses one, and in its answers.
+From then on it gets only requests for which no other replica has room. They queue there, one at a time per
+router, until the replica reports room, or has reported nothing for `REPORT_S`.
 
 A replica whose worker this process does not reach gets no requests until there is a connection again. One
 that is reached only through the scheduler gets those for which no replica with a direct route has room.
@@ -57,6 +55,8 @@ REPORT_S = 1.0
 #: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
+#: The CPU time in this process that a hop takes more than a local request does.
+HOP_CPU_S = 0.0001
 #: At this pace or slower, the choice among idle replicas is rarely random: see `_draw`.
 SLOW_S = 0.01
 RANDOM_SHARE = 0.05
@@ -293,9 +293,10 @@ class ReplicaPool:
             entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
                 work = _work(entry, now, self.turns)
-                if work * entry.pace_s > HOP_S:
+                saved = work - (work * HOP_CPU_S + HOP_S) / entry.pace_s
+                if saved > 0:
                     other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
-                    if work > LOCAL_FACTOR * _work(other, now, self.turns) + HOP_S / entry.pace_s:
+                    if saved > LOCAL_FACTOR * _work(other, now, self.turns):
                         entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
