@@ -151,6 +151,8 @@ class Place:
 
     workers: int = 1
     hops: int = 0
+    #: Replicas in each of these workers.
+    replicas: int = 1
     server: str = "tornado"
     config: dict[str, Any] = field(default_factory=dict)
     #: The share of the requests that are traced; None: no traces.
@@ -177,7 +179,7 @@ def serving(place: Place, function: Any = answer) -> Iterator[System]:
         ) as client:
             proxies = {each.worker for each in client.status().actors if each.kind == "proxy" and each.worker}
             others = [each for each in dask.scheduler_info(n_workers=-1)["workers"] if each not in proxies]
-            config = {**place.config, "num_replicas": place.workers}
+            config = {**place.config, "num_replicas": place.workers * place.replicas}
             options = {"workers": others if place.hops else sorted(proxies)}
             client.create_backend("answer", function, config=config, actor_options=options)
             client.create_endpoint("answer", backend="answer", route="/answer", methods=["GET", "POST"])

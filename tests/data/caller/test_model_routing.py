@@ -21,7 +21,8 @@ from daskserve.data.caller.routing.multiplexing.model_routing import (
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
+from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.multiplexing.cache import CachedModel, ModelCache
 
 pytestmark = pytest.mark.smoke

@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
+from daskserve.data.caller.routing.pool.pooled_replica import REPORT_S, PooledReplica
+from daskserve.data.caller.routing.pool.replica_pool import ROOM_S, ReplicaPool, come_back, set_aside
 from daskserve.data.caller.routing.queued_request import place_in_queue
-from daskserve.data.caller.routing.replica_pool import (
-    HOP_S,
-    LOCAL_FACTOR,
-    REPORT_S,
-    ROOM_S,
-    PooledReplica,
-    ReplicaPool,
-    come_back,
-    set_aside,
-)
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 HERE = "here"
@@ -231,16 +223,17 @@ def served_at(pool: ReplicaPool, pace_s: float, count: int = 50) -> None:
 
 
 @each_case(
-    ("pace_s", "lead"),
+    ("pace_s", "lead", "factor"),
     [
-        (0.0001, HOP_S / 0.0001),  # a queue of ten costs as much as a hop
-        (0.001, 1),
-        (0.1, 0),
-        (None, 0),  # no answer yet
+        (0.0001, 60, 0),  # a hop takes more time of this process than the request
+        (0.0002, 10, 2.2),
+        (0.001, 1.1, 1.22),
+        (0.1, 0, 1.1),
+        (None, 0, 1.1),  # no answer yet
     ],
 )
 def test_a_local_replica_is_preferred_while_its_queue_costs_less_than_a_hop(
-    pace_s: float | None, lead: float
+    pace_s: float | None, lead: float, factor: float
 ) -> None:
     pool = pool_of("n", "f", concurrency=100, local="n")
     now = 0.0
@@ -248,7 +241,58 @@ def test_a_local_replica_is_preferred_while_its_queue_costs_less_than_a_hop(
         served_at(pool, pace_s)
         now = 50 * pace_s
     taken = Counter(pool.take(now, random.Random(1)).tag for _ in range(60))  # type: ignore[union-attr]
-    assert taken["n"] == pytest.approx(LOCAL_FACTOR * taken["f"] + lead, abs=2)
+    assert taken["n"] == pytest.approx(factor * taken["f"] + lead, abs=2)
+
+
+@each_case(
+    ("answer_s", "together", "spread"),
+    [
+        (0.0001, 9, 3),  # nine of them take a millisecond
+        (0.0001, 1, 10),  # they do not arrive together
+        (0.00001, 20, 1),
+        (0.0006, 10, 10),
+        (None, 10, 10),  # no answer yet
+    ],
+)
+def test_light_requests_that_arrive_together_go_to_the_same_local_replica(
+    answer_s: float | None, together: int, spread: int
+) -> None:
+    pool = ReplicaPool(lambda _: True)
+    publish(pool, *(f"r{number}" for number in range(10)), concurrency=100)
+    rng, now = random.Random(1), 0.0
+
+    def take() -> PooledReplica:
+        entry = pool.take(now, rng)
+        assert entry is not None
+        return entry
+
+    taken = [take()]
+    for _ in range(0 if answer_s is None else 1000):
+        now += answer_s or 0.0
+        taken.append(take())
+        entry = taken.pop(0)
+        pool.report(entry, Load(), now)
+        pool.release(entry)
+    pool.release(taken.pop())
+    now += 1.0  # a pause is not taken for a slow answer
+    for number in range(20):
+        now += 0.01 * (number % together == 0)
+        taken.append(take())
+    assert len({each.tag for each in taken}) == pytest.approx(spread, abs=1)
+
+
+def test_a_group_of_requests_ends_at_a_replica_without_room() -> None:
+    pool = ReplicaPool(lambda _: True)
+    publish(pool, "a", "b", "c", concurrency=2)
+    rng = random.Random(1)
+    for number in range(1000):
+        entry = pool.take(number * 0.00001, rng)
+        assert entry is not None
+        pool.report(entry, Load(), (number + 1) * 0.00001)
+        pool.release(entry)
+    taken = [entry.tag for _ in range(6) if (entry := pool.take(2.0, rng)) is not None]
+    assert len(set(taken[:2])) == len(set(taken[2:4])) == len(set(taken[4:])) == 1
+    assert len(set(taken)) == 3
 
 
 def test_an_idle_replica_is_found_among_many_busy_ones() -> None:

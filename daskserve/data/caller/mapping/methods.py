@@ -14,7 +14,7 @@ from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_max_in_flight
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.routing.replica_pool import ROOM_S
+from daskserve.data.caller.routing.pool.replica_pool import ROOM_S
 from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.fields.priority import BATCH_PRIORITY

@@ -24,7 +24,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class PooledEntry(Protocol):
-    """What the pool of a process knows of a replica; see `daskserve.data.caller.routing.replica_pool`."""
+    """What a process knows of a replica; see `daskserve.data.caller.routing.pool.pooled_replica`."""
 
     tag: ReplicaTag
     address: ActorAddress
@@ -38,7 +38,7 @@ class PooledEntry(Protocol):
 
 
 class Pool(Protocol):
-    """The replicas of a process; `daskserve.data.caller.routing.replica_pool.ReplicaPool`."""
+    """The replicas of a process; `daskserve.data.caller.routing.pool.replica_pool.ReplicaPool`."""
 
     in_flight: int
 

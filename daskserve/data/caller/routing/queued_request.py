@@ -25,10 +25,10 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.routing.choice import choose
-from daskserve.data.caller.routing.replica_pool import (
+from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.routing.pool.replica_pool import (
     BUSY_BACKOFF_S,
     ROOM_S,
-    PooledReplica,
     ReplicaPool,
     come_back,
     set_aside,

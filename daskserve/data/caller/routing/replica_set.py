@@ -28,9 +28,10 @@ from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
+from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
-from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial
 from daskserve.data.caller.routing.versions import Versions, backend_of

@@ -31,7 +31,8 @@ from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.replica_pool import Pick, PooledReplica, ReplicaPool, has_room, near
+from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.routing.pool.replica_pool import Pick, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError

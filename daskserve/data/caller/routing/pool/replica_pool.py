@@ -7,18 +7,21 @@ answer. Suspended replicas wait in a heap.
 
 A replica in the router's own process costs no hop, so among equals it is preferred. Replicas are equal if
 the longer queue of the local one costs less time than a hop: each request of that queue takes the replica's
-*pace*, the mean time between its answers while it is busy. So no-ops stay in their process, and a model that
-computes for 10 ms gets no request while another copy of it is idle. An idle replica is found in constant
-time, too. A replica that joins a backend in service gets the next request.
+*pace*, the mean time between its answers while it is busy. The CPU time of a hop delays that queue, too. So
+no-ops stay in their process, and a model that computes for 10 ms gets no request while another copy of it is
+idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
+Light requests that arrive together go to the same one of several local replicas; see
+`daskserve.data.caller.routing.pool.request_groups`.
 
-An open WebSocket counts like a request, until the turns of its backend are known to be light: see
-`daskserve.data.caller.routing.websocket_cost`. Then it does not count between near and far, and new ones stay
-near.
+Requests that arrive together go to the same one of several local replicas, if they are light: see
+`daskserve.data.caller.routing.pool.request_groups`.
 
-A replica that is full with the requests of other processes reports that when it refuses a request, and in its
-answers. From then on it gets only requests for which no other replica has room. They queue at the replica
-(`daskserve.data.replica.requests.slots`), one at a time per router. This ends when the replica reports room,
-or has reported nothing for `REPORT_S`.
+An open WebSocket counts like a request, until the turns of its backend are known to be light
+(`daskserve.data.caller.routing.pool.websocket_cost`). Then new ones stay near.
+
+A replica that is full with requests of other processes reports it when it refuses one, and in its answers.
+From then on it gets only requests for which no other replica has room. They queue there, one at a time per
+router, until the replica reports room, or has reported nothing for `REPORT_S`.
 
 A replica whose worker this process does not reach gets no requests until there is a connection again. One
 that is reached only through the scheduler gets those for which no replica with a direct route has room.
@@ -46,17 +49,18 @@ from daskserve.common.types import (
     WorkerAddress,
 )
 from daskserve.common.value_places import ValuePlaces
-from daskserve.data.caller.batch_turns import BatchTurns
 from daskserve.data.caller.routing.choice import choose, nearest
-from daskserve.data.caller.routing.websocket_cost import TurnMeter
+from daskserve.data.caller.routing.pool.pooled_replica import REPORT_S, PooledReplica
+from daskserve.data.caller.routing.pool.request_groups import RequestGroups
+from daskserve.data.caller.routing.pool.websocket_cost import TurnMeter
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
-#: Load reports older than this are ignored.
-REPORT_S = 1.0
 #: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
 #: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
+#: The CPU time in this process that a hop takes more than a local request does.
+HOP_CPU_S = 0.0001
 #: At this pace or slower, the choice among idle replicas is rarely random: see `_draw`.
 SLOW_S = 0.01
 RANDOM_SHARE = 0.05
@@ -66,80 +70,6 @@ PACE_WEIGHT = 0.1
 BUSY_BACKOFF_S = 0.02
 #: How long it counts that a replica has refused a request of a batch job although it had free slots.
 ROOM_S = 3.0
-
-
-class PooledReplica:
-    """One replica, and the requests that this process has in flight there."""
-
-    __slots__ = (
-        "address",
-        "aside",
-        "batch_room",
-        "busy_since",
-        "concurrency",
-        "handle",
-        "has_queued_request",
-        "in_flight",
-        "index",
-        "is_full",
-        "is_hinted",
-        "is_suspended",
-        "not_before",
-        "pace_s",
-        "peers",
-        "reported",
-        "reported_at",
-        "route",
-        "sockets",
-        "tag",
-    )
-
-    #: Takes a request: the replica's own ``handle`` if it is local, else that of the present connection.
-    handle: Callable[[Envelope], ActorRequest]
-
-    def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
-        self.tag = tag
-        self.address = address
-        self.concurrency = 1
-        self.in_flight = 0
-        #: How many of these are WebSockets.
-        self.sockets = 0
-        #: Mean time between two answers while requests are in flight; infinite until there is an answer.
-        #: WebSockets do not count.
-        self.pace_s = math.inf
-        #: When the last answer came, or the first request if there was none in flight.
-        self.busy_since = 0.0
-        self.reported = 0
-        self.reported_at = -REPORT_S
-        self.is_suspended = False
-        self.not_before = 0.0
-        #: Whether its last report said that it is full, and whether this process has a request queued there.
-        self.is_full = False
-        self.has_queued_request = False
-        #: The requests of batch jobs that wait there for a slot: they leave room to live requests.
-        self.aside = BatchTurns()
-        #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
-        #: free of them.
-        self.batch_room = (-math.inf, 0)
-        #: How this process reaches its worker; None if that is not known yet.
-        self.route: Reachability | None = None
-        #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
-        self.peers: list[PooledReplica] | None = None
-        #: Whether it is in one of the queues of replicas that are probably idle.
-        self.is_hinted = False
-        #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
-        self.index = -1
-
-    @property
-    def worker(self) -> WorkerAddress:
-        """The address of its worker."""
-        return self.address.worker
-
-    def score(self, now: float) -> float:
-        """Return the number of requests at the replica, as far as this process knows."""
-        if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
-            return self.reported
-        return self.in_flight + self.aside.count
 
 
 #: Chooses one of some replicas for a request, or none.
@@ -188,6 +118,7 @@ class ReplicaPool:
         self.queued = 0
         #: The turns of this process's WebSockets.
         self.turns = TurnMeter()
+        self._groups = RequestGroups()
 
     def __repr__(self) -> str:
         return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
@@ -290,12 +221,17 @@ class ReplicaPool:
                 entry.has_queued_request = True
                 self.queued += 1
         elif local:
-            entry = local[0] if len(local) == 1 else _draw(local, self._idle_local, now, rng)
+            if len(local) == 1:
+                entry = local[0]
+            else:
+                entry = self._groups.next(now) or _draw(local, self._idle_local, now, rng)
+                self._groups.add(entry, now)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
                 work = _work(entry, now, self.turns)
-                if work * entry.pace_s > HOP_S:
+                saved = work - (work * HOP_CPU_S + HOP_S) / entry.pace_s
+                if saved > 0:
                     other = self._newcomer() or _draw(remote, self._idle_remote, now, rng)
-                    if work > LOCAL_FACTOR * _work(other, now, self.turns) + HOP_S / entry.pace_s:
+                    if saved > LOCAL_FACTOR * _work(other, now, self.turns):
                         entry = other
         elif remote:
             entry = (self._newcomers and self._newcomer()) or (
@@ -309,6 +245,8 @@ class ReplicaPool:
             self.queued += 1
         else:
             return None
+        if not self.in_flight:
+            self._groups.resume(now)
         self.in_flight += 1
         if entry.in_flight == entry.sockets:
             entry.busy_since = now
@@ -336,6 +274,8 @@ class ReplicaPool:
     def report(self, entry: PooledReplica, load: Load, now: float, *, is_answer: bool = True) -> None:
         """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
         if is_answer:
+            if entry.peers is self._local:
+                self._groups.note_answer(now)
             wait_s = now - entry.busy_since
             entry.busy_since = now
             if entry.pace_s == math.inf:

@@ -1,0 +1,1 @@
+"""The replicas of one backend as a router sees them."""

@@ -1,0 +1,93 @@
+"""One replica of a backend as a router sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from daskserve.common.types import (
+    ActorAddress,
+    ActorRequest,
+    Envelope,
+    Reachability,
+    ReplicaTag,
+    WorkerAddress,
+)
+from daskserve.data.caller.batch_turns import BatchTurns
+
+#: Load reports older than this are ignored.
+REPORT_S = 1.0
+
+
+class PooledReplica:
+    """One replica, and the requests that this process has in flight there."""
+
+    __slots__ = (
+        "address",
+        "aside",
+        "batch_room",
+        "busy_since",
+        "concurrency",
+        "handle",
+        "has_queued_request",
+        "in_flight",
+        "index",
+        "is_full",
+        "is_hinted",
+        "is_suspended",
+        "not_before",
+        "pace_s",
+        "peers",
+        "reported",
+        "reported_at",
+        "route",
+        "sockets",
+        "tag",
+    )
+
+    #: Takes a request: the replica's own ``handle`` if it is local, else that of the present connection.
+    handle: Callable[[Envelope], ActorRequest]
+
+    def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
+        self.tag = tag
+        self.address = address
+        self.concurrency = 1
+        self.in_flight = 0
+        #: How many of these are WebSockets.
+        self.sockets = 0
+        #: Mean time between two answers while requests are in flight; infinite until there is an answer.
+        #: WebSockets do not count.
+        self.pace_s = math.inf
+        #: When the last answer came, or the first request if there was none in flight.
+        self.busy_since = 0.0
+        self.reported = 0
+        self.reported_at = -REPORT_S
+        self.is_suspended = False
+        self.not_before = 0.0
+        #: Whether its last report said that it is full, and whether this process has a request queued there.
+        self.is_full = False
+        self.has_queued_request = False
+        #: The requests of batch jobs that wait there for a slot: they leave room to live requests.
+        self.aside = BatchTurns()
+        #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
+        #: free of them.
+        self.batch_room = (-math.inf, 0)
+        #: How this process reaches its worker; None if that is not known yet.
+        self.route: Reachability | None = None
+        #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
+        self.peers: list[PooledReplica] | None = None
+        #: Whether it is in one of the queues of replicas that are probably idle.
+        self.is_hinted = False
+        #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
+        self.index = -1
+
+    @property
+    def worker(self) -> WorkerAddress:
+        """The address of its worker."""
+        return self.address.worker
+
+    def score(self, now: float) -> float:
+        """Return the number of requests at the replica, as far as this process knows."""
+        if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
+            return self.reported
+        return self.in_flight + self.aside.count
