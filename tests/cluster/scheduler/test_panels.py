@@ -15,7 +15,7 @@ from tornado.httpclient import AsyncHTTPClient
 from daskserve.cluster.scheduler.http.panels import feed as feeds
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.install import Panels
-from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series
+from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series, label
 from daskserve.common.clock import LoopClock
 from daskserve.errors import UnavailableError
 from daskserve.testing import run_virtual, wait_until
@@ -62,6 +62,8 @@ def test_unknown_values_and_pauses_are_gaps() -> None:
     assert all(map(math.isnan, series.lines("latency_p50_s", adds_up=False)["a"][1]))
     columns = series.columns([("requests_per_s", "solid"), ("queued", "dotted")], COLOURS, adds_up=True)
     assert (columns["name"], columns["last"]) == (["a", "a"], ["2", ""])
+    assert columns["label"] == columns["name"]
+    assert (label("a" * 28), label("a" * 29)) == ("a" * 28, "a" * 27 + "…")
     assert len({len(each) for each in columns.values()}) == 1
 
 
