@@ -94,7 +94,11 @@ def test_pages_of_other_sites_are_refused() -> None:
 
 
 def test_the_own_page_is_known_behind_a_reverse_proxy_that_changes_the_host() -> None:
-    headers = {"Host": "scheduler:8787", "Origin": "https://dask.example.com", "Sec_Fetch_Site": "same-origin"}
+    headers = {
+        "Host": "scheduler:8787",
+        "Origin": "https://dask.example.com",
+        "Sec_Fetch_Site": "same-origin",
+    }
     assert refusal(**headers) is not None
     with dask.config.set({"daskserve.scheduler.allowed-hosts": ["dask.example.com"]}):
         assert refusal(**headers) is None

@@ -127,7 +127,7 @@ def _put_legend_beside(root: Any) -> None:
     """Move the legend of a figure to its right, where it covers no values."""
     legend = root.legend[0]
     root.add_layout(legend, "right")
-    legend.border_line_alpha = 0
+    legend.border_line_alpha = legend.background_fill_alpha = 0
     legend.label_text_font_size = "8pt"
     legend.spacing = 0
     legend.padding = 0
