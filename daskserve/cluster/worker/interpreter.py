@@ -8,7 +8,7 @@ Four things in Python delay requests by tens of milliseconds, regardless of the 
   once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
   the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
   collection runs again, which frees what a stopped replica leaves behind.
-- A collection of young objects is due once 700 more objects were made than freed. A hundred requests in flight
+- A collection of young objects is due once 700 more objects exist. A hundred requests in flight
   are more than that, so one runs at each turn of the event loop, finds nothing, and takes a tenth of the time
   of a small request. While such collections find nothing, they become rarer; see `CollectionPace`.
 - The first use of a function such as ``serve.get_app_handle`` imports the client, in 0.1 s, and blocks the
