@@ -54,6 +54,10 @@ class ProcessSettings:
     #: Whether to exclude the objects that exist once replicas have started from garbage collection. Without
     #: it, one request in a hundred waits 40 ms for the garbage collector.
     gc_freeze: bool = True
+    #: How many new objects (the first threshold of Python's ``gc``, 700 to 2,000 by default) a garbage
+    #: collection of young objects waits for, at most, while such collections find nothing: requests in
+    #: flight make most of them due. Once one finds garbage, Python's threshold applies again. None: always.
+    gc_threshold: int | None = 10_000
     #: Whether event loops that daskserve creates (those of replicas, and of workers that it starts) use
     #: uvloop if it is installed, for more requests per second. For all other workers, Dask's own option
     #: ``distributed.admin.event-loop`` applies.

@@ -27,6 +27,7 @@ from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.worker.interpreter import CollectionPace
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.stack_dump import answer_with_stacks
 from daskserve.cluster.worker.tagging import mark_output
@@ -99,6 +100,7 @@ def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socke
     if switch_interval_s is not None:
         # As in the worker, so that user code delays the channel less.
         sys.setswitchinterval(switch_interval_s)
+    CollectionPace(settings.process().gc_threshold).open()
     forks = ForkGuard()
     forks.open()
     if settings.process().log_thread:

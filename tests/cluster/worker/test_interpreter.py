@@ -14,7 +14,7 @@ import dask
 import pytest
 
 from daskserve.cluster.worker import interpreter
-from daskserve.cluster.worker.interpreter import SETTLE_S, InterpreterTuning
+from daskserve.cluster.worker.interpreter import SETTLE_S, CollectionPace, InterpreterTuning
 from daskserve.testing import wait_until
 
 pytestmark = pytest.mark.virtual_time
@@ -30,8 +30,9 @@ class Node:
 @pytest.fixture(autouse=True)
 def _nothing_frozen() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
-    switch_interval_s = sys.getswitchinterval()
+    switch_interval_s, threshold = sys.getswitchinterval(), gc.get_threshold()
     yield
+    assert gc.get_threshold() == threshold
     assert gc.get_freeze_count() == 0
     assert sys.getswitchinterval() == switch_interval_s
 
@@ -84,6 +85,45 @@ async def test_freezing_can_be_disabled() -> None:
     assert gc.get_freeze_count() == 0
     assert sys.getswitchinterval() == switch_interval_s
     tuning.close()
+
+
+def test_collections_become_rarer_until_one_finds_garbage() -> None:
+    gc.collect()
+    usual, found = gc.get_threshold(), []
+    pace = CollectionPace(4 * usual[0])
+    pace.open()
+    try:
+        for make in (None, None, None, Node, None):
+            if make is not None:
+                make()
+            gc.collect(0)
+            found.append(gc.get_threshold()[0] // usual[0])
+        assert found == [2, 4, 4, 1, 2]
+    finally:
+        pace.close()
+        pace.close()
+    gc.collect(0)
+    assert gc.get_threshold() == usual
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_a_threshold_of_the_user_stays(limit: int | None) -> None:
+    usual = gc.get_threshold()
+    pace = CollectionPace(10_000)
+    pace.open()
+    try:
+        gc.set_threshold(123, 4, 5)
+        for _ in range(3):
+            gc.collect(0)
+        assert gc.get_threshold() == (123, 4, 5)
+        off = CollectionPace(limit)
+        off.open()
+        gc.collect(0)
+        off.close()
+    finally:
+        pace.close()
+        assert gc.get_threshold()[0] == 123
+        gc.set_threshold(*usual)
 
 
 @pytest.mark.parametrize("has_replicas", [True, False])
