@@ -8,9 +8,10 @@ A page of any site can have its visitor's browser send requests to the scheduler
 
 So a request must name the scheduler by its address, or by a name that no other site can have.
 
-A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own page, too,
-and only ``Sec-Fetch-Site: same-origin`` tells them apart, which no page can set. The name in ``Origin`` must be the
-scheduler's own in this case, because DNS rebinding may give the proxy's address to any other.
+A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own
+page, too, and only ``Sec-Fetch-Site: same-origin`` tells them apart, which no page can set. The name in
+``Origin`` must be the scheduler's own in this case, because DNS rebinding may give the proxy's address to any
+other.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SiteGuard:
         return text
 
     def _is_of_own_page(self, request: HTTPServerRequest) -> bool:
-        """Return whether the scheduler's page sent a request, by a reverse proxy that has changed its host."""
+        """Return whether the scheduler's page sent a request, and a reverse proxy has changed its host."""
         if request.headers.get("Sec-Fetch-Site") != "same-origin":
             return False
         origin = _parsed(request.headers.get("Origin", ""))
