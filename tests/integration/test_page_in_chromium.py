@@ -118,6 +118,10 @@ class Posts(RequestHandler):
                 return
             row = {"time": time.time(), "level": "INFO", "message": f"line {len(self._notes)}"}
             self.write({"records": [row], "next": "x", "missing": {}})
+        elif path.endswith("/explain"):
+            sample = {"ago_s": 1.0, "ongoing": 5, "queued": 1, "rate": 7.0}
+            asked = {"policy": "latency", "policy_wants": 3, "min_replicas": 1, "max_replicas": 4}
+            self.write({**asked, "running": 2, "wanted": 3, "reason": "busy", "samples": [sample], "events": []})
         elif "profile" in path:
             functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
             self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
@@ -355,6 +359,32 @@ async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_gr
         assert await tab.ask("document.querySelectorAll('.rows .row').length") == 1
         page.feeds.set(controller=ONLINE)
         await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
+
+
+async def test_a_graph_has_rates_and_a_number_of_replicas_its_reasons() -> None:
+    async with site() as page:
+        tab = page.tab
+        shop = {
+            "Front": deployment("Front", needs=["Back"]),
+            "Back": deployment("Back", is_ingress=False),
+            "Broken": deployment("Broken", "DEPLOY_FAILED", is_ingress=False),
+        }
+        calls = [
+            {"from": "", "to": "Front", "requests_per_s": 12.5, "errors_per_s": 0.0},
+            {"from": "Front", "to": "Back", "requests_per_s": 7.25, "errors_per_s": 0.5},
+        ]
+        page.feeds.set(app__shop=application("shop", **shop), live__={"http": _METRICS, "calls": calls})
+        await page.go("/graph")
+        rates = "[...document.querySelectorAll('.graph .rate')].map((each) => each.textContent).join()"
+        await tab.until(f"{rates} === '7.25/s,12.5/s'")
+        assert await tab.ask("document.querySelectorAll('.edge.failing').length") == 1
+        # What nobody calls stands beside what is called, and not with the clients.
+        places = "[...document.querySelectorAll('.graph a .box')].map((each) => each.getAttribute('x'))"
+        front, back, broken = await tab.ask(places)
+        assert front == broken != back
+        await page.go("/app/shop/Front")
+        await tab.until("$('main').innerText.includes('2 of 3 wanted replicas run.')")
+        assert await tab.ask("$('main').innerText.includes('latency wants 3, of 1 to 4 allowed: busy')")
 
 
 async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:

@@ -15,6 +15,7 @@ from tornado.httpclient import AsyncHTTPClient
 from daskserve.cluster.scheduler.http.panels import feed as feeds
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.install import Panels
+from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series, label
 from daskserve.common.clock import LoopClock
 from daskserve.errors import UnavailableError
@@ -130,6 +131,11 @@ async def test_panels_come_to_a_dashboard_that_runs_and_go(monkeypatch: pytest.M
         ends = ("replicas", "requests", "in-flight", "latency", "queue")
         assert await plots() == {f"/individual-daskserve-{each}" for each in ends}
         assert 'href="daskserve-panels"' in (await get("status"))[1]
+        add_to_menu(scheduler, "daskserve")
+        add_to_menu(scheduler, "daskserve")
+        assert (await get("status"))[1].count('href="daskserve"') == 1
+        remove_from_menu(scheduler, "daskserve")
+        assert 'href="daskserve"' not in (await get("status"))[1]
         for path in ("daskserve-panels", "individual-daskserve-replicas"):
             assert (await get(path))[0] == 200, path
         await wait_until(lambda: "<b>shop</b>" in panels._feed.series.busiest())
