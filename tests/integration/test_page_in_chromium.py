@@ -121,7 +121,9 @@ class Posts(RequestHandler):
         elif path.endswith("/explain"):
             sample = {"ago_s": 1.0, "ongoing": 5, "queued": 1, "rate": 7.0}
             asked = {"policy": "latency", "policy_wants": 3, "min_replicas": 1, "max_replicas": 4}
-            self.write({**asked, "running": 2, "wanted": 3, "reason": "busy", "samples": [sample], "events": []})
+            self.write(
+                {**asked, "running": 2, "wanted": 3, "reason": "busy", "samples": [sample], "events": []}
+            )
         elif "profile" in path:
             functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
             self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
