@@ -12,10 +12,10 @@ from distributed import Scheduler
 from test_api_routes import Site
 from tornado.httpclient import AsyncHTTPClient
 
+from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.panels import feed as feeds
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.install import Panels
-from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series, label
 from daskserve.common.clock import LoopClock
 from daskserve.errors import UnavailableError
