@@ -393,7 +393,7 @@ function draw() {
   const stale = site.link === "off" || site.link === "ended";
   $("main").classList.toggle("stale", stale && site.parts.has("instance"));
   drawHeader();
-  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page comes back by itself.` : "";
+  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page reconnects automatically.` : "";
   render($("banner"), text && h("p", null, text));
   render($("main"), ...page());
   const bad = site.deployments.filter(isBad).length;
@@ -472,7 +472,7 @@ function spark(ring, field, props = {}, second = "") {
 }
 const highest = (points, field, second) => points.reduce((most, each) => Math.max(most, each[field] || 0, (second && each[second]) || 0), 0);
 /** Say what the lines of a chart are, and what its height and width stand for. */
-const legend = (ring, text, names, field, second) => h("p", { class: "legend" }, names.map((each, index) => h("span", { key: each, class: index ? "line second" : "line" }, each)), h("span", { key: "most" }, `max ${text(highest(ring || [], field, second))} · ${span(SAMPLES * PERIOD_MS / 1000)}`));
+const legend = (ring, text, names, field, second) => h("p", { class: "legend" }, names.map((each, index) => h("span", { key: each, class: index ? "line second" : "line" }, each)), h("span", { key: "most" }, `max ${text((ring || []).some((each) => each[field] != null) ? highest(ring, field, second) : null)} · ${span(SAMPLES * PERIOD_MS / 1000)}`));
 /** Return the means of each few values, for drawings that are small. */
 function means(ring, field, step) {
   const found = [];
@@ -626,9 +626,10 @@ function overviewPage() {
       h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search the table", value: view.search, oninput: (event) => { view.search = event.target.value; draw(); } }),
       h("select", { "aria-label": "States", onchange: (event) => { view.show = event.target.value; draw(); } }, [["all", "All states"], ["bad", "Problems"], ["busy", "In change"]].map(([value, text]) => h("option", { key: value, value, selected: view.show === value }, text))),
       h("span", { class: "soft small", role: "status" }, list.length === source.length ? number(list.length) : `${number(list.length)} of ${number(source.length)}`)),
-      isApps ? grid("Applications", applicationColumns, list, { empty: "No application fits." }) : grid("Deployments", deploymentColumns(true), list, { empty: all.length ? "No deployment fits." : "No application runs yet. Deploy one with `daskserve deploy` or serve.run()." })),
+      isApps ? grid("Applications", applicationColumns, list, { empty: "No application fits." }) : grid("Deployments", deploymentColumns(true), list, { empty: all.length ? "No deployment fits." : NOTHING_RUNS })),
   ];
 }
+const NOTHING_RUNS = ["No application runs yet. Deploy one with ", h("code", null, "daskserve deploy"), " or ", h("code", null, "serve.run()"), "."];
 const firstLines = (text) => String(text).split("\n").slice(0, 3).join("\n").slice(0, 1000);
 function urls(route = "") {
   const found = ((part("instance") || {}).http_urls || []).filter((each) => /^https?:/.test(each));
@@ -808,8 +809,8 @@ function graphPage() {
     h("section", { class: "card", key: "graph", "aria-label": "Graph of deployments" }, h("div", { class: "top" },
       h("input", { type: "search", id: "search", placeholder: "Search applications", "aria-label": "Search applications", value: view.search, oninput: (event) => { view.search = event.target.value; draw(); } }),
       h("span", { class: "soft small", role: "status" }, left ? `${plural(left, "more application")}: search for one to see it` : plural(apps.length, "application"))),
-      list.length ? graph(list) : h("p", { class: "empty" }, "No application fits.")),
-    card("Calls", {}, null, callTable(list))];
+      list.length ? graph(list) : h("p", { class: "empty" }, site.applications.length ? "No application fits." : NOTHING_RUNS)),
+    list.length ? card("Calls", {}, null, callTable(list)) : null];
 }
 function calls() {
   const found = new Map();
@@ -827,7 +828,9 @@ function edgesOf(list) {
   return [...edges.values()];
 }
 function callTable(list) {
-  const edges = edgesOf(list), hasApp = new Set(list.map((each) => each.app)).size > 1;
+  const edges = edgesOf(list);
+  if (!edges.length) return h("p", { class: "empty" }, "No deployment is called by another one, or over HTTP.");
+  const hasApp = new Set(list.map((each) => each.app)).size > 1;
   const name = (tag) => {
     const it = site.byTag.get(tag);
     return it ? [h("a", { href: toDeployment(it) }, it.name), hasApp ? h("span", { class: "soft small" }, "  ", it.app || "no application") : null] : tag || "HTTP and programs";
