@@ -179,7 +179,7 @@ class Capacity:
         )
 
     def _unneeded(self) -> int:
-        """Return how many workers may leave, of which the others have room for all data twice, as Dask asks."""
+        """Return how many workers may leave: the others have room for twice the data, as Dask asks."""
         workers = list(self._scheduler.workers.values())
         room = sum(worker.memory_limit or math.inf for worker in workers)
         data = sum(worker.nbytes for worker in workers)
