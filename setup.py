@@ -43,7 +43,7 @@ UVLOOP = ["uvloop>=0.19; sys_platform != 'win32'"]
 BENCHMARKS = ["uvicorn>=0.30", "httptools>=0.6.4"]
 TEST = ["pytest>=8", "hypothesis>=6.100", "httpx>=0.27", "psutil>=5.9", "cryptography>=42", *UVLOOP, *REDIS]
 TEST += ["jsonschema>=4.20", "fastapi>=0.115.7", "ipython>=8", "ipykernel>=6.29", "nbclient>=0.10"]
-TEST += [*PROGRESS, *TRACING, "openai>=1.99"]
+TEST += [*PROGRESS, *TRACING, "openai>=1.99", "pandas>=2", "pyarrow>=16"]
 
 setup(
     name="daskserve",

@@ -14,12 +14,15 @@ from typing import Any
 import dask
 import dask.array
 import dask.bag
+import dask.dataframe as dd
+import pandas as pd
 import pytest
 from clusters import nannied_cluster, pids
 from dask_processes import ExternalCluster, dask_worker, poll_for
-from distributed import Client, as_completed, get_client
+from distributed import Client, as_completed, futures_of, get_client
 
 import daskserve as serve
+from daskserve.errors import BadRequestError
 
 
 @serve.deployment(max_ongoing_requests=8)
@@ -40,6 +43,12 @@ class Model:
     async def marked(self, value: int) -> tuple[int, str, int | str]:
         request = serve.context.get_request_context()
         return value, request.item_id, request.priority
+
+    def scored(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return frame.assign(score=2 * frame.x)
+
+    def summed(self, frame: pd.DataFrame) -> pd.Series:
+        return pd.Series([frame.x.sum()], name="x")
 
     async def endless(self, value: int) -> None:
         try:
@@ -90,6 +99,25 @@ def test_collections_stay_lazy_and_each_part_has_an_id(handle: Any, dask_cluster
     assert {priority for _, _, priority in found} == {-50}
     blocks = handle.double.map_blocks(dask.array.ones((20, 2), chunks=(5, 2)), dtype=float)
     assert client.compute((blocks + 1).sum()).result() == 120
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # of Dask
+def test_partitions_of_a_dataframe_are_scored_where_they_are(
+    handle: Any, dask_cluster: ExternalCluster, tmp_path: Path
+) -> None:
+    client = dask_cluster.client
+    frame = pd.DataFrame({"x": range(20), "k": list("ab") * 10})
+    frames = dd.from_pandas(frame, npartitions=4)
+    scored = handle.scored.map_partitions(frames)
+    assert list(scored.columns) == ["x", "k", "score"]
+    scored.to_parquet(tmp_path, write_index=False)
+    assert dd.read_parquet(tmp_path).groupby("k").score.sum().compute().to_dict() == {"a": 180, "b": 200}
+    none = handle.scored.map_partitions(frames[frames.x > 100], meta=frame.assign(score=1))
+    assert client.compute(none).result().shape == (0, 3)
+    sums = handle.summed.map_partitions(frames, meta=("x", int))
+    assert [each.result().iloc[0] for each in futures_of(client.persist(sums))] == [10, 35, 60, 85]
+    with pytest.raises(BadRequestError, match=r"map_partitions\(\) takes a dataframe .* not .* DataFrame"):
+        handle.scored.map_partitions(frame)
 
 
 def test_more_items_than_replicas_queue_wait_their_turn(handle: Any, dask_cluster: ExternalCluster) -> None:

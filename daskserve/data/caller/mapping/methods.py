@@ -12,7 +12,7 @@ from daskserve.common.types import EndpointTag
 from daskserve.data.caller.backlogs import batches_of
 from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.results import MapResults, OneResult
-from daskserve.data.caller.mapping.rules import Errors, Rules, check_max_in_flight
+from daskserve.data.caller.mapping.rules import Errors, Rules, check_collection, check_max_in_flight
 from daskserve.data.caller.mapping.window import Item, Window
 from daskserve.data.caller.routing.pool.replica_pool import ROOM_S
 from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
@@ -184,6 +184,7 @@ class BatchCalls:
         A partition is a task of Dask, which calls its items like `map`.
         """
         check_max_in_flight(max_in_flight)
+        check_collection("map_bag", bag, "map_partitions", "a bag of Dask, as dask.bag.from_sequence makes")
         return bag.map_partitions(MappedItems(batch_handle(self), Rules(retries, errors), max_in_flight))
 
     def map_partitions(
@@ -201,6 +202,8 @@ class BatchCalls:
         retries : int
             How often a call that has failed is repeated.
         """
+        made = "a dataframe or series of Dask, as dask.dataframe.from_pandas makes"
+        check_collection("map_partitions", frame, "map_partitions", made)
         call = MappedPart(batch_handle(self), Rules(retries))
         options = {} if meta is None else {"meta": meta}
         return frame.map_partitions(call, *args, **kwargs, **options)
@@ -212,6 +215,9 @@ class BatchCalls:
         ``chunks``. With ``dtype`` and without ``meta``, the blocks are taken to be arrays of NumPy. Without
         both, the deployment is called with an empty block.
         """
+        check_collection(
+            "map_blocks", array, "map_blocks", "an array of Dask, as dask.array.from_array makes"
+        )
         if kwargs.get("dtype") is not None and kwargs.get("meta") is None:
             import numpy
 

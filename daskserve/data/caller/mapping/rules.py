@@ -105,6 +105,15 @@ def ends_all(error: BaseException) -> bool:
     return isinstance(error, _OF_ALL)
 
 
+def check_collection(verb: str, given: Any, method: str, wanted: str) -> None:
+    """Raise unless a collection of Dask is given: it has ``method``."""
+    if not hasattr(given, method):
+        raise BadRequestError(
+            f"{verb}() takes {wanted}, not a value of type {type(given).__name__}. For one value, call "
+            "handle.remote(value); for the items of an iterable, handle.map(items)."
+        )
+
+
 def check_max_in_flight(value: int | None) -> None:
     """Raise `BadRequestError` unless this is None or a number of calls."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
