@@ -208,7 +208,7 @@ def bench_live(client: serve.Client, rounds: int, case: str) -> None:
 
 
 def bench_memory(client: serve.Client, items: int) -> None:
-    deployment: Any = serve.deployment(Doubler, num_replicas=2)
+    deployment: Any = serve.deployment(num_replicas=2)(Doubler)
     handle = client.run(deployment.bind(), name="doubler", route_prefix=None)
     process, total, seen = psutil.Process(), 0, []
     began = time.perf_counter()
