@@ -119,5 +119,7 @@ def test_vectors_that_cannot_be_sent_are_errors(engine: Embeds, encoding: str, s
     assert ("error" in answer.json()) == (status != 200)
     if status == 500:  # the log of the engine tells the number, the client gets none of it
         assert answer.json()["error"]["type"] == "server_error"
-        with pytest.raises(ValueError, match=f"embed returned {re.escape(repr(engine.vector[-1]))} in a vector"):
+        with pytest.raises(
+            ValueError, match=f"embed returned {re.escape(repr(engine.vector[-1]))} in a vector"
+        ):
             asyncio.run(ModelServer(lambda: engine, {}, 1.0).embed(EmbeddingRequest(inputs=["x"])))

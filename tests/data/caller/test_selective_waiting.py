@@ -344,8 +344,10 @@ async def test_a_request_that_was_refused_is_nowhere_until_another_replica_has_i
     stage.publish("r0", "r1", concurrency=1, hedging=HEDGED)
     stage.replicas.handler = None
     envelope = idempotent()
-    tasks = [stage.send(backend, each) for each in (envelope, POST)]
-    await quiet()
+    tasks = []
+    for each in (envelope, POST):
+        tasks.append(stage.send(backend, each))
+        await quiet()
     refusing, other = stage.replicas.asked
     assert sent_to(envelope) == refusing
     stage.replicas.finish(refusing, ReplicaBusyError("full", ongoing=1))
