@@ -16,7 +16,7 @@ from daskserve.data.caller.request_routers.hedging import sent_to
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.routing.multiplexing.waiting import CONSIDERED, MAX_ASKED, ROUND_S
 from daskserve.data.caller.routing.replica_set import ReplicaSet
-from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.errors import ActorLostError
 from daskserve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 pytestmark = pytest.mark.virtual_time
@@ -339,7 +339,7 @@ async def test_a_second_try_goes_only_where_the_router_would_send_it() -> None:
     assert backend.in_flight == 0
 
 
-async def test_a_request_that_was_refused_is_nowhere_until_another_replica_has_it() -> None:
+async def test_a_request_whose_replica_is_gone_is_nowhere_until_another_replica_has_it() -> None:
     stage, backend = await hedging(lambda *_: 0.01)
     stage.publish("r0", "r1", concurrency=1, hedging=HEDGED)
     stage.replicas.handler = None
@@ -350,7 +350,7 @@ async def test_a_request_that_was_refused_is_nowhere_until_another_replica_has_i
         await quiet()
     refusing, other = stage.replicas.asked
     assert sent_to(envelope) == refusing
-    stage.replicas.finish(refusing, ReplicaBusyError("full", ongoing=1))
+    stage.replicas.finish(refusing, ActorLostError("gone", begun=False))
     await quiet()
     assert sent_to(envelope) == ""
     stage.publish(other, concurrency=1, hedging=HEDGED)
