@@ -166,7 +166,7 @@ class Call:
             self._replica = None
             self._continue(taken=replica)
         else:
-            replicas.metrics.begin(None)
+            replicas.metrics.sent += 1
             self._future.on_cancel(self._cancel_from_anywhere)
         return True
 
@@ -240,7 +240,7 @@ class Call:
         refused: ReplicaBusyError | ActorLostError | None = None,
         taken: PooledReplica | None = None,
     ) -> None:
-        """Continue a call in a task: one that a replica has refused, or that has taken its replica."""
+        """Continue a call in a task: one that has taken its replica, or that a replica has refused."""
         replicas, envelope = self._replicas, self._envelope
 
         async def send(keep: Send) -> None:
@@ -250,7 +250,11 @@ class Call:
                 if taken is not None:
                     replicas.release_unused(taken, envelope)
                 raise
-            await replicas.send(envelope, nothing_to_receive, keep, refused=refused, taken=taken)
+            if refused is not None:
+                replicas.metrics.note_retry(refused)
+            await replicas.send(
+                envelope, nothing_to_receive, keep, is_rejected=refused is not None, taken=taken
+            )
 
         # The call is already counted as begun, so this coroutine must start in any case to count its end.
         begin_call(self._connection, self._respond(send), self._future, pauses_itself=True)

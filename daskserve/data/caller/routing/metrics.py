@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.errors import ReplicaBusyError
 from daskserve.payload.packed_errors import known_of
 from daskserve.telemetry.histogram import TIMEOUT, LatencyHistogram, cause_of
 from daskserve.telemetry.table import MetricSample
@@ -21,17 +21,11 @@ class ReplicaSetMetrics:
     __slots__ = ("rejected", "retries", "sent", "waits")
 
     def __init__(self) -> None:
+        #: The requests that have begun, and those that the full queue refused.
         self.sent = self.rejected = 0
         self.retries = {BUSY: 0, LOST: 0}
         #: Waiting times of the requests that had to wait for a replica.
         self.waits = LatencyHistogram()
-
-    def begin(self, refused: ReplicaBusyError | ActorLostError | None) -> None:
-        """Count a request that begins, or that goes on because a replica has ``refused`` it."""
-        if refused is None:
-            self.sent += 1
-        else:
-            self.note_retry(refused)
 
     def note_retry(self, error: Exception) -> None:
         """Count a retry after a replica was full or lost."""

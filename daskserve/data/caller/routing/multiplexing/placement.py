@@ -26,7 +26,8 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+
+from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
 
 #: A replica is overloaded from this many requests on, or this share of its slots, if that is also this many
 #: times the mean.
@@ -37,19 +38,6 @@ MEAN_FACTOR = 2.0
 COPIES_FACTOR = 1.25
 
 _MASK = (1 << 64) - 1
-
-
-class Place(Protocol):
-    """A replica, for the choice."""
-
-    @property
-    def tag(self) -> str: ...
-
-    def score(self, now: float) -> float:
-        """Return the number of requests at the replica."""
-
-
-P = TypeVar("P", bound=Place)
 
 
 @dataclass(slots=True)
@@ -91,15 +79,15 @@ def rank(key_hash: int, seed: int) -> int:
 
 def choose_place(
     key: str,
-    places: Sequence[P],
-    free: Collection[P],
+    places: Sequence[PooledReplica],
+    free: Collection[PooledReplica],
     known: Mapping[str, KnownModels],
     *,
     share: float,
     concurrency: int,
     now: float,
     is_patient: bool,
-) -> P | None:
+) -> PooledReplica | None:
     """Return the replica for a request; None if it should wait.
 
     Parameters
@@ -135,15 +123,17 @@ def choose_place(
     return _emptiest(ordered(key, others, known), known, loads, now)
 
 
-def ordered(key: str, places: Sequence[P], known: Mapping[str, KnownModels]) -> list[P]:
+def ordered(
+    key: str, places: Sequence[PooledReplica], known: Mapping[str, KnownModels]
+) -> list[PooledReplica]:
     """Return replicas in the order of a model."""
     key_hash = hash_of(key)
     return sorted(places, key=lambda each: rank(key_hash, known[each.tag].seed), reverse=True)
 
 
 def _emptiest(
-    places: Sequence[P], known: Mapping[str, KnownModels], loads: Mapping[str, float], now: float
-) -> P | None:
+    places: Sequence[PooledReplica], known: Mapping[str, KnownModels], loads: Mapping[str, float], now: float
+) -> PooledReplica | None:
     """Return the replica with the fewest models if it has room for one more, else the least loaded one."""
     if not places:
         return None

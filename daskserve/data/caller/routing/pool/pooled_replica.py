@@ -17,6 +17,8 @@ from daskserve.data.caller.batch_turns import BatchTurns
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
+#: The `PooledReplica.batch_room` of a replica that has refused no request of a batch job.
+NEVER_REFUSED = (-math.inf, 0)
 
 
 class PooledReplica:
@@ -71,7 +73,7 @@ class PooledReplica:
         self.aside = BatchTurns()
         #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
         #: free of them.
-        self.batch_room = (-math.inf, 0)
+        self.batch_room = NEVER_REFUSED
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
         #: The list that holds it while it has room: local, remote or relayed; None once it is not used.

@@ -10,8 +10,6 @@ the longer queue of the local one costs less time than a hop: each request of th
 *pace*, the mean time between its answers while it is busy. The CPU time of a hop delays that queue, too. So
 no-ops stay in their process, and a model that computes for 10 ms gets no request while another copy of it is
 idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
-Light requests that arrive together go to the same one of several local replicas; see
-`daskserve.data.caller.routing.pool.request_groups`.
 
 Requests that arrive together go to the same one of several local replicas, if they are light: see
 `daskserve.data.caller.routing.pool.request_groups`.
@@ -118,7 +116,8 @@ class ReplicaPool:
         self.queued = 0
         #: The turns of this process's WebSockets.
         self.turns = TurnMeter()
-        self._groups = RequestGroups()
+        #: The groups of requests to the replicas of this process; None until there are two to choose from.
+        self._groups: RequestGroups | None = None
 
     def __repr__(self) -> str:
         return " ".join(f"{each.tag}={each.in_flight}/{each.concurrency}" for each in self._entries.values())
@@ -224,6 +223,8 @@ class ReplicaPool:
             if len(local) == 1:
                 entry = local[0]
             else:
+                if self._groups is None:
+                    self._groups = RequestGroups(now)
                 entry = self._groups.next(now) or _draw(local, self._idle_local, now, rng)
                 self._groups.add(entry, now)
             if remote and entry.score(now) * entry.pace_s > HOP_S:
@@ -245,7 +246,7 @@ class ReplicaPool:
             self.queued += 1
         else:
             return None
-        if not self.in_flight:
+        if self._groups is not None and not self.in_flight:
             self._groups.resume(now)
         self.in_flight += 1
         if entry.in_flight == entry.sockets:
@@ -274,7 +275,7 @@ class ReplicaPool:
     def report(self, entry: PooledReplica, load: Load, now: float, *, is_answer: bool = True) -> None:
         """Record the load that a replica reports with an answer, or with the end of a WebSocket."""
         if is_answer:
-            if entry.peers is self._local:
+            if self._groups is not None and entry.peers is self._local:
                 self._groups.note_answer(now)
             wait_s = now - entry.busy_since
             entry.busy_since = now

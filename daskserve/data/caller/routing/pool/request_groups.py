@@ -24,10 +24,10 @@ class RequestGroups:
 
     __slots__ = ("_answered_at", "_began_at", "_left", "_pace_s", "_replica")
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._replica: PooledReplica | None = None
         self._left = 0
-        self._began_at = self._answered_at = 0.0
+        self._began_at = self._answered_at = now
         self._pace_s = GROUP_S
 
     def next(self, now: float) -> PooledReplica | None:
