@@ -403,7 +403,8 @@ async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
         # Rows fit in their card, at each width at which columns come or go.
         out = (
             "[...document.querySelectorAll('.grid .row > *, .grid .button')].filter((each) => "
-            "each.closest('.card').getBoundingClientRect().right < each.getBoundingClientRect().right - 1).length"
+            "each.closest('.card').getBoundingClientRect().right < each.getBoundingClientRect().right - 1)"
+            ".length"
         )
         for width in (360, 761, 1001, 1024, 1101, 1201):
             await tab.resize(width, 800)
