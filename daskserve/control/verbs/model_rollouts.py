@@ -34,7 +34,7 @@ TRANSITIONS = 3
 def evidence_of(
     counts: RolloutCounts, tag: BackendTag, name: str, rollout: RolloutState, share: float
 ) -> Evidence:
-    """Return what replicas have counted of a model at its present step."""
+    """Return the counts of a model by replicas at its present step."""
     return counts.evidence(rollout_tag(tag, name), key_of(rollout, share))
 
 

@@ -217,7 +217,7 @@ class Access(NamedTuple):
         }
 
     def facts(self) -> Plain:
-        """Return what only a line of the access log has."""
+        """Return the fields that only a line of the access log has."""
         return {
             "method": self.method,
             "path": self.path,
@@ -227,7 +227,7 @@ class Access(NamedTuple):
         }
 
 
-#: What the line of a call says of its end.
+#: How the line of a call names its end.
 CALL_RESULTS: Mapping[int, str] = {200: "OK", 499: "CANCELLED", 500: "ERROR"}
 
 
@@ -244,7 +244,7 @@ def message_of(access: AccessLine) -> str:
 
 @lru_cache(1024)
 def around_target(method: str, version: str, status: int) -> tuple[str, str]:
-    """Return what stands before and after the target in the message of a request."""
+    """Return the parts of a request's message before and after the target."""
     protocol = f" HTTP/{version}" if method != "WebSocket" else ""
     return f' - "{method} ', f'{protocol}" {status} {_PHRASES.get(status, "")}'.rstrip()
 

@@ -74,7 +74,7 @@ def hottest(profile: Mapping[str, Any]) -> list[tuple[int, int, str, str]]:
 
 
 def tables(profile: Mapping[str, Any]) -> list[Table]:
-    """Return what a profile shows as tables."""
+    """Return the tables of a profile."""
     if "memory" in profile:
         rows = [
             (size(held), f"{count}", size(change), place(file, line))

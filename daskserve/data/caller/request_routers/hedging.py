@@ -53,7 +53,7 @@ def sent_to(envelope: Envelope) -> str:
 
 
 def no_body() -> Receive:
-    """Return what a second try receives: an empty body, and then nothing as long as the client stays.
+    """Return the ``receive`` of a second try: an empty body, and then nothing as long as the client stays.
 
     A disconnect would end a streamed response. When the client leaves, the try is cancelled.
     """
@@ -191,7 +191,7 @@ class _Race:
         self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
-        """Return what takes the messages of one try."""
+        """Return the function that takes the messages of one try."""
 
         def take(message: Message) -> Awaitable[None]:
             if self.winner is None:

@@ -10,7 +10,7 @@ longest part of its beginning, unless they have so many more requests than other
 takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
 block sends it, so that processes that have not seen it yet agree.
 
-What was not asked for longest is forgotten, in two generations: what is used goes into the young one, and
+The least recently used beginnings are forgotten, in two generations: a used one goes into the young one, and
 when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
 dictionary would take a quarter of a choice.
 """
