@@ -71,7 +71,7 @@ class Scaling:
     samples: tuple[Sample, ...] = ()
 
     def is_for(self, backend: BackendRecord) -> bool:
-        """Return whether this decision changes the number of a backend that has not changed since."""
+        """Return whether this decision changes the backend's number of replicas and still applies to it."""
         return (
             backend.scaled_to == self.based_on != self.replicas
             and backend.autoscaling == self.options

@@ -66,7 +66,7 @@ def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None,
         if newest is None or plan is None or (going is not None and going.names[0] == newest):
             continue
         for older in set(rolling) - {newest}:
-            # As a deploy of yet another version replaces the new one.
+            # In the same way, a deploy of a third version replaces the new one.
             record = changed(record, name, older, _entry(record, name, older, ModelState.READY))
             record = record if keep is None else unloaded(record, name, older)
         default, number = record.defaults[name], versions[newest]["attempt"]

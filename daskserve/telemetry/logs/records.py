@@ -1,7 +1,7 @@
 """A log record with the fields of its replica and request, and one line of the access log.
 
 Both are made within the code that logs, or on the loop of a proxy, so making one takes less than a
-microsecond: the text is formatted by whoever reads it. A line of the access log is a plain tuple until then.
+microsecond: the reader formats the text. A line of the access log is a plain tuple until then.
 Python's garbage collector visits objects of any class at each collection, but drops plain tuples of texts and
 numbers from its lists. Of `Access` itself, a busy proxy has so many that full collections hold its requests.
 """

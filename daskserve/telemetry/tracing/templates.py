@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 class SpanTemplate:
-    """The name, the kind and the attributes of many spans; nobody changes them.
+    """The name, the kind and the attributes of many spans. Immutable.
 
     A span that refers to one costs less time and memory than one that has them itself, and they are encoded
     once.

@@ -21,7 +21,7 @@ from daskserve.telemetry.table import MetricSample
 
 #: The methods of HTTP requests that are sent twice.
 METHODS = frozenset({"GET", "HEAD"})
-#: How many latencies are kept, after how many the delay is computed anew, and how many are needed.
+#: The number of latencies that are kept, after which the delay is computed again, and that are needed.
 KEPT, EVERY, LEAST = 512, 32, 20
 #: How many second tries may have been saved up.
 MAX_SAVED = 10.0

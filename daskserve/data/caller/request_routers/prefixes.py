@@ -92,7 +92,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
         super().initialize_state()
         self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
-        #: The replicas that got a text with each beginning, the last one first: in two generations.
+        #: The replicas that got a text with each beginning, the most recent one first. Two generations.
         self._young: dict[int, tuple[str, ...]] = {}
         self._old: dict[int, tuple[str, ...]] = {}
         self._asked: tuple[PendingRequest, list[int]] | None = None
