@@ -153,7 +153,7 @@ class ExternalScalerDisabledError(ServeError):
 
 
 class VersionConflictError(ServeError):
-    """Somebody else has changed it since the caller read it."""
+    """The version that the caller has read is no longer the present one."""
 
     http_status = 412
 
