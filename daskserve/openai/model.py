@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,8 @@ from daskserve.payload.importing import import_definition
 
 #: Prompts of more characters are counted in a thread.
 LONG_PROMPT = 10_000
+#: The greatest number of a vector: base64 has floats of four bytes.
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class ModelServer:
@@ -74,8 +75,9 @@ class ModelServer:
         vectors = [[float(number) for number in vector] for vector in made.vectors]
         if len(vectors) != len(request.inputs):
             raise TypeError(f"embed returned {len(vectors)} vectors for {len(request.inputs)} texts")
-        if not all(all(map(math.isfinite, vector)) for vector in vectors):
-            raise ValueError("embed returned a vector with a number that is not finite")
+        beyond = next((one for vector in vectors for one in vector if not abs(one) <= MAX_FLOAT32), None)
+        if beyond is not None:
+            raise ValueError(f"embed returned {beyond!r} in a vector, which no float of four bytes holds")
         return Embeddings(vectors, int(made.prompt_tokens))
 
     async def _check_length(self, request: GenerationRequest) -> int:

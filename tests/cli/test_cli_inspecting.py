@@ -1,8 +1,9 @@
-"""``daskserve profile`` and ``stacks`` on an instance in this process."""
+"""``daskserve profile``, ``stacks`` and ``logs`` on an instance in this process."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from tables import each_case
 import daskserve as serve
 from daskserve.cli.main import main
 from daskserve.cli.views import inspecting
+from daskserve.cli.views import logs as log_view
 from daskserve.client.client import Client
 from daskserve.testing import local_instance
 
@@ -41,6 +43,7 @@ def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         yield shop
 
     monkeypatch.setattr(inspecting, "reading", connect)
+    monkeypatch.setattr(log_view, "reading", connect)
 
 
 def call(*arguments: str) -> Result:
@@ -68,6 +71,22 @@ def test_a_profile_is_written_in_the_format_of_its_file(tmp_path: Path) -> None:
     assert "Lines that hold memory" in call("profile", "shop/Model", *SHORT, "--memory").stdout
     assert "No user code runs." in call("profile", "shop/Model", "--stack").stdout
     assert "UserLoop._main" in call("stacks", "shop/Model", "--full").stdout
+
+
+def test_logs_are_found_by_the_names_of_the_status_and_by_all_filters_together(shop: Client) -> None:
+    def model(number: int) -> None:
+        logging.getLogger("daskserve").warning("too large: %s", number)
+        logging.getLogger("daskserve").info("too large, again: %s", number)
+
+    handle = shop.run(serve.deployment(model).bind(), name="a/b", route_prefix=None)
+    handle.remote(7).result()
+    handle.remote(8).result()
+    (replica,) = (each.name for each in shop.status().actors if each.name.startswith("a%2Fb/model#"))
+    filters = ("--level", "warning", "--grep", "large: 8", "--since", "1m", "--json")
+    for name in ("a%2Fb", "a%2Fb/model", replica):
+        (found,) = json.loads(call("logs", name, *filters).stdout)
+        assert (found["message"], found["application"], found["replica"]) == ("too large: 8", "a/b", replica)
+    shop.delete_application("a/b")
 
 
 @each_case(

@@ -79,6 +79,27 @@ def test_only_given_http_options_are_set(hosted: dict[str, Any]) -> None:
     assert hosted["stay"] == HostingMode(is_blocking=False)
 
 
+@each_case(
+    ("arguments", "logs"),
+    [
+        ("", {"enable_access_log": True}),
+        ("--no-access-log", {"enable_access_log": False}),
+        (
+            "--log-encoding json --logs-dir /l",
+            {"enable_access_log": True, "encoding": "JSON", "logs_dir": "/l", "output": "both"},
+        ),
+    ],
+)
+def test_each_request_is_a_line_unless_an_option_says_otherwise(
+    hosted: dict[str, Any], arguments: str, logs: dict[str, Any]
+) -> None:
+    with dask.config.set({"daskserve.logging": None}):
+        assert settings.logging_defaults() is None
+        assert call("m:app", *arguments.split()).exit_code == 0
+        found = settings.logging_defaults() or {}
+        assert {**found, "encoding": found.get("encoding", "").upper()} == {"encoding": "", **logs}
+
+
 def test_a_factory_is_not_imported_by_the_command(hosted: dict[str, Any]) -> None:
     assert call("nowhere:create", "--factory").exit_code == 0
     assert hosted["source"] == Source((RunTarget("nowhere:create"),), is_factory=True)

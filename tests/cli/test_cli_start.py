@@ -79,6 +79,10 @@ def test_the_controller_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> N
         found = json.loads(result.stdout)
         assert (result.exit_code, found["is_alive"], found["epoch"]) == (0, True, client.status().epoch)
         assert 0 <= found["event_loop_delay_s"] < 5
+        durations = [found[f"{each}_control_loop_duration_s"] for each in ("last", "mean", "p99")]
+        assert all(each >= 0 for each in durations) is (found["num_control_loops"] > 0)
+        assert (found["num_control_loop_failures"], found["num_replicas"]) == (0, 0)
+        assert min(found["num_asyncio_tasks"], found["process_memory_mb"]) > 0
         text = CliRunner().invoke(main, ["controller-health", "-a", "tcp://h:1"]).output
         assert text.startswith("The controller runs on ")
 

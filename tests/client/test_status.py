@@ -126,7 +126,7 @@ def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None
         actors=(ActorStatus("replica", f"{evil}:log::0123abcd#x", "RUNNING", message=evil),),
         backends={evil: BackendStatus("HEALTHY", 1, 1, evil, f"{evil}\nTraceback")},
         applications={evil: ApplicationStatus("RUNNING", evil, route_prefix="/<b>")},
-        problems={evil: evil},
+        problems={evil: f"{evil}\n  line 1"},
     )
     page = status._repr_html_()
     assert page.count("<table>") == page.count("</table>") == 3
@@ -135,7 +135,7 @@ def test_in_a_notebook_a_status_is_tables_and_what_users_wrote_is_text() -> None
     assert "<b>" not in page
     assert f'<td style="text-align: left">{safe}:log#x</td>' in page
     assert page.startswith("<p>a at no HTTP proxy: 1 of 1 deployments are healthy.</p>\n<table>")
-    assert page.endswith(f"<p>Record {safe} could not be read: {safe}</p>")
+    assert page.endswith(f"<pre>Record {safe} could not be read: {safe}\n  line 1</pre>")
     assert Status()._repr_html_() == "<p>No instance runs.</p>"
 
 

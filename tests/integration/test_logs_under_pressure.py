@@ -120,15 +120,20 @@ class Chatty:
         Path(folder, f"replica_default_Chatty_{replica}.log").symlink_to("/dev/full")
 
     def __call__(self, request: Any) -> str:
-        if request.query_params.get("hang"):
-            logging.getLogger("mine").addHandler(Stuck())
+        if logger := request.query_params.get("hang"):
+            logging.getLogger(logger).addHandler(Stuck())
         for number in range(300):
             logging.getLogger("mine").warning("number %s", number)
         return "done"
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_requests_notice_neither_a_full_disk_nor_a_handler_that_hangs(tmp_path: Path, isolation: str) -> None:
+@pytest.mark.parametrize(
+    ("isolation", "logger"),
+    [("thread", "mine"), ("process", "mine"), ("thread", "daskserve.access")],
+)
+def test_requests_notice_neither_a_full_disk_nor_a_handler_that_hangs(
+    tmp_path: Path, isolation: str, logger: str
+) -> None:
     def dropped(reason: str) -> float:
         text = urllib.request.urlopen(metrics, timeout=PATIENCE_S).read().decode()
         lines = [each for each in text.splitlines() if each.startswith("daskserve_log_records_dropped_total")]
@@ -139,7 +144,7 @@ def test_requests_notice_neither_a_full_disk_nor_a_handler_that_hangs(tmp_path: 
         client = serve.start(
             dask_client=dask,
             http_options={"port": 0},
-            logging_config={"logs_dir": folder, "output": "files"},
+            logging_config={"logs_dir": folder, "output": "files", "enable_access_log": True},
         )
         (port,) = dask.run(lambda dask_worker: dask_worker.http_server.port).values()
         metrics = f"http://127.0.0.1:{port}/metrics"
@@ -147,7 +152,7 @@ def test_requests_notice_neither_a_full_disk_nor_a_handler_that_hangs(tmp_path: 
         (url,) = client.http_urls()
         with Load(url) as load:
             poll_for(lambda: dropped("file") > 1000)
-            assert get(f"{url}/e?hang=1") == b"done"
+            assert get(f"{url}/e?hang={logger}") == b"done"
             poll_for(lambda: dropped("queue") > 1000)
             load.more(50)
         assert load.failures == [], str(client.logs(level="error"))

@@ -41,6 +41,23 @@ def test_a_batch_runs_beside_live_calls(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.nightly
+def test_a_dataframe_is_scored_on_a_cluster_that_shrinks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = [
+        each["text/plain"] for each in run("score-a-dataframe", tmp_path, monkeypatch) if "text/plain" in each
+    ]
+    columns, rows, means, live, items, at_rest, status = outputs
+    assert columns == "['city', 'm2', 'price']"
+    assert rows == "12000"
+    assert "'Metz': 15048750.0" in means
+    assert live == "(250000, 560000)"
+    assert items == "([25000, 27500, 30000, 32500, 35000], [25000, 50000, 75000])"
+    assert at_rest == "(1, 12000, 250000)"
+    assert "RUNNING" in status
+
+
+@pytest.mark.nightly
 def test_autoscaling_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, results, plot, changes = run("simulate-autoscaling", tmp_path, monkeypatch)
     assert requests["text/plain"].endswith(" requests'")

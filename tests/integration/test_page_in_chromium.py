@@ -118,6 +118,12 @@ class Posts(RequestHandler):
                 return
             row = {"time": time.time(), "level": "INFO", "message": f"line {len(self._notes)}"}
             self.write({"records": [row], "next": "x", "missing": {}})
+        elif path.endswith("/explain"):
+            sample = {"ago_s": 1.0, "ongoing": 5, "queued": 1, "rate": 7.0}
+            asked = {"policy": "latency", "policy_wants": 3, "min_replicas": 1, "max_replicas": 4}
+            self.write(
+                {**asked, "running": 2, "wanted": 3, "reason": "busy", "samples": [sample], "events": []}
+            )
         elif "profile" in path:
             functions = [["waits", "a.py", 1], ["works", "a.py", 9]]
             self.write({"functions": functions, "stacks": [[[0], 90, 0], [[1], 10, 10]]})
@@ -131,7 +137,10 @@ class Posts(RequestHandler):
                 "reason": "",
                 "can_return": True,
             }
-            self.write({"current": 2, "revisions": [revision, {**revision, "number": 2, "state": "RUNNING"}]})
+            revisions = [revision, {**revision, "number": 2, "state": "RUNNING"}]
+            if "changing" in path:
+                revisions.append({**revision, "number": 3, "state": "DEPLOYING"})
+            self.write({"current": 2, "revisions": revisions})
         else:
             self.set_status(404)
 
@@ -354,6 +363,32 @@ async def test_changes_are_shown_at_once_and_a_lost_controller_turns_the_page_gr
         await tab.until("!$('main').classList.contains('stale') && $('banner').textContent === ''")
 
 
+async def test_a_graph_has_rates_and_a_number_of_replicas_its_reasons() -> None:
+    async with site() as page:
+        tab = page.tab
+        shop = {
+            "Front": deployment("Front", needs=["Back"]),
+            "Back": deployment("Back", is_ingress=False),
+            "Broken": deployment("Broken", "DEPLOY_FAILED", is_ingress=False),
+        }
+        calls = [
+            {"from": "", "to": "Front", "requests_per_s": 12.5, "errors_per_s": 0.0},
+            {"from": "Front", "to": "Back", "requests_per_s": 7.25, "errors_per_s": 0.5},
+        ]
+        page.feeds.set(app__shop=application("shop", **shop), live__={"http": _METRICS, "calls": calls})
+        await page.go("/graph")
+        rates = "[...document.querySelectorAll('.graph .rate')].map((each) => each.textContent).join()"
+        await tab.until(f"{rates} === '7.25/s,12.5/s'")
+        assert await tab.ask("document.querySelectorAll('.edge.failing').length") == 1
+        # What nobody calls stands beside what is called, and not with the clients.
+        places = "[...document.querySelectorAll('.graph a .box')].map((each) => each.getAttribute('x'))"
+        front, back, broken = await tab.ask(places)
+        assert front == broken != back
+        await page.go("/app/shop/Front")
+        await tab.until("$('main').innerText.includes('2 of 3 wanted replicas run.')")
+        assert await tab.ask("$('main').innerText.includes('latency wants 3, of 1 to 4 allowed: busy')")
+
+
 async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
     async with site() as page:
         tab = page.tab
@@ -431,8 +466,16 @@ async def test_an_answer_is_shown_in_its_own_dialog_and_a_profile_tells_work_fro
         assert await tab.ask("document.querySelector('.flame').innerText.split('\\n').join()") == (
             "all, 100 %,works, 100 %"
         )
+        # On a phone, all buttons of a dialog are in it.
+        await tab.resize(360, 740)
+        await tab.until(
+            "(() => { const within = document.querySelector('#dialog .choices').getBoundingClientRect();"
+            "return [...document.querySelectorAll('#dialog .choices button')].every((each) => "
+            "each.getBoundingClientRect().right <= within.right) && within.right < innerWidth; })()"
+        )
         await tab.ask(press.format("#dialog button", "Memory"))
         await tab.until("$('dialog').innerText.includes('b/c/d.py:7')")
+        await tab.resize(1280, 800)
         assert await tab.ask("$('dialog').innerText.includes('4 MiB in Python')")
         await tab.ask("$('dialog').close()")
         await tab.ask(press.format("main button", "Stacks"))
@@ -506,6 +549,17 @@ async def test_actions_ask_first_and_say_what_the_scheduler_answered() -> None:
         await act("/app/shop/refused", "Scale", "Scale")
         page.notes.clear()
         await tab.until("$('dialog').open && $('dialog').textContent.includes('It is autoscaled.')")
+        # While a change is under way, what ran before is offered, and the change itself is not.
+        page.feeds.set(app__changing=application("changing", Front=deployment("Front", tag="changing/Front")))
+        await page.go("/app/changing")
+        await tab.until("document.querySelector('main h1').textContent === 'changing'")
+        await tab.ask(
+            "[...document.querySelectorAll('main button')]"
+            ".find((each) => each.textContent === 'Roll back').click()"
+        )
+        await tab.until(
+            "[...document.querySelectorAll('#dialog input')].map((each) => each.value).join() === '2,1'"
+        )
         await tab.press("Escape")
         await tab.until("!$('dialog').open")
 
@@ -540,7 +594,8 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
             "share": 0.05,
             "gates": [],
         }
-        back = deployment("Back", "UNHEALTHY", dead_replicas=dead, message="no room", is_ingress=False)
+        message = "no room\nTraceback (most recent call last):\n  in __init__"
+        back = deployment("Back", "UNHEALTHY", dead_replicas=dead, message=message, is_ingress=False)
         page.feeds.set(
             app__shop=application(
                 "shop", Front=deployment("Front", rollout=rollout, needs=["Back"]), Back=back
@@ -554,6 +609,10 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
         await tab.until("site.deployments.length === 2")
         await tab.ask(axe + ";1")
         all_found: list[Any] = []
+        check = (
+            "axe.run().then((all) => all.violations.map((each) => [each.id, each.nodes"
+            ".map((one) => one.html + one.failureSummary)]))"
+        )
         for is_dark in (False, True):
             for size in ((1280, 800), (360, 740)):
                 await tab.resize(*size, is_dark=is_dark)
@@ -570,11 +629,12 @@ async def test_a_checker_finds_no_barriers(tmp_path: Path) -> None:
                     await page.go(place)
                     await tab.until("document.querySelector('main h1')")
                     await asyncio.sleep(0.3)
-                    found = await tab.ask(
-                        "axe.run().then((all) => all.violations.map((each) => [each.id, each.nodes"
-                        ".map((one) => one.html + one.failureSummary)]))"
-                    )
-                    all_found += [(place, size, is_dark, each) for each in found]
+                    all_found += [(place, size, is_dark, each) for each in await tab.ask(check)]
+                for what, content in (("profile", ".flame"), ("memory", ".sheet"), ("stacks", "pre")):
+                    await tab.ask(f"{what}({{ id: 'Front#abc' }}), 1")
+                    await tab.until(f"document.querySelector('#dialog {content}')")
+                    all_found += [(what, size, is_dark, each) for each in await tab.ask(check)]
+                await tab.ask("$('dialog').close()")
         assert all_found == []
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 from tables import each_case
 
 from daskserve.openai import EmbeddingRequest, GenerationRequest, Token, ToolCall
@@ -103,8 +105,9 @@ class Embeds:
     ("engine", "encoding", "status"),
     [
         (Embeds(1.5), "float", 200),
-        (Embeds(1e39), "float", 200),
-        (Embeds(1e39), "base64", 500),  # larger than its numbers of four bytes
+        (Embeds(-3.4e38), "base64", 200),
+        (Embeds(1e39), "float", 500),  # base64, which has numbers of four bytes, answers alike
+        (Embeds(1e39), "base64", 500),
         (Embeds(1.0, math.nan), "float", 500),
         (Embeds(math.inf), "base64", 500),
         (Embeds(1.0, delay_s=11), "float", 408),
@@ -114,3 +117,9 @@ def test_vectors_that_cannot_be_sent_are_errors(engine: Embeds, encoding: str, s
     answer = ask(engine, "embeddings", input="x", encoding_format=encoding)
     assert answer.status_code == status
     assert ("error" in answer.json()) == (status != 200)
+    if status == 500:  # the log of the engine tells the number, the client gets none of it
+        assert answer.json()["error"]["type"] == "server_error"
+        with pytest.raises(
+            ValueError, match=f"embed returned {re.escape(repr(engine.vector[-1]))} in a vector"
+        ):
+            asyncio.run(ModelServer(lambda: engine, {}, 1.0).embed(EmbeddingRequest(inputs=["x"])))

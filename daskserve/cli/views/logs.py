@@ -14,6 +14,7 @@ from daskserve.cli.output import errors_as_messages, json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
 from daskserve.cli.views.history import time_options
 from daskserve.client.views.logs import LogRecord, Logs
+from daskserve.common.types import name_in
 
 #: How long one call waits for new records.
 WAIT_S = 20.0
@@ -62,6 +63,7 @@ def logs(
     application, _, rest = ("" if replica and "/" not in place else place).partition("/")
     deployment, _, last = rest.partition("/")
     replica = replica or last
+    application, deployment = name_in(application), name_in(deployment)
     wanted: dict[str, Any] = {
         "application": application or None,
         "deployment": deployment or None,

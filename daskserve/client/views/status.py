@@ -316,12 +316,7 @@ class Status(_FromPlain):
 
     def _repr_html_(self) -> str:
         """Return the same as HTML with links, for notebooks; the texts of users are escaped."""
-        parts = [
-            f"<p>{'<br>'.join(map(escape, each.splitlines()))}</p>"
-            if isinstance(each, str)
-            else html_table(*each)
-            for each in self._parts()
-        ]
+        parts = [_html(each) if isinstance(each, str) else html_table(*each) for each in self._parts()]
         if links := html_links(self.links):
             parts.insert(1, f"<p>{links}</p>")
         return "\n".join(parts)
@@ -439,3 +434,9 @@ class Status(_FromPlain):
             backend.version,
             backend.message.partition("\n")[0],
         )
+
+
+def _html(text: str) -> str:
+    """Return a paragraph; lines, such as those of a traceback, keep their indentation."""
+    kind = "pre" if "\n" in text else "p"
+    return f"<{kind}>{escape(text)}</{kind}>"

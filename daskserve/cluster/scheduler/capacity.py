@@ -19,6 +19,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from distributed import Scheduler
@@ -38,6 +39,9 @@ ADAPTIVE_S = 60.0
 REQUEST_WAIT_S = 2.5
 #: How often it looks for the first worker.
 FIRST_WORKER_POLL_S = 0.05
+
+#: How many times the data that exists must fit into the memory of the workers that stay; Dask's own value.
+MEMORY_RATIO = 2
 
 Evacuate = Callable[[list[WorkerAddress]], Awaitable[None]]
 
@@ -148,9 +152,9 @@ class Capacity:
         by_tasks: int = self._originals["adaptive_target"](*args, **kwargs)
         workers = self._scheduler.workers
         if by_tasks <= len(workers) and not self._has_tasks():
-            # Dask counts Hosts as data that must fit on the workers that may leave, so it never releases the
-            # last one of them.
-            by_tasks = min(by_tasks, len(workers) - len(self._empty()))
+            # Dask wants room for all data, and for Hosts, on workers that may leave, too. So it never
+            # releases the last one of them, although workers with replicas have room.
+            by_tasks = min(by_tasks, len(workers) - self._unneeded())
         return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 
     async def wait_for_worker(self, timeout_s: float) -> None:
@@ -174,16 +178,20 @@ class Capacity:
             or any(worker.processing for worker in scheduler.workers.values())
         )
 
-    def _empty(self) -> list[Any]:
-        """Return the workers that may leave and hold only a Host."""
+    def _unneeded(self) -> int:
+        """Return how many workers may leave: the others have room for twice the data, as Dask asks."""
         workers = list(self._scheduler.workers.values())
+        room = sum(worker.memory_limit or math.inf for worker in workers)
+        data = sum(worker.nbytes for worker in workers)
         for plugin in list(self._scheduler.plugins.values()):
             workers = plugin.valid_workers_downscaling(self._scheduler, workers)
-        return [
-            worker
-            for worker in workers
-            if not worker.long_running and all(str(task.key).startswith(HOST_KEY) for task in worker.has_what)
-        ]
+        count = 0
+        for worker in sorted((each for each in workers if not each.long_running), key=attrgetter("nbytes")):
+            room -= worker.memory_limit or 0
+            if _has_data(worker) and room < MEMORY_RATIO * data:
+                break
+            count += 1
+        return count
 
     async def retire_workers(
         self, workers: list[str] | None = None, *, names: list[Any] | None = None, **options: Any
@@ -217,3 +225,8 @@ class Capacity:
             "retire_workers", self._scheduler.retire_workers
         )
         return found
+
+
+def _has_data(worker: Any) -> bool:
+    """Return whether a worker has more than Hosts."""
+    return any(not str(task.key).startswith(HOST_KEY) for task in worker.has_what)

@@ -212,7 +212,8 @@ async def test_a_cross_site_request_is_refused(site: Site) -> None:
     for origin in ("http://evil.example", "null", f"http://127.0.0.1:{site.port + 1}"):
         assert (await site.send(Origin=origin)).code == 403
     reply = await site.send(**{"Sec-Fetch-Site": "cross-site"})
-    assert (reply.code, message_of(reply)) == (403, "Requests of pages of other sites are refused.")
+    assert reply.code == 403
+    assert message_of(reply).startswith("Requests of pages of other sites are refused")
     reply = await site.send(Host=f"evil.example:{site.port}", Origin=f"http://evil.example:{site.port}")
     assert (reply.code, "'evil.example' may be a name" in message_of(reply)) == (403, True)
     assert reply.headers["X-Content-Type-Options"] == "nosniff"

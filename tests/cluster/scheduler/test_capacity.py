@@ -28,7 +28,9 @@ class Scheduler:
     def __init__(self) -> None:
         host = SimpleNamespace(key=f"{HOST_KEY}1")
         self.workers = {
-            address: SimpleNamespace(address=address, processing=[], long_running=[], has_what=[host])
+            address: SimpleNamespace(
+                address=address, processing=[], long_running=[], has_what=[host], memory_limit=1000, nbytes=10
+            )
             for address in (W1, W2)
         }
         self.idle_timeout = 300
@@ -107,13 +109,30 @@ def test_the_target_covers_the_workers_of_all_instances_and_waiting_replicas(
     assert capacity.adaptive_target() == 1
 
 
-def test_a_worker_that_holds_only_a_host_may_be_closed(capacity: Capacity, scheduler: Any) -> None:
-    """Dask counts the Host as data and would keep one worker too many."""
+@pytest.mark.parametrize(
+    ("nbytes", "limit", "target"),
+    [
+        (None, 1000, 1),
+        (None, 0, 1),
+        (0, 1000, 1),
+        (490, 1000, 1),
+        (491, 1000, 2),
+        (10**9, 0, 1),  # without a limit
+    ],
+)
+def test_a_worker_may_be_closed_if_the_workers_that_stay_have_room_for_its_data(
+    capacity: Capacity, scheduler: Any, nbytes: int | None, limit: int, target: int
+) -> None:
+    """Dask wants that room on workers that may be closed, too, and would keep one worker too many."""
     scheduler.held, scheduler.by_tasks = {W1}, 2
     capacity.report("a", UsageReport(in_use=frozenset({W1})))
-    assert capacity.adaptive_target() == 1
-    scheduler.workers[W2].has_what.append(SimpleNamespace(key=("data of a user", 1)))
-    assert capacity.adaptive_target() == 2
+    worker = scheduler.workers[W2]
+    if nbytes is not None:
+        worker.has_what.append(SimpleNamespace(key=("data of a user", 1)))
+        worker.nbytes = nbytes
+    for each in scheduler.workers.values():
+        each.memory_limit = limit
+    assert capacity.adaptive_target() == target
 
 
 def test_an_instance_needs_a_worker_even_before_it_has_a_controller(

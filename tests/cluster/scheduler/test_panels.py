@@ -12,10 +12,11 @@ from distributed import Scheduler
 from test_api_routes import Site
 from tornado.httpclient import AsyncHTTPClient
 
+from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.panels import feed as feeds
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.install import Panels
-from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series
+from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series, label
 from daskserve.common.clock import LoopClock
 from daskserve.errors import UnavailableError
 from daskserve.testing import run_virtual, wait_until
@@ -62,6 +63,8 @@ def test_unknown_values_and_pauses_are_gaps() -> None:
     assert all(map(math.isnan, series.lines("latency_p50_s", adds_up=False)["a"][1]))
     columns = series.columns([("requests_per_s", "solid"), ("queued", "dotted")], COLOURS, adds_up=True)
     assert (columns["name"], columns["last"]) == (["a", "a"], ["2", ""])
+    assert columns["label"] == columns["name"]
+    assert (label("a" * 28), label("a" * 29)) == ("a" * 28, "a" * 27 + "…")
     assert len({len(each) for each in columns.values()}) == 1
 
 
@@ -128,6 +131,11 @@ async def test_panels_come_to_a_dashboard_that_runs_and_go(monkeypatch: pytest.M
         ends = ("replicas", "requests", "in-flight", "latency", "queue")
         assert await plots() == {f"/individual-daskserve-{each}" for each in ends}
         assert 'href="daskserve-panels"' in (await get("status"))[1]
+        add_to_menu(scheduler, "daskserve")
+        add_to_menu(scheduler, "daskserve")
+        assert (await get("status"))[1].count('href="daskserve"') == 1
+        remove_from_menu(scheduler, "daskserve")
+        assert 'href="daskserve"' not in (await get("status"))[1]
         for path in ("daskserve-panels", "individual-daskserve-replicas"):
             assert (await get(path))[0] == 200, path
         await wait_until(lambda: "<b>shop</b>" in panels._feed.series.busiest())

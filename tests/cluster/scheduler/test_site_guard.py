@@ -79,9 +79,27 @@ def test_pages_of_other_sites_are_refused() -> None:
         {"Origin": "http://evil.example"},
         {"Origin": "http://scheduler:8788"},
         {"Origin": "null"},
+        {"Origin": "null", "Sec_Fetch_Site": "same-origin"},
+        {"Origin": "http://["},
+        # By a reverse proxy, of a name that may be anyone's, or of another origin.
+        {"Origin": "https://evil.example", "Sec_Fetch_Site": "same-origin"},
+        {"Origin": "https://front:8443", "Sec_Fetch_Site": "same-site"},
         {"Origin": ""},
     ]:
         guard = SiteGuard(SCHEDULER)
         text = refusal(guard, Host="scheduler:8787", **headers)
-        assert text == "Requests of pages of other sites are refused.", headers
+        assert text is not None, headers
+        assert text.startswith("Requests of pages of other sites are refused; this one is of"), headers
         assert guard.refusals == {"site": 1, "host": 0, "body": 0}, headers
+
+
+def test_the_own_page_is_known_behind_a_reverse_proxy_that_changes_the_host() -> None:
+    headers = {
+        "Host": "scheduler:8787",
+        "Origin": "https://dask.example.com",
+        "Sec_Fetch_Site": "same-origin",
+    }
+    assert refusal(**headers) is not None
+    with dask.config.set({"daskserve.scheduler.allowed-hosts": ["dask.example.com"]}):
+        assert refusal(**headers) is None
+    assert refusal(**{**headers, "Origin": "http://127.0.0.1:8888"}) is None

@@ -12,6 +12,7 @@ from test_router import POST, Stage, quiet
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load, Receive, Send
 from daskserve.data.caller.request_routers import routing
+from daskserve.data.caller.request_routers.hedging import sent_to
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.routing.multiplexing.waiting import CONSIDERED, MAX_ASKED, ROUND_S
 from daskserve.data.caller.routing.replica_set import ReplicaSet
@@ -336,6 +337,44 @@ async def test_a_second_try_goes_only_where_the_router_would_send_it() -> None:
         each.cancel()
     await quiet()
     assert backend.in_flight == 0
+
+
+async def test_a_request_whose_replica_is_gone_is_nowhere_until_another_replica_has_it() -> None:
+    stage, backend = await hedging(lambda *_: 0.01)
+    stage.publish("r0", "r1", concurrency=1, hedging=HEDGED)
+    stage.replicas.handler = None
+    envelope = idempotent()
+    tasks = []
+    for each in (envelope, POST):
+        tasks.append(stage.send(backend, each))
+        await quiet()
+    refusing, other = stage.replicas.asked
+    assert sent_to(envelope) == refusing
+    stage.replicas.finish(refusing, ActorLostError("gone", begun=False))
+    await quiet()
+    assert sent_to(envelope) == ""
+    stage.publish(other, concurrency=1, hedging=HEDGED)
+    stage.replicas.finish(other)
+    await quiet()
+    assert sent_to(envelope) == other
+    for each in tasks:
+        each.cancel()
+
+
+async def test_a_session_is_found_where_the_options_of_now_say_it_is() -> None:
+    stage = Stage()
+    backend = backend_of(stage, lambda *_: 1, 1, concurrency=1, router={**HASHED, "session": "header:x-a"})
+    headers = [(b"x-a", b"one"), (b"x-b", b"two")]
+    envelopes = [
+        Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET", "headers": headers}) for _ in range(2)
+    ]
+    tasks = [stage.send(backend, each) for each in envelopes]
+    await quiet()
+    assert [each.routed.metadata.session_id for each in envelopes] == ["one", "one"]
+    changed = {"router": {**HASHED, "session": "header:x-b"}}
+    stage.publish("r0", max_queued=10_000, **changed)
+    await asyncio.gather(*tasks)
+    assert envelopes[1].routed.metadata.session_id == "two"
 
 
 async def test_a_request_that_ends_processes_gets_no_second_one_by_a_second_try() -> None:

@@ -7,6 +7,11 @@ A page of any site can have its visitor's browser send requests to the scheduler
    browser that is the same site, but ``Host`` has the page's name.
 
 So a request must name the scheduler by its address, or by a name that no other site can have.
+
+A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own
+page, too, and only ``Sec-Fetch-Site: same-origin`` tells them apart, which no page can set. The name in
+``Origin`` must be the scheduler's own in this case, because DNS rebinding may give the proxy's address to any
+other.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import ipaddress
 import logging
 import socket
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from distributed import Scheduler
 from distributed.comm import get_address_host
@@ -46,8 +51,13 @@ class SiteGuard:
 
     def refusal(self, request: HTTPServerRequest) -> str | None:
         """Return why a request is refused; None if it is not."""
-        if is_of_another_site(request):
-            cause, text = SITE, "Requests of pages of other sites are refused."
+        if is_of_another_site(request) and not self._is_of_own_page(request):
+            origin = request.headers.get("Origin")
+            cause = SITE
+            text = (
+                f"Requests of pages of other sites are refused; this one is of {origin or 'another site'!r}, "
+                f"for {request.host!r}. If a reverse proxy is between, let it pass on the header Host."
+            )
         elif not self._is_own(request.host_name):
             cause = HOST
             text = (
@@ -61,6 +71,13 @@ class SiteGuard:
         logger.info("Refused a request of %s for %s: %s", request.remote_ip, request.path, text)
         return text
 
+    def _is_of_own_page(self, request: HTTPServerRequest) -> bool:
+        """Return whether the scheduler's page sent a request, and a reverse proxy has changed its host."""
+        if request.headers.get("Sec-Fetch-Site") != "same-origin":
+            return False
+        origin = _parsed(request.headers.get("Origin", ""))
+        return origin is not None and bool(origin.hostname) and self._is_own(str(origin.hostname))
+
     def _is_own(self, name: str) -> bool:
         name = plain_name(name)
         if is_unregistrable(name):
@@ -73,8 +90,18 @@ def is_of_another_site(request: HTTPServerRequest) -> bool:
     """Return whether a browser sent a request for a page of another site."""
     if request.headers.get("Sec-Fetch-Site") == "cross-site":
         return True
-    origin = request.headers.get("Origin")
-    return origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+    if "Origin" not in request.headers:
+        return False
+    origin = _parsed(request.headers["Origin"])
+    return origin is None or origin.netloc.lower() != request.host.lower()
+
+
+def _parsed(origin: str) -> SplitResult | None:
+    """Return the parts of an origin; None if it is none."""
+    try:
+        return urlsplit(origin)
+    except ValueError:
+        return None
 
 
 def is_unregistrable(name: str) -> bool:

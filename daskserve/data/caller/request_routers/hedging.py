@@ -44,6 +44,12 @@ class Sent:
         self.tag = ""
 
 
+def note_sent(envelope: Envelope, tag: str) -> None:
+    """Note which replica has a request from now on, empty for none, where no router notes it."""
+    if type(envelope.routed) is Sent:
+        envelope.routed.tag = tag
+
+
 def sent_to(envelope: Envelope) -> str:
     """Return the tag of the replica that has a request; empty if none has it."""
     routed = envelope.routed

@@ -257,6 +257,7 @@ class PendingRequest:
         "replica",
         "sent_at",
         "sent_by",
+        "session_place",
     )
 
     def __init__(self, envelope: Envelope, session_id: str, now: float) -> None:
@@ -268,6 +269,8 @@ class PendingRequest:
         self.body = b""
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
+        #: By which option its session was read.
+        self.session_place = ""
         #: Whose choice that was; another one follows when the options change.
         self.sent_by: object = None
         self.sent_at = now

@@ -170,7 +170,11 @@ class RequestRouting:
         found = envelope.routed
         if type(found) is not PendingRequest:
             found = PendingRequest(envelope, self._session_of(envelope), self._loop.time())
+            found.session_place = self.setup.session
             envelope.routed = found
+        elif found.session_place != self.setup.session:  # the options have changed while it waits
+            found.metadata.session_id = self._session_of(envelope)
+            found.session_place = self.setup.session
         return found
 
     async def read(self, envelope: Envelope, body: Body) -> None:

@@ -120,6 +120,11 @@ function bytes(value) {
   return number(value / 1024 ** at, ["B", "KiB", "MiB", "GiB", "TiB"][at]);
 }
 const plural = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
+/** Show a message; a traceback in it is set as code. */
+function messageNote(text, look) {
+  const [said, ...code] = text.split(/\n(?=Traceback \(most recent)/);
+  return h("div", { class: `note ${look}`, key: "message" }, h("p", null, said), code.length ? h("pre", { tabindex: 0, "aria-label": "Traceback" }, code.join("\n")) : null);
+}
 const shortId = (id) => String(id).slice(String(id).lastIndexOf("#") + 1);
 
 // ---- State
@@ -445,8 +450,7 @@ const card = (title, props, top, ...body) => h("section", { class: "card", key: 
 function spark(ring, field, props = {}, second = "") {
   const points = props.step ? means(ring || [], field, props.step) : ring || [];
   const whole = props.step ? SAMPLES / props.step : SAMPLES;
-  let most = props.least || 0;
-  for (const each of points) most = Math.max(most, each[field] || 0, second ? each[second] || 0 : 0);
+  const most = highest(points, field, second);
   const line = (name) => {
     let path = "", isOn = false;
     points.forEach((each, index) => {
@@ -466,6 +470,9 @@ function spark(ring, field, props = {}, second = "") {
     h("path", { class: "line", d: top || "M0 38" }),
     second ? h("path", { class: "line second", d: line(second) || "M0 38" }) : null);
 }
+const highest = (points, field, second) => points.reduce((most, each) => Math.max(most, each[field] || 0, (second && each[second]) || 0), 0);
+/** Say what the lines of a chart are, and what its height and width stand for. */
+const legend = (ring, text, names, field, second) => h("p", { class: "legend" }, names.map((each, index) => h("span", { key: each, class: index ? "line second" : "line" }, each)), h("span", { key: "most" }, `max ${text(highest(ring || [], field, second))} · ${span(SAMPLES * PERIOD_MS / 1000)}`));
 /** Return the means of each few values, for drawings that are small. */
 function means(ring, field, step) {
   const found = [];
@@ -479,7 +486,7 @@ const pair = (text, ring, field, look) => h("div", { class: "pair" }, spark(ring
 const tile = (name, value, unit, chart) => h("div", { class: "card tile", key: name }, h("p", { class: "name" }, name), h("p", { class: "value" }, value, unit ? h("small", null, unit) : null), chart);
 
 /** Draw how many of a whole are in each state. */
-const shares = (list) => h("div", null, h("div", { class: "shares", "aria-hidden": "true" }, list.map(([look, count]) => h("span", { key: look, class: look, style: { "flex-grow": count } }))), h("p", { class: "soft small" }, list.filter(([, count]) => count).map(([, count, text]) => `${number(count)} ${text}`).join(" · ")));
+const shares = (list) => h("div", null, h("div", { class: "shares", "aria-hidden": "true" }, list.filter(([, count]) => count).map(([look, count]) => h("span", { key: look, class: look, style: { "flex-grow": count } }))), h("p", { class: "soft small" }, list.filter(([, count]) => count).map(([, count, text]) => `${number(count)} ${text}`).join(" · ")));
 
 // ---- Tables: only rows that are seen are in the document
 
@@ -567,7 +574,7 @@ function step(event, name) {
 }
 
 const deploymentColumns = (hasApp) => [
-  { title: "Deployment", class: "first", width: "minmax(150px, 2.2fr)", value: (each) => each.key, cell: (each) => h("div", null, h("a", { href: toDeployment(each), title: each.name }, each.name), each.actor_of ? h("span", { class: "soft small" }, " actor") : null, hasApp ? h("span", { class: "soft small" }, "  ", each.app || "no application") : null) },
+  { title: "Deployment", class: "first", width: "minmax(150px, 2.2fr)", value: (each) => each.key, cell: (each) => h("div", { class: "named" }, h("a", { href: toDeployment(each), title: each.name }, each.name), each.actor_of ? h("span", { class: "soft small" }, "actor") : null, hasApp ? h("span", { class: "soft small", title: each.app }, each.app || "no application") : null) },
   { title: "Status", class: "state", width: "124px", value: (each) => ({ bad: 0, busy: 1, warn: 1 })[SHORT[each.status]] ?? 2, cell: (each) => chip(each.status) },
   { title: "Replicas", class: "num", width: "76px", value: (each) => each.running, first: -1, cell: (each) => `${each.running ?? 0} / ${each.wanted ?? 0}` },
   { title: "Requests/s", class: "num", width: "132px", value: (each) => live(each.tag).requests_per_s, first: -1, cell: (each) => pair(number(live(each.tag).requests_per_s), site.rings.get(each.tag), "r") },
@@ -605,9 +612,9 @@ function overviewPage() {
     h("div", { class: "tiles five", key: "tiles" },
       tile("Applications", number(site.applications.length), plural(all.length, "deployment"), shares([["good", all.length - bad.length - changing, "healthy"], ["busy", changing, "in change"], ["bad", bad.length, "failing"]])),
       tile("Replicas running", number(running), `of ${number(total(all, "wanted"))}`, shares([["good", running, "running"], ["busy", Math.max(0, total(all, "wanted") - running), "missing"]])),
-      tile("Requests over HTTP", number(traffic.requests_per_s), "per second", spark(ring, "r")),
-      tile("Errors over HTTP", number(traffic.errors_per_s), "per second", spark(ring, "e", { class: "errors" })),
-      tile("Latency, p99", seconds(traffic.latency_p99_s), `median ${seconds(traffic.latency_p50_s)}`, spark(ring, "p99", {}, "p50"))),
+      tile("Requests over HTTP", number(traffic.requests_per_s), "per second", [spark(ring, "r"), legend(ring, number, [], "r")]),
+      tile("Errors over HTTP", number(traffic.errors_per_s), "per second", [spark(ring, "e", { class: "errors" }), legend(ring, number, [], "e")]),
+      tile("Latency, p99", seconds(traffic.latency_p99_s), `median ${seconds(traffic.latency_p50_s)}`, [spark(ring, "p99", {}, "p50"), legend(ring, seconds, ["p99", "median"], "p99", "p50")])),
     bad.length || problems.length ? card("Problems", {}, h("span", { class: "soft small" }, plural(bad.length + problems.length, "problem")), h("ul", { class: "items" },
       problems.map(([name, text]) => h("li", { key: `p${name}` }, h("h3", null, name), h("p", { class: "note bad" }, text))),
       bad.slice(0, 5).map((each) => h("li", { key: each.key }, h("div", { class: "title" }, h("h3", null, h("a", { href: toDeployment(each) }, each.name)), chip(each.status), h("span", { class: "soft small" }, each.app)), each.message ? h("p", { class: "note bad" }, firstLines(each.message.split("\nTraceback")[0])) : null)),
@@ -638,12 +645,12 @@ function applicationPage() {
     h("div", { class: "head", key: "head" },
       h("div", null, h("p", { class: "crumbs" }, h("a", { href: to() }, "Overview"), " / Application"), h("div", { class: "title" }, h("h1", { tabindex: -1 }, app.name), chip(app.status)), h("p", { class: "soft small" }, app.route_prefix ? urls(app.route_prefix) : "It has no route", ` · deployed ${age(app.last_deployed_time_s)} ago`)),
       h("div", { class: "acts" }, action("Roll back", () => rollBack(app)), action("Restart", () => confirmed({ title: `Restart ${app.name}?`, text: "All of its replicas are replaced by ones of the same code, a few at a time, without failing requests.", button: "Restart", done: `${app.name} restarts.`, act: () => api(`serve/applications/${encodeURIComponent(app.name)}/restart`, { method: "POST" }) })))),
-    app.message ? h("p", { class: `note ${SHORT[app.status] || "warn"}`, key: "message" }, app.message) : null,
+    app.message ? messageNote(app.message, SHORT[app.status] || "warn") : null,
     card("Graph", {}, null, graph(app.deployments)),
     card("Deployments", {}, h("span", { class: "soft small" }, number(app.deployments.length)), grid(`Deployments of ${app.name}`, deploymentColumns(false), app.deployments)),
     h("div", { class: "columns", key: "columns" },
       card("Revisions", {}, null, revisions.length ? h("ul", { class: "items" }, revisions.slice(0, 20).map((each) => h("li", { key: each.number }, revisionText(each, history.current)))) : h("p", { class: "empty" }, history && history.error ? history.error : "None yet.")),
-      card("Events", {}, null, eventList(site.events.filter((each) => each.application === app.name), 20))),
+      card("Events", {}, null, eventList(site.events.filter((each) => each.application === app.name), 20, app.name))),
   ];
 }
 function revisionText(each, current) {
@@ -667,14 +674,14 @@ function deploymentPage() {
         h("div", { class: "title" }, h("h1", { tabindex: -1 }, name), chip(each.status), each.is_ingress ? h("span", { class: "chip tag" }, "Ingress") : null),
         h("p", { class: "soft small" }, [each.version && `Version ${each.version}`, each.deployed_at && `deployed ${age(each.deployed_at)} ago`, each.needs.length && `calls ${each.needs.join(", ")}`, each.max_ongoing && `up to ${number(each.max_ongoing)} requests at a time in each replica`].filter(Boolean).join(" · "))),
       each.actor_of || !each.isThere ? null : h("div", { class: "acts" }, h("a", { class: "button", href: logsOf(each) }, "Logs"), action("Scale", () => scale(each)), action("Restart", () => confirmed({ title: `Restart ${name}?`, text: `Its ${plural(each.running, "replica")} are replaced by ones of the same code, a few at a time, without failing requests.`, button: "Restart", done: `${name} restarts.`, act: () => api(`${deploymentPath(each)}/restart`, { method: "POST" }) })))),
-    each.message ? h("p", { class: `note ${SHORT[each.status] === "good" ? "warn" : SHORT[each.status] || ""}`, key: "message" }, each.message) : null,
+    each.message ? messageNote(each.message, SHORT[each.status] === "good" ? "warn" : SHORT[each.status] || "") : null,
     !each.isThere ? null : h("div", { class: "tiles", key: "tiles" },
-      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, `${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), h("p", { class: "legend" }, h("span", null, "all"), h("span", { class: "second" }, "failed"))),
-      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, `median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), h("p", { class: "legend" }, h("span", null, "p99"), h("span", { class: "second" }, "median"))),
-      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, `${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), h("p", { class: "legend" }, h("span", null, "running"), h("span", { class: "second" }, "queued"))),
+      h("div", { class: "card tile big", key: "r" }, h("p", { class: "name" }, "Requests per second"), h("p", { class: "value" }, number(now.requests_per_s), h("small", null, `${number(now.errors_per_s)} failed`)), spark(ring, "r", {}, "e"), legend(ring, number, ["all", "failed"], "r", "e")),
+      h("div", { class: "card tile big", key: "l" }, h("p", { class: "name" }, "Latency, p99"), h("p", { class: "value" }, seconds(now.latency_p99_s), h("small", null, `median ${seconds(now.latency_p50_s)}`)), spark(ring, "p99", {}, "p50"), legend(ring, seconds, ["p99", "median"], "p99", "p50")),
+      h("div", { class: "card tile big", key: "o" }, h("p", { class: "name" }, "Requests in replicas"), h("p", { class: "value" }, number(now.ongoing), h("small", null, `${number(now.queued)} queued`)), spark(ring, "o", {}, "q"), legend(ring, number, ["running", "queued"], "o", "q")),
       h("div", { class: "card tile big", key: "n" }, h("p", { class: "name" }, "Replicas"), h("p", { class: "value" }, number(each.running), h("small", null, `of ${number(each.wanted)}`)), h("ul", null, Object.entries(each.states).map(([state, count]) => h("li", { key: state, class: "small" }, `${number(count)} ${word(state).toLowerCase()}`))), each.autoscaling ? h("p", { class: "soft small" }, `Autoscaled from ${each.autoscaling[0]} to ${each.autoscaling[1]}`) : null)),
     each.isThere && batch ? h("div", { class: "tiles", key: "batch" },
-      h("div", { class: "card tile big", key: "t" }, h("p", { class: "name" }, "Outputs per second, such as tokens"), h("p", { class: "value" }, number(batch.outputs_per_s)), spark(ring, "t")),
+      h("div", { class: "card tile big", key: "t" }, h("p", { class: "name" }, "Outputs per second, such as tokens"), h("p", { class: "value" }, number(batch.outputs_per_s)), spark(ring, "t"), legend(ring, number, [], "t")),
       h("div", { class: "card tile big", key: "s" }, h("p", { class: "name" }, "Slots of the continuous batch"), h("p", { class: "value" }, number(batch.active), h("small", null, `of ${number(batch.slots)} taken`)), h("p", { class: "soft small" }, batch.queued ? `${plural(batch.queued, "request")} ${batch.queued === 1 ? "waits" : "wait"} for a slot` : "No request waits for a slot"))) : null,
     each.rollout ? card("Rollout", {}, each.rollout.steps ? h("div", { class: "acts" }, rolloutAction(each, "pause", "Pause"), rolloutAction(each, "promote", "Promote"), rolloutAction(each, "abort", "Abort")) : null, h("div", { class: "body" }, rolloutBody(each))) : null,
     each.dead.length ? card("Errors", {}, h("span", { class: "soft small" }, `${plural(each.dead.length, "replica")} lost or failed lately`), h("ul", { class: "items" }, [...each.dead].reverse().map((one) => h("li", { key: `${one.name}${one.at}` },
@@ -685,13 +692,13 @@ function deploymentPage() {
     !each.isThere ? null : card("Replicas", {}, h("span", { class: "soft small" }, number(rows.length)), grid(`Replicas of ${name}`, replicaColumns(each, rows.some((one) => one.models && one.models.count != null), batch), rows, { empty: "No replica." })),
     h("div", { class: "columns", key: "columns" },
       each.actor_of || !each.isThere ? null : card("Why this many replicas", {}, null, h("div", { class: "body" }, explained ? explanation(explained) : h("p", { class: "soft" }, "Asking."))),
-      card("Events", {}, null, eventList(site.events.filter((one) => (each.isThere ? one.deployment === each.tag : one.application === app)), 20))),
+      card("Events", {}, null, eventList(site.events.filter((one) => (each.isThere ? one.deployment === each.tag : one.application === app)), 20, app))),
   ];
 }
 const logsOf = (each, replica) => `${to("logs")}?${new URLSearchParams({ application: each.app, deployment: each.name, ...(replica ? { replica: replica.id } : {}) })}`;
 const modelsColumn = { title: "Models", class: "narrow-off", width: "minmax(88px, 1fr)", value: (each) => each.models && each.models.count, first: -1, cell: (each) => { const it = each.models || {}, names = (it.models || []).join(", "); return h("div", { class: "cut", title: names }, it.count == null ? "–" : `${number(it.count)}${it.capacity ? ` / ${number(it.capacity)}` : ""}`, names ? h("span", { class: "soft small" }, `  ${names}`) : null); } };
 const replicaColumns = (deployment, hasModels, hasBatch) => [
-  { title: "Replica", class: "first", width: "minmax(96px, 1.2fr)", value: (each) => each.id, cell: (each) => h("div", { class: "mono", title: each.id }, h("a", { href: logsOf(deployment, each) }, shortId(each.id)), each.is_old ? h("span", { class: "soft" }, " old version") : null) },
+  { title: "Replica", class: "first", width: "minmax(96px, 1.2fr)", value: (each) => each.id, cell: (each) => h("div", { class: "mono", title: each.id }, h("a", { href: logsOf(deployment, each) }, shortId(each.id)), each.is_old ? h("span", { class: "soft", title: "It runs the old version" }, " old") : null) },
   { title: "State", class: "state", width: "120px", value: (each) => each.state, cell: (each) => h("span", { title: each.message || null }, chip(each.message && each.state === "RUNNING" ? "UNHEALTHY" : each.state)) },
   { title: "Worker", width: "minmax(100px, 1.4fr)", value: (each) => each.worker || "", cell: (each) => h("div", { title: each.worker || "" }, each.worker ? each.worker_name || each.worker : "waits for a worker", each.host ? h("span", { class: "soft small" }, `  ${each.host}`) : null) },
   { title: "Requests/s", class: "num", width: "120px", value: (each) => each.live.requests_per_s, first: -1, cell: (each) => pair(number(each.live.requests_per_s), site.rings.get(each.id), "r") },
@@ -714,12 +721,11 @@ function rolloutBody(each) {
   if (it.why) facts.push(["Reason", it.why]);
   if (it.requests) facts.push(["Requests", `${number(it.requests.candidate.ended)} of the new version, ${number(it.requests.candidate.failed)} failed; ${number(it.requests.stable.ended)} of the old, ${number(it.requests.stable.failed)} failed`]);
   if (it.waiting) facts.push(["Waits for", it.waiting]);
-  return [
+  if ((it.gates || []).length) facts.push(["Gates", h("ul", null, it.gates.map((gate, index) => h("li", { key: index, class: gate.is_worse ? "bad" : "" }, gate.text || gate.metric)))]);
+  return h("div", { class: "stack" },
     it.steps ? h("ol", { class: "steps", "aria-label": `Step ${it.step} of ${it.steps.length}` }, it.steps.map((one, index) => h("li", { key: index, class: index + 1 < it.step ? "done" : index + 1 === it.step ? "now" : "", "aria-current": index + 1 === it.step ? "step" : null }, String(one)))) : null,
     it.share == null ? null : h("p", null, `${number(Math.round(1000 * it.share) / 10)} % of the traffic goes to the new version.`),
-    h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", { key: `t${name}` }, name), h("dd", { key: `d${name}` }, value)])),
-    (it.gates || []).length ? h("ul", null, it.gates.map((gate, index) => h("li", { key: index, class: gate.is_worse ? "bad" : "" }, gate.text || gate.metric))) : null,
-  ];
+    h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", { key: `t${name}` }, name), h("dd", { key: `d${name}` }, value)])));
 }
 function explanation(it) {
   if (it.error) return h("p", { class: "soft" }, it.error);
@@ -742,18 +748,19 @@ function eventsPage() {
     h("section", { class: "card", key: "events", "aria-label": "Events" }, h("div", { class: "top" },
       h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search events", value: view.data.text || "", oninput: (event) => { view.data.text = event.target.value; draw(); } }),
       h("select", { "aria-label": "Kinds of events", onchange: (event) => { view.data.kind = event.target.value; draw(); } }, [["", "All kinds"], ["bad", "Problems"], ...kinds.map((each) => [each, word(each)])].map(([value, label]) => h("option", { key: value, value, selected: value === kind }, label))),
-      h("span", { class: "soft small", role: "status" }, plural(list.length, "event"))), eventList(list, view.limit || 100, true))];
+      h("span", { class: "soft small", role: "status" }, plural(list.length, "event"))), eventList(list, view.limit || 100))];
 }
 const PROBLEMS = /FAILED|LOST|TAKEN_BACK/;
 const isProblem = (each) => PROBLEMS.test(each.kind);
-function eventList(list, most, hasMore = false) {
+/** List events, the newest first: those of one application, or of all, with a button for more. */
+function eventList(list, most, app) {
   if (!list.length) return h("p", { class: "empty" }, "No events.");
   const look = (each) => (isProblem(each) ? "FAILED" : /STARTED|DEPLOYED$|COMPLETED|LOADED/.test(each.kind) ? "DEPLOYED" : /ING$|STEP|SCALED/.test(each.kind) ? "UPDATING" : "");
   return h("ul", { class: "items" }, list.slice(-most).reverse().map((each) => h("li", { key: each.number, class: "event" },
     h("time", { class: "soft small", title: when(each.at), datetime: new Date(1000 * each.at).toISOString() }, clock(each.at)),
     h("span", null, chip(look(each), word(each.kind))),
-    h("div", null, h("p", null, firstLines(each.message)), h("p", { class: "soft small" }, each.application ? h("a", { href: to("app", each.application) }, each.application) : null, each.by ? ` by ${each.by}` : null)))),
-    hasMore && list.length > most ? h("li", { key: "more" }, h("button", { type: "button", onclick: () => { view.limit = most + 200; draw(); } }, "Show more")) : null);
+    h("div", null, h("p", null, firstLines(each.message)), (each.application && app === undefined) || each.by ? h("p", { class: "soft small" }, each.application && app === undefined ? [h("a", { href: to("app", each.application) }, each.application), " "] : null, each.by ? `by ${each.by}` : null) : null))),
+    app === undefined && list.length > most ? h("li", { key: "more" }, h("button", { type: "button", onclick: () => { view.limit = most + 200; draw(); } }, "Show more")) : null);
 }
 
 function systemPage() {
@@ -820,7 +827,11 @@ function edgesOf(list) {
   return [...edges.values()];
 }
 function callTable(list) {
-  const edges = edgesOf(list), name = (tag) => (tag === "" ? "HTTP and programs" : (site.byTag.get(tag) || { name: tag }).name);
+  const edges = edgesOf(list), hasApp = new Set(list.map((each) => each.app)).size > 1;
+  const name = (tag) => {
+    const it = site.byTag.get(tag);
+    return it ? [h("a", { href: toDeployment(it) }, it.name), hasApp ? h("span", { class: "soft small" }, "  ", it.app || "no application") : null] : tag || "HTTP and programs";
+  };
   return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Calls" }, h("table", { class: "sheet" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "From"), h("th", { scope: "col" }, "To"), h("th", { scope: "col", class: "num" }, "Requests/s"), h("th", { scope: "col", class: "num" }, "Errors/s"))), h("tbody", null, edges.map((each) => h("tr", { key: `${each.from}\n${each.to}` }, h("td", null, name(each.from)), h("td", null, name(each.to)), h("td", { class: "num" }, number(each.requests_per_s)), h("td", { class: "num" }, number(each.errors_per_s)))))));
 }
 
@@ -828,11 +839,12 @@ const BOX = { width: 208, height: 52, gapX: 104, gapY: 20 };
 
 /** Return the place of each node: its layer is one more than that of its last caller. */
 function layout(tags, edges) {
-  const layer = new Map(tags.map((each) => [each, 0]));
+  // Only clients are in the first layer, if there are any.
+  const layer = new Map(tags.map((each) => [each, each !== "" && tags.includes("") ? 1 : 0]));
   // At most as often as there are nodes: calls may go round in a circle.
   for (let round = 0; round < Math.min(tags.length, 30); round++) {
     let moved = false;
-    for (const { from, to } of edges) if (from !== to && layer.get(to) <= layer.get(from) && layer.get(from) + 1 < tags.length) { layer.set(to, layer.get(from) + 1); moved = true; }
+    for (const { from, to } of edges) if (from !== to && layer.get(to) <= layer.get(from) && layer.get(from) < tags.length) { layer.set(to, layer.get(from) + 1); moved = true; }
     if (!moved) break;
   }
   const layers = [];
@@ -858,6 +870,17 @@ function layout(tags, edges) {
   return { places: found, width: rows.length * (BOX.width + BOX.gapX) - BOX.gapX, height: most * (BOX.height + BOX.gapY) - BOX.gapY };
 }
 
+const ruler = document.createElement("canvas").getContext("2d");
+/** Cut the name of a deployment to the room in its box. */
+function short(text) {
+  ruler.font = `600 13px ${getComputedStyle(document.body).fontFamily}`;
+  const isWide = (some) => ruler.measureText(some).width > BOX.width - 40;
+  if (!isWide(text.slice(0, 200)) && text.length <= 200) return text;
+  let count = 40;
+  while (count > 1 && isWide(`${text.slice(0, count)}…`)) count--;
+  return `${text.slice(0, count)}…`;
+}
+
 let laidOut = { key: "" };
 function graph(list) {
   const edges = edgesOf(list);
@@ -866,7 +889,6 @@ function graph(list) {
   if (laidOut.key !== key) laidOut = { key, ...layout(tags, edges) };
   const { places, width, height } = laidOut;
   const look = (each) => (each.errors_per_s > 0.005 ? "failing" : each.requests_per_s > 0.005 ? "on" : "");
-  const short = (text) => (text.length > 22 ? `${text.slice(0, 21)}…` : text);
   const lines = edges.map((each) => {
     const from = places.get(each.from), to = places.get(each.to);
     const x1 = from.x + BOX.width, y1 = from.y + BOX.height / 2, x2 = to.x - 9, y2 = to.y + BOX.height / 2;
@@ -882,7 +904,7 @@ function graph(list) {
     tags.includes("") ? h("g", { key: "g" }, h("rect", { class: "box", x: places.get("").x, y: places.get("").y, width: BOX.width, height: BOX.height, rx: 26 }), h("text", { class: "name", x: places.get("").x + 24, y: places.get("").y + 31 }, "HTTP and programs")) : null,
     list.map((each) => {
       const { x, y } = places.get(each.tag), now = live(each.tag);
-      return h("a", { svg: true, key: `n${each.tag}`, href: toDeployment(each) },
+      return h("a", { svg: true, key: `n${each.tag}`, href: toDeployment(each) }, h("title", null, each.name),
         h("rect", { class: "box", x, y, width: BOX.width, height: BOX.height, rx: 8 }),
         h("circle", { class: `dot ${SHORT[each.status] || ""}`, cx: x + 16, cy: y + 20, r: 4.5 }),
         h("text", { class: "name", x: x + 28, y: y + 24 }, short(each.name)),
@@ -1005,7 +1027,9 @@ async function rollBack(app) {
     toast(error.message);
     return;
   }
-  const able = revisions.filter((each) => each.can_return && each.state !== "RUNNING");
+  // While a change is under way, the one that ran before it is the first to which to return.
+  const isChanging = revisions.some((each) => each.state === "DEPLOYING");
+  const able = revisions.filter((each) => each.can_return && each.state !== "DEPLOYING" && (isChanging || each.state !== "RUNNING"));
   if (!able.length) { confirmed({ title: `Roll back ${app.name}`, text: "There is no earlier revision to which it can go back.", button: "Close", act: async () => {}, done: "Nothing was changed." }); return; }
   confirmed({ title: `Roll back ${app.name}?`, text: "The revision that you choose is deployed again, as a new one.", button: "Roll back", isDanger: true, done: `${app.name} rolls back.`,
     fields: [h("fieldset", { class: "options" }, h("legend", { class: "hidden" }, "Revision"), able.slice(0, 50).map((each, index) => h("label", { key: each.number }, h("input", { type: "radio", name: "revision", value: each.number, checked: index === 0, required: true }), h("div", null, revisionText(each, null)))))],

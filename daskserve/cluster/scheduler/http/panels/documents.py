@@ -61,12 +61,10 @@ class LinePanel:
             line_color="colour",
             line_dash="dash",
             line_width=2,
-            legend_field="name",
+            legend_field="label",
             source=self.source,
         )
-        self.root.legend.location = "top_left"
-        self.root.legend.background_fill_alpha = 0.6
-        self.root.legend.label_text_font_size = "8pt"
+        _put_legend_beside(self.root)
         tips = [("deployment", "@name"), ("metric", "@what"), ("now", "@last")]
         self.root.add_tools(HoverTool(tooltips=tips, line_policy="nearest"))
         self.root.x_range.follow = "end"
@@ -104,12 +102,10 @@ class ReplicaPanel:
             height=0.8,
             fill_color="colour",
             line_color="white",
-            legend_field="deployment",
+            legend_field="label",
             source=self.source,
         )
-        self.root.legend.location = "top_right"
-        self.root.legend.background_fill_alpha = 0.6
-        self.root.legend.label_text_font_size = "8pt"
+        _put_legend_beside(self.root)
         tips = [("worker", "@worker"), ("deployment", "@deployment"), ("replicas", "@count")]
         self.root.add_tools(HoverTool(tooltips=tips))
 
@@ -125,6 +121,16 @@ class ReplicaPanel:
 def _figure(**options: Any) -> Any:
     """Return a figure; bokeh's types do not tell of which kind its ranges are."""
     return figure(**options)
+
+
+def _put_legend_beside(root: Any) -> None:
+    """Move the legend of a figure to its right, where it covers no values."""
+    legend = root.legend[0]
+    root.add_layout(legend, "right")
+    legend.border_line_alpha = legend.background_fill_alpha = 0
+    legend.label_text_font_size = "8pt"
+    legend.spacing = 0
+    legend.padding = 0
 
 
 def _factors(columns: Mapping[str, list[Any]]) -> list[str]:

@@ -14,6 +14,8 @@ PATH = "/daskserve-panels"
 SHOWN_S, MAX_LINES = 300, 9
 #: Workers in a panel.
 MAX_WORKERS = 60
+#: Characters of a name in a legend.
+MAX_LABEL = 28
 #: A longer pause between two values is a gap in a line.
 GAP_S = 5.0
 OTHERS = "others"
@@ -84,12 +86,13 @@ class Series:
         self, metrics: Sequence[tuple[str, str]], colours: Sequence[str], *, adds_up: bool
     ) -> Columns:
         """Return the lines of some metrics, each with the style of its line, as columns."""
-        data: Columns = {name: [] for name in ("xs", "ys", "name", "what", "colour", "dash", "last")}
+        data: Columns = {name: [] for name in ("xs", "ys", "name", "label", "what", "colour", "dash", "last")}
         for metric, dash in metrics:
             for number, (name, (xs, ys)) in enumerate(self.lines(metric, adds_up=adds_up).items()):
                 data["xs"].append(xs)
                 data["ys"].append(ys)
                 data["name"].append(name)
+                data["label"].append(label(name))
                 data["what"].append(metric)
                 data["colour"].append(colours[number % len(colours)])
                 data["dash"].append(dash)
@@ -98,7 +101,8 @@ class Series:
 
     def replicas(self, colours: Sequence[str]) -> Columns:
         """Return the present replicas as bars: one row for each worker, one part for each deployment."""
-        data: Columns = {name: [] for name in ("worker", "left", "right", "deployment", "count", "colour")}
+        columns = ("worker", "left", "right", "deployment", "label", "count", "colour")
+        data: Columns = {name: [] for name in columns}
         shown = self.busiest()
         pairs: Iterable[tuple[str, str]] = self._answers[-1]["replicas"] if self._answers else ()
         counts = Counter((worker, name if name in shown else OTHERS) for worker, name in pairs)
@@ -113,10 +117,16 @@ class Series:
                     data["left"].append(left)
                     data["right"].append(left + count)
                     data["deployment"].append(name)
+                    data["label"].append(label(name))
                     data["count"].append(count)
                     data["colour"].append(colours[number % len(colours)])
                     left += count
         return data
+
+
+def label(name: str) -> str:
+    """Return a name as the legend has it: a long one would leave no room for the plot."""
+    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
 
 
 def _append(line: tuple[list[float], list[float]], time: float, value: float | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
-from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, sent_to
+from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, note_sent, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
 from daskserve.data.caller.request_routers.routing import (
@@ -247,8 +247,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.routing is not None:
             return self._routed(self.routing, envelope, now, since)
         found = self._pool.take(now, self._rng, _plain_pick(self, envelope, now, since))
-        if found is not None and type(envelope.routed) is Sent:
-            envelope.routed.tag = found.tag
+        if found is not None:
+            note_sent(envelope, found.tag)
         return found
 
     def _known_models(self) -> ModelRouting:
@@ -276,6 +276,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
     def ended(self, envelope: Envelope, outcome: Load | Exception | None) -> None:
         """Note how a request has ended at a replica, or None if that says nothing; idempotent."""
+        note_sent(envelope, "")
         if self.routing is not None:
             self.routing.ended(envelope, self._clock.now(), outcome)
 
@@ -298,8 +299,6 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             if waiter is None:
                 waiter = next(iter(self))
             envelope, _ = self.pop(waiter)
-            if type(envelope.routed) is Sent:
-                envelope.routed.tag = replica.tag
             _give(waiter, replica, envelope, release)
         self._ranked = None  # until a request has a priority again
         return False
@@ -402,4 +401,5 @@ def _give(
     if waiter.done():
         release(replica, envelope)
     else:
+        note_sent(envelope, replica.tag)
         waiter.set_result(replica)
