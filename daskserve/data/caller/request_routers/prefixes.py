@@ -10,7 +10,7 @@ longest part of its beginning, unless they have so many more requests than other
 takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
 block sends it, so that processes that have not seen it yet agree.
 
-What was not asked for longest is forgotten, in two generations: what is used goes into the young one, and
+The least recently used beginnings are forgotten, in two generations: a used one goes into the young one, and
 when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
 dictionary would take a quarter of a choice.
 """
@@ -36,6 +36,9 @@ from daskserve.data.caller.request_routers.interface import (
 BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
 GROWTH = 0.35
 MAX_CHARACTERS = 32 * 1024
+#: How many characters of a long block count, at its beginning and at its end: reading all of a long text
+#: would take longer than the rest of a choice, and a replica that is chosen wrongly only computes more.
+SAMPLE_CHARACTERS = 512
 #: How many messages of a chat count.
 MAX_MESSAGES = 256
 #: How many beginnings are known at most, and how many replicas for each.
@@ -92,7 +95,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
         super().initialize_state()
         self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
-        #: The replicas that got a text with each beginning, the last one first: in two generations.
+        #: The replicas that got a text with each beginning, the most recent one first. Two generations.
         self._young: dict[int, tuple[str, ...]] = {}
         self._old: dict[int, tuple[str, ...]] = {}
         self._asked: tuple[PendingRequest, list[int]] | None = None
@@ -181,7 +184,11 @@ def beginnings_of(text: str) -> list[int]:
     """Return the names of the beginnings of a text, the shortest first."""
     found, name, start, length = [], 0, 0, len(text)
     for end in _ENDS:
-        name = hash((name, text[start:end]))
+        if end - start <= 2 * SAMPLE_CHARACTERS:
+            name = hash((name, text[start:end]))
+        else:
+            last = max(start, min(end, length) - SAMPLE_CHARACTERS)
+            name = hash((name, length < end, text[start : start + SAMPLE_CHARACTERS], text[last:end]))
         found.append(name)
         if end >= length:
             break
