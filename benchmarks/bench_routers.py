@@ -164,6 +164,7 @@ def main() -> int:
     for router, characters in (
         *((name, 2000) for name in ("PowerOfTwo", *ROUTERS)),
         ("PrefixAffinity", 8000),
+        ("PrefixAffinity", 32_000),
     ):
         costs = [asyncio.run(cost_us(router, size, characters)) for size in SIZES]
         is_good = is_good and max(costs) <= BOUND_US

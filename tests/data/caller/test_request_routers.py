@@ -19,7 +19,7 @@ from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load
 from daskserve.data.caller.request_routers import thread
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
 from daskserve.data.caller.request_routers.interface import Setup
-from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, prompt_in
+from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, beginnings_of, prompt_in
 from daskserve.data.caller.request_routers.routing import RequestRouting
 from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
@@ -172,6 +172,17 @@ async def test_prompts_that_begin_alike_go_where_they_began() -> None:
     deep = b'{"prompt": ' + b"[" * 20_000
     assert len({stage.ask(get(), deep) for _ in range(6)}) == 1
     assert not stage.routing.trouble.text
+
+
+def test_of_long_blocks_of_a_prompt_both_ends_count() -> None:
+    text = "".join(f"{number:08}" for number in range(4096))
+    names = beginnings_of(text)
+    assert beginnings_of(text[:-1]) == [*names[:-1], beginnings_of(text[:-1])[-1]] != names
+    start, end = 25272, 32768  # the last block
+    for place, counts in ((start, True), (start + 511, True), (start + 512, False), (end - 512, True)):
+        changed = f"{text[:place]}x{text[place + 1 :]}"
+        assert (beginnings_of(changed) != names) is counts, place
+    assert beginnings_of(text + "more") == names
 
 
 async def test_prompts_leave_a_replica_that_is_busier_than_others_and_one_that_is_gone() -> None:

@@ -36,6 +36,9 @@ from daskserve.data.caller.request_routers.interface import (
 BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
 GROWTH = 0.35
 MAX_CHARACTERS = 32 * 1024
+#: How many characters of a long block count, at its beginning and at its end: reading all of a long text
+#: would take longer than the rest of a choice, and a replica that is chosen wrongly only computes more.
+SAMPLE_CHARACTERS = 512
 #: How many messages of a chat count.
 MAX_MESSAGES = 256
 #: How many beginnings are known at most, and how many replicas for each.
@@ -181,7 +184,11 @@ def beginnings_of(text: str) -> list[int]:
     """Return the names of the beginnings of a text, the shortest first."""
     found, name, start, length = [], 0, 0, len(text)
     for end in _ENDS:
-        name = hash((name, text[start:end]))
+        if end - start <= 2 * SAMPLE_CHARACTERS:
+            name = hash((name, text[start:end]))
+        else:
+            last = max(start, min(end, length) - SAMPLE_CHARACTERS)
+            name = hash((name, length < end, text[start : start + SAMPLE_CHARACTERS], text[last:end]))
         found.append(name)
         if end >= length:
             break
