@@ -27,7 +27,7 @@ class DetachedInstance:
     is_new : bool
         Whether this call has started it.
     differences : str
-        The HTTP options that one that ran already has otherwise.
+        The HTTP options in which an instance that ran already differs.
     """
 
     client: Client

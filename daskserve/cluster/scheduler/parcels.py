@@ -16,7 +16,7 @@ from daskserve.cluster.protocols.base import InstanceStore
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, CodeLoadError, InstanceError
 
-#: How long the content of a parcel is kept for a change that does not come.
+#: How long the content of a parcel is kept before the change that refers to it arrives.
 PATIENCE_S = 600.0
 _CODE, _ROW = "code/", "parcel/"
 

@@ -48,7 +48,7 @@ def listens(state: State, observed: Observed) -> bool:
 def all_run(state: State, observed: Observed) -> bool:
     """Return whether this controller has seen the replicas that every settled backend needs.
 
-    A backend whose change is under way may never get there, and did not serve before either.
+    A backend with a pending change does not count: the change may fail, and it was not complete before.
     """
     for tag, backend in state.backends.items():
         if backend.goal is None and not backend.is_deleting:

@@ -58,7 +58,7 @@ def application_word(state: State, observed: Observed, app: AppRecord) -> str:
 
 
 def _other_traffic(state: State, app: AppRecord) -> dict[str, float]:
-    """Return the traffic of the ingress while others than itself get some by `set_traffic`; else nothing."""
+    """Return the traffic of the ingress if `set_traffic` sends some to other backends; else nothing."""
     endpoint = state.endpoints.get(app.ingress)
     if endpoint is None or endpoint.is_legacy or not endpoint.traffic.keys() - {app.ingress}:
         return {}

@@ -238,7 +238,7 @@ def _replica(observed: Observed, replica: ReplicaRecord) -> dict[str, Any]:
 
 
 def _dead(replica: DeadReplica) -> dict[str, Any]:
-    """Return a replica that was lost or failed: Ray Serve's fields of it, and why it was."""
+    """Return a replica that was lost or failed: Ray Serve's fields of it, and the cause."""
     return {
         "replica_id": replica.name.rpartition("#")[2],
         "actor_name": short_tag(replica.name),

@@ -16,7 +16,7 @@ from daskserve.loops.event_loop import running_loop
 
 
 class Again(Exception):
-    """The load ended with the event loop of another caller; try again."""
+    """The load ended with the event loop of another caller. Try again."""
 
 
 class Load:

@@ -23,7 +23,7 @@ from daskserve.payload.importing import import_definition
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How often a task that someone waits for is looked at.
+#: How often the state of an awaited task is read.
 POLL_S = 0.1
 
 

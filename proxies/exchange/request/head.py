@@ -133,7 +133,7 @@ def _start(searched: int) -> int:
 
 
 def _check_unfinished(data: bytes, searched: int, limits: HeadLimits) -> None:
-    """Raise `RefusedRequestError` if what does not match `_HEAD` cannot become a head."""
+    """Raise `RefusedRequestError` if data that does not match `_HEAD` cannot become a head."""
     end = _END.search(data, _start(searched))
     if (len(data) if end is None else end.end()) > limits.max_bytes:
         raise _too_large(data, limits)

@@ -1,4 +1,4 @@
-"""Requests whose bodies are kept for the payload log, as they pass."""
+"""Requests whose bodies are copied for the payload log."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if self.routing is not None:
             return self._routed(self.routing, envelope, now, since)
         found = self._pool.take(now, self._rng, _plain_pick(self, envelope, now, since))
-        if found is not None:
+        if found is not None and envelope.routed is not None:
             note_sent(envelope, found.tag)
         return found
 

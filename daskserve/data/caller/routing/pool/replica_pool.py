@@ -404,7 +404,7 @@ def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
 
 
 def near(pool: ReplicaPool, places: ValuePlaces, now: float, rng: random.Random) -> Pick | None:
-    """Return the choice by where a request's values are; None if no replica is on a worker that has any."""
+    """Return a choice near a request's values; None if no replica is on a worker that has any of them."""
     if not any(pool.has_worker(worker) for worker in places.nbytes):
         return None
 
