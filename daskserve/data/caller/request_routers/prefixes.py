@@ -7,11 +7,12 @@ Choice: a text is cut into blocks, longer ones the further they are from its beg
 named by a hash of it and all before it, so a name stands for a whole beginning. Of a long block, its first
 and last characters are hashed: prompts that differ only between them take the same way, which costs a part of
 what the cache would save, and to hash all of a long prompt would take longer than all else of a choice. The
-body of an HTTP request is compared as it was written, from the prompt on, for the same reason. For each name the router
-keeps the replicas that got such a text last. A request goes to the least loaded of those that have the
-longest part of its beginning, unless they have so many more requests than others that to wait for them
-takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
-block sends it, so that processes that have not seen it yet agree.
+body of an HTTP request is compared as it was written, from the prompt on, for the same reason.
+
+For each name the router keeps the replicas that got such a text last. A request goes to the least loaded of
+those that have the longest part of its beginning, unless they have so many more requests than others that to
+wait for them takes longer than to compute. A text that begins like no other goes where consistent hashing of
+its first block sends it, so that processes that have not seen it yet agree.
 
 What was not asked for longest is forgotten, in two generations: what is used goes into the young one, and
 when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
