@@ -6,9 +6,11 @@ with the model inside the function (made once for each worker), and by ``handle.
 ``live``: the latency of calls that come every 50 ms, with and without ``handle.map`` beside them. The code
 waits 10 or 100 ms for an answer, as for an accelerator: in 8 slots, in 2 replicas with one slot, and in
 batches of which 2 run at a time. With a single slot, the factor cannot be less than 2.
+``memory``, if it is named: the memory of the program that reads a map of ``--items`` items, 10 million by
+default, which take a quarter of an hour.
 
-Run: ``python benchmarks/bench_batch.py [frames] [live] [--rounds 5] [--ray /path/to/python]``, with pandas
-and pyarrow.
+Run: ``python benchmarks/bench_batch.py [frames] [live] [memory] [--rounds 5] [--ray /path/to/python]``, with
+pandas and pyarrow.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from distributed import Client, LocalCluster, get_worker
 
 import daskserve as serve
@@ -54,6 +57,11 @@ class Network:
 @serve.deployment(num_replicas=2, max_ongoing_requests=2)
 class Scorer(Network):
     """The network as a deployment."""
+
+
+class Doubler:
+    async def __call__(self, value: int) -> int:
+        return 2 * value
 
 
 class Accelerator:
@@ -199,6 +207,24 @@ def bench_live(client: serve.Client, rounds: int, case: str) -> None:
     print(shown(f"{name}, p99 beside / alone", ratios), flush=True)
 
 
+def bench_memory(client: serve.Client, items: int) -> None:
+    deployment: Any = serve.deployment(num_replicas=2)(Doubler)
+    handle = client.run(deployment.bind(), name="doubler", route_prefix=None)
+    process, total, seen = psutil.Process(), 0, []
+    began = time.perf_counter()
+    for number, result in enumerate(handle.map(range(items), ordered=False), 1):
+        total += result
+        if number % (items // 20) == 0:
+            seen.append(process.memory_info().rss / (1 << 20))
+    rate = items / (time.perf_counter() - began)
+    assert total == items * (items - 1)
+    print(
+        f"memory, {items} items, {rate:.0f} each second: {seen[0]:.1f} MiB after the first twentieth, "
+        f"{seen[-1]:.1f} at the end, {max(seen):.1f} at most",
+        flush=True,
+    )
+
+
 def _ready(client: Client) -> Client:
     """Return a client once the workers have imported what takes long."""
     client.run(importlib.import_module, "pandas")
@@ -210,6 +236,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", default=["frames", "live"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ray")
+    parser.add_argument("--items", type=int, default=10_000_000)
     options = parser.parse_args()
     with (
         LocalCluster(  # type: ignore[no-untyped-call]
@@ -223,6 +250,8 @@ def main() -> int:
         if "live" in options.cases:
             for case in LIVE_CASES:
                 bench_live(client, options.rounds, case)
+        if "memory" in options.cases:
+            bench_memory(client, options.items)
     return 0
 
 

@@ -246,7 +246,7 @@ class ReplicaContext:
     models: LoadedModels = field(default_factory=LoadedModels)
     #: Returns how many of its slots are taken, and how many it has; None in a fake replica.
     slots: Callable[[], tuple[int, int]] | None = None
-    #: What its multiplexed functions have loaded (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
+    #: The models that its functions have loaded (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
     multiplexer: Any = None
 
     @property

@@ -153,7 +153,7 @@ class ExternalScalerDisabledError(ServeError):
 
 
 class VersionConflictError(ServeError):
-    """What the caller wants to change was changed since the caller has read it."""
+    """The version that the caller has read is no longer the present one."""
 
     http_status = 412
 
@@ -330,7 +330,7 @@ class UnavailableError(ServeError):
         Whether HTTP clients may read the message: it names no addresses, processes or replicas. Otherwise
         they get ``public_reason``, and the log of the proxy has the message.
     public_reason : str
-        What is wrong, for unknown clients.
+        A description of the problem, for unknown clients.
     """
 
     http_status = 503
@@ -429,7 +429,7 @@ class RequestTimeoutError(ServeError, TimeoutError):
 
 #: How the text of an error begins that names both deployments of a call.
 CALL_FROM = "A call from "
-#: What a deployment answers because of its load or its state, not because of a mistake. A deployment whose
+#: The errors of a deployment that come from its load or its state, not from a mistake. A deployment whose
 #: code raises one gives its own callers the same answer.
 REFUSALS = (BackPressureError, UnavailableError, RequestTimeoutError)
 

@@ -1,4 +1,4 @@
-"""What commands print, and with which code they exit: errors as messages, JSON, colours.
+"""The output and the exit codes of commands: errors as messages, JSON, colours.
 
 Nothing but data is on standard output. A command that has `json_option` prints one JSON document there, and
 its errors as ``{"error": {"type": ..., "message": ...}}`` on standard error.

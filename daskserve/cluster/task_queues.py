@@ -2,14 +2,19 @@
 
 What keeps the tasks is in a layer above this one, and is imported in a thread at the first call. Calls and
 answers are plain values. Tasks pass through as bytes and are never unpickled here.
+
+Idle consumers wait here for tasks, instead of asking again and again: hundreds of them would keep the
+scheduler busy. As many of them are woken as there are tasks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import tempfile
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +31,8 @@ from daskserve.errors import BadRequestError
 HOSTED = "daskserve.data.tasks.queues.hosted:HostedQueues"
 #: What SQLite adds to the name of a file for its log and its shared memory.
 SUFFIXES = ("", "-wal", "-shm")
+#: The calls after which tasks may be there.
+_ADDING = frozenset({"add", "write"})
 
 
 class Hosted(Protocol):
@@ -36,6 +43,15 @@ class Hosted(Protocol):
 
     def close(self) -> None:
         """Close the file."""
+
+
+class _Wait:
+    """Those who wait for tasks of one queue."""
+
+    def __init__(self) -> None:
+        self.turns: deque[asyncio.Future[None]] = deque()
+        self.has_changed = asyncio.Event()
+        self.watch: asyncio.Future[None] | None = None
 
 
 class InstanceTaskQueues:
@@ -54,6 +70,7 @@ class InstanceTaskQueues:
         self._start_id = start_id or uuid.uuid4().hex
         self._calls = BlockingCalls(url, instance)
         self._hosted: Hosted | None = None
+        self._waits: dict[str, _Wait] = {}
 
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of `daskserve.data.tasks.queues.hosted.HostedQueues`.
@@ -63,12 +80,65 @@ class InstanceTaskQueues:
         BadRequestError
             The instance's store is of a kind that cannot keep tasks.
         """
+        if method == "wait":
+            return await self._wait(*arguments)
         if not self._calls.is_open:
             self._calls.start()
-        return await self._calls.run(self._answer, method, arguments)
+        found = await self._calls.run(self._answer, method, arguments)
+        if method in _ADDING:
+            for each in self._waits.values():
+                each.has_changed.set()
+        return found
+
+    async def _wait(self, queue: str, interval_s: float, timeout_s: float) -> bool:
+        """Return whether there is a task for the caller, at the latest after a time.
+
+        Tasks that become due by and by are found every ``interval_s``, for all who wait together.
+        """
+        wait = self._waits.get(queue)
+        if wait is None:
+            wait = self._waits[queue] = _Wait()
+            wait.watch = asyncio.ensure_future(self._watch(queue, wait, interval_s))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        wait.turns.append(turn)
+        wait.has_changed.set()
+        try:
+            await asyncio.wait_for(turn, timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            if not turn.done() or turn.cancelled():
+                with suppress(ValueError):
+                    wait.turns.remove(turn)
+        return True
+
+    async def _watch(self, queue: str, wait: _Wait, interval_s: float) -> None:
+        """Give turns to those who wait for tasks of a queue, until nobody does."""
+        try:
+            while wait.turns:
+                wait.has_changed.clear()
+                count = await self.call("ready", [queue])
+                while count > 0 and wait.turns:
+                    turn = wait.turns.popleft()
+                    if not turn.done():
+                        turn.set_result(None)
+                        count -= 1
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(wait.has_changed.wait(), interval_s)
+        except Exception as error:  # the file cannot be read
+            for turn in wait.turns:
+                if not turn.done():
+                    turn.set_exception(error)
+        finally:
+            del self._waits[queue]
 
     async def close(self) -> None:
         """Close the file; remove it if it has the tasks of an instance whose store is in memory."""
+        for each in list(self._waits.values()):
+            if each.watch is not None:
+                each.watch.cancel()
+            for turn in each.turns:
+                turn.cancel()
         await self._calls.stop(self._close)
 
     def _answer(self, method: str, arguments: Sequence[Any]) -> Any:

@@ -405,7 +405,7 @@ class QueueTimeout:
     priority: int = 0
 
 
-#: What a router's process does with the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
+#: How a router's process handles the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
 #: once its whole body has arrived, and takes no slot before, because its callable is plain and cannot wait.
 #: ``"drop"``: the same, but nothing is kept, as it cannot read it. ``"stream"``: parts are passed on at once.
 BodyUse: TypeAlias = Literal["gather", "drop", "stream"]
@@ -438,7 +438,7 @@ class Envelope:
     call: MayLeaveAnswer | None = None
     #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
     has_started: Callable[[], bool] = bool
-    #: What it asks for, what routers know of it, and its `ValuePlaces`; they stay in this process, too.
+    #: Its model, the state of its routing, and its `ValuePlaces`; they stay in this process, too.
     model_id: str = ""
     routed: Any = None
     places: Any = None

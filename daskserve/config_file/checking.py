@@ -27,7 +27,7 @@ ACTOR_NAMES: Sequence[str] = ("actor_options", "ray_actor_options")
 ENV_NAMES: Sequence[str] = ("env", "runtime_env")
 OTHER_NAMES: Sequence[str] = (*ACTOR_NAMES, *ENV_NAMES, "version", "deployment_actors")
 INTERNAL = frozenset({"internal_metadata", "references"})
-#: What the folders of an environment may be, beside an absolute path with local://.
+#: The permitted folders of an environment, beside an absolute path with local://.
 LOCAL = "local://"
 
 

@@ -1,4 +1,4 @@
-"""What a configuration file holds, as plain values: this is stored, shown, and sent to the controller.
+"""The content of a configuration file as plain values, which are stored, shown, and sent to the controller.
 
 Options stay as they are written, with their references to environment variables
 (`daskserve.config_file.references`), and deployments keep the spellings of Ray Serve. The models of

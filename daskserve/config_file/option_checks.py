@@ -102,7 +102,7 @@ def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text
             break
         values, path = inside, (*path, name)
     if isinstance(values, Mapping) and len(path) >= len(loc):
-        # What is wrong with several values together is shown at the first one that it names.
+        # A fault of several values together is shown at the first one that it names.
         named = sorted((found.start(), name) for name in values if (found := _word(name).search(text)))
         if named:
             return [(*path, name) for _, name in named]

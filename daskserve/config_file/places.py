@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Faults:
-    """What is wrong with a file, and what is worth a warning, each at its place."""
+    """The faults and warnings of a file, each with its place."""
 
     name: str
     found: dict[tuple[Place, str], None] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class RayKey:
     Attributes
     ----------
     text : str
-        What there is instead.
+        The replacement.
     is_harmless : callable
         Whether what runs is the same without a value.
     """

@@ -24,7 +24,7 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """What a file holds, and what its author should know.
+    """The content of a file, and the warnings for its author.
 
     Attributes
     ----------

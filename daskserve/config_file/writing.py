@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -26,11 +26,6 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 def to_json(values: Mapping[str, Any]) -> str:
     """Return the plain values of a configuration as JSON."""
     return json.dumps(without_places(values), indent=2, ensure_ascii=False) + "\n"
-
-
-def to_documents(applications: Sequence[Mapping[str, Any]]) -> str:
-    """Return applications as YAML with a document for each."""
-    return "---\n".join(map(to_yaml, applications))
 
 
 def without_places(values: Any) -> Any:

@@ -229,7 +229,7 @@ class ReadingVerbs:
 
     @verb
     async def details(self, name: str | None = None, api_type: str | None = None) -> dict[str, Any]:
-        """Return what runs in Ray Serve's shape, with the version of what is declared."""
+        """Return the status in Ray Serve's format, with the version of the declared configuration."""
         core = self._core
         found = details_view.details(
             core.state,

@@ -28,7 +28,7 @@ from daskserve.common.types import (
     WorkerInfo,
     short_tag,
 )
-from daskserve.control.acting import Acting
+from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_keeper import ModelKeeper
 from daskserve.control.declared.building import building_for
@@ -176,7 +176,7 @@ class ControllerCore:
             adopt=self._adopt,
             has_proxies=self.http.has_proxies and not self.start_message.opens_with_route,
         )
-        acting = Acting(
+        executor = ActionExecutor(
             self.cluster,
             self.clock,
             self.state,
@@ -190,11 +190,11 @@ class ControllerCore:
             logging_config=lambda: target_capacity.logging_of(self.state, self.start_message),
             tracing=self.start_message.tracing,
         )
-        self.undoing += [acting.stop, self.trial.stop]
+        self.undoing += [executor.stop, self.trial.stop]
         return Reconciler(
             self.state,
             self.observed,
-            acting,
+            executor,
             self.clock,
             self.rng,
             commit=self.writer.note,

@@ -18,7 +18,7 @@ from daskserve.cluster.protocols.base import EPOCH_BITS
 from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock, stopwatch
 from daskserve.common.types import Location, ReplicaState, WorkerAddress
-from daskserve.control.acting import ACTION_RETRY_S, Acting, Commit
+from daskserve.control.action_executor import ACTION_RETRY_S, ActionExecutor, Commit
 from daskserve.control.backend import application as app_state
 from daskserve.control.backend import gangs
 from daskserve.control.backend import step as backend_state
@@ -71,7 +71,7 @@ class Reconciler:
         self,
         state: State,
         observed: Observed,
-        acting: Acting,
+        executor: ActionExecutor,
         clock: Clock,
         rng: random.Random,
         *,
@@ -84,7 +84,7 @@ class Reconciler:
     ) -> None:
         self._state = state
         self._observed = observed
-        self._acting = acting
+        self._executor = executor
         self._clock = clock
         self._rng = rng
         self._commit = commit
@@ -112,7 +112,7 @@ class Reconciler:
         """Have all running replicas read their options again, because those of the instance have changed."""
         for replica in self._state.replicas.values():
             if replica.state is ReplicaState.RUNNING:
-                self._acting.act(ReconfigureReplica(replica))
+                self._executor.act(ReconfigureReplica(replica))
 
     def poke(self, backends: Iterable[str] | None = None) -> None:
         """Check these backends (None: everything) as soon as possible."""
@@ -127,7 +127,7 @@ class Reconciler:
         async with self._lock:
             self._listening = Listening.NO_MORE
             proxies = list(self._state.proxies.values())
-        await self._acting.close_proxies(proxies, grace_s)
+        await self._executor.close_proxies(proxies, grace_s)
 
     async def run(self) -> None:
         """Run until cancelled; a step that fails is logged and retried."""
@@ -242,7 +242,7 @@ class Reconciler:
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
             claims(self._state, self._observed.cleared_workers(), waiting) if waiting else {},
         )
-        self._acting.tell_scheduler(self._epoch, report)
+        self._executor.tell_scheduler(self._epoch, report)
 
     async def _step_backends(self, tags: list[str]) -> list[str]:
         """Step some backends and write all changes as one transaction; return those that are left.
@@ -265,7 +265,7 @@ class Reconciler:
             for message in step.messages:
                 logger.info("%s", message)
             for action in step.actions:
-                self._acting.act(action)
+                self._executor.act(action)
             again = self._affected(backend, step.change, later)
             if again:
                 self._dirty |= again
@@ -336,7 +336,7 @@ class Reconciler:
                 self._observed.learn(key, notes)
             self._observed.step_failures.pop(backend.tag, None)
         if changed:
-            self._acting.announce(changed)
+            self._executor.announce(changed)
 
     def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
         """Return the backends for which a change from a step of one of them matters.
@@ -367,7 +367,7 @@ class Reconciler:
         if step.wake_at is not None:
             self._wake_at[PROXIES] = step.wake_at
         for action in step.actions:
-            self._acting.act_on_proxy(action)
+            self._executor.act_on_proxy(action)
         return []
 
     def workers_to_avoid(self) -> set[WorkerAddress]:

@@ -1,4 +1,4 @@
-"""What daskserve uses of other libraries beyond their public API: one module per library.
+"""The private parts of other libraries that daskserve uses: one module per library.
 
 Each module checks its requirements when it is imported, with `daskserve.internals.checking`, and gives it a
 public name that describes it. No other module touches private attributes of another library. The module

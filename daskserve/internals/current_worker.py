@@ -1,4 +1,4 @@
-"""What Dask finds as the current worker and client in a process that is no worker, without importing it.
+"""The current worker and client that Dask finds in a process that is no worker, without importing it.
 
 Importing distributed takes half a second of CPU time, and most processes that run user code never use it.
 """

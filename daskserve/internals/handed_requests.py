@@ -52,7 +52,7 @@ def _is_streamed(request: Request) -> bool:
 
 
 def reduce_request(request: Request, rebuild: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return what ``__reduce__`` does: a function, and the scope, the body and the form of a request.
+    """Return the result of ``__reduce__``: a function, and the scope, the body and the form of a request.
 
     Raises
     ------

@@ -10,7 +10,7 @@ OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 def post_of(exporter: Any) -> Callable[[bytes], bool] | None:
-    """Return what sends an encoded body to the collector of an exporter; None for other exporters.
+    """Return the function that sends an encoded body to an exporter's collector; None for other exporters.
 
     The headers, the certificates, the compression and the repetitions are those of the exporter, with all of
     its variables. The exporter's only public method takes spans of the SDK and encodes them itself, in five

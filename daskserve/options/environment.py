@@ -114,7 +114,7 @@ class Environment(Options):
         return json.dumps(values, sort_keys=True)
 
     def to_shown_text(self) -> str:
-        """Return what `to_text` returns, without the values of variables."""
+        """Return the text of `to_text` without the values of variables."""
         return self.model_copy(update={"env_vars": each_hidden(self.env_vars)}).to_text()
 
     @classmethod

@@ -14,10 +14,6 @@ from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options, Secret
 from daskserve.options.fields.secrets import masked
 
-#: The header of an HTTP request that names the version to answer it.
-VERSION_HEADER = "X-Serve-Version"
-#: The names of the two versions of a rollout in that header, beside their own.
-CANDIDATE, STABLE = "candidate", "stable"
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?) ?%")
 _STICKY = re.compile(r"(header|cookie):([!#$%&'*+.^_`|~0-9A-Za-z-]+)")
 

@@ -46,7 +46,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened per second, and how many durations were in each bucket."""
+    """Rates per second, and the number of durations in each bucket."""
 
     requests_per_s: float = 0.0
     errors_per_s: float = 0.0

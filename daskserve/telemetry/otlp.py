@@ -67,7 +67,7 @@ class OTLPExport:
 
     def _run(self) -> None:
         made: MetricExporter | None = None
-        pause = threading.Event()  # which nobody sets
+        pause = threading.Event()  # never set
         while True:
             pause.wait(self._period_s)
             if self._is_told():

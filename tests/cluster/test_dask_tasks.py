@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from tables import each_case
 
 from daskserve.cluster.dask import tasks
 from daskserve.cluster.dask.tasks import DaskTask, TaskWatch
-from daskserve.data.caller.blocking import TaskPlace
+from daskserve.cluster.protocols.base import ClusterConnection
+from daskserve.data.caller.blocking import BRIEF_S, TaskPlace, wait_in_thread
 from daskserve.errors import RequestCancelledError
 
 
@@ -68,6 +70,25 @@ def test_the_watch_is_on_the_worker_as_long_as_tasks_call() -> None:
         assert worker.watch is watch
         watch.transition("b", "executing", "memory")
         assert worker.plugins == {}
+
+
+@each_case(
+    "timeout_s, waits", [(None, [BRIEF_S, None]), (1.0, [BRIEF_S, 1.0 - BRIEF_S]), (0.001, [0.001, 0.0])]
+)
+def test_a_task_that_waits_in_its_thread_leaves_after_a_brief_time_and_waits_for_the_rest(
+    timeout_s: float | None, waits: list[float | None]
+) -> None:
+    worker, asked, away = FakeWorker(), [], []
+    connection = cast(ClusterConnection, SimpleNamespace(present_task=lambda: worker.task("job")))
+
+    def wait(seconds: float | None) -> bool:
+        asked.append(seconds)
+        away.append("job" in worker.watch.away if worker.plugins else False)
+        return False
+
+    assert not wait_in_thread(connection, wait, timeout_s, lambda: None)
+    assert (asked, away) == (waits, [False, True])
+    assert not worker.watch.away
 
 
 def test_the_reader_in_a_released_task_gets_an_error() -> None:

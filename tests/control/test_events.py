@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from tables import each_case
 
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.lifecycle import ReplicaEvent, move
+from daskserve.control.records.declared import ConfigRecord
 from daskserve.control.records.events import Event, EventKind, EventsRecord
 from daskserve.control.records.records import CapacityRecord, Change, EndpointRecord
 from daskserve.control.records.state import State
@@ -132,6 +134,16 @@ def test_each_turn_of_a_replica_is_told_once(
     found = tell(state_of(backend(), before), change, **causes)
     assert kinds(found) == ([] if kind is None else [kind])
     assert all(cause in each.message for each in found)
+
+
+def test_a_declared_application_that_cannot_be_deployed_is_told_once_for_each_error() -> None:
+    known = ConfigRecord("shop", {}, generation=1, settled=1, error="no such module")
+    state = State()
+    state.apply({known.key: known})
+    assert tell(state, {known.key: replace(known, goal="g")}) == []
+    (found,) = tell(state, {known.key: replace(known, error="no such name")})
+    assert (found.kind, found.application) == ("BUILD_FAILED", "shop")
+    assert found.message == "Application 'shop' cannot be deployed: no such name"
 
 
 def test_traffic_and_capacity_are_told() -> None:

@@ -18,7 +18,7 @@ from daskserve.control.records.records import (
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.verbs import applications
-from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, finish, open_goal
+from daskserve.control.verbs.goals import KEPT_GOALS, SWEEP_AT, ChangeLimits, ended, finish, open_goal
 from daskserve.errors import DeletedError, NoCapacityError, SupersededError
 from daskserve.payload.packed_errors import load_error
 
@@ -168,6 +168,12 @@ def test_a_goal_whose_backend_is_deleted_says_by_whom() -> None:
     assert isinstance(error, DeletedError)
     assert error.by == "b.py"
     assert str(error) == "Backend 'b' was deleted by b.py before this change was complete."
+
+
+def test_only_a_pending_goal_of_a_backend_ends_with_that_of_its_application() -> None:
+    mine = backend(goal="own")
+    assert set(ended(state_of(mine, goal("own")), mine, "apps", None)) == {"goal/own"}
+    assert ended(state_of(mine, finish(goal("own"))), mine, "apps", None) == {}
 
 
 def test_a_deletion_that_is_hurried_on_has_no_error() -> None:

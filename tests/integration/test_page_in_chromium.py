@@ -400,6 +400,15 @@ async def test_a_continuous_batch_has_its_slots_and_outputs() -> None:
         assert "310" in text
         cells = "[...document.querySelectorAll('.rows .row > *')].map((each) => each.textContent)"
         assert {"Slots6/8", "Outputs/s310"} <= set(await tab.ask(cells))
+        # Rows fit in their card, at each width at which columns come or go.
+        out = (
+            "[...document.querySelectorAll('.grid .row > *, .grid .button')].filter((each) => "
+            "each.closest('.card').getBoundingClientRect().right < each.getBoundingClientRect().right - 1).length"
+        )
+        for width in (360, 761, 1001, 1024, 1101, 1201):
+            await tab.resize(width, 800)
+            await tab.until(f"innerWidth === {width} && document.querySelector('.rows .row')")
+            await tab.until(f"{out} === 0", 5)
 
 
 async def test_a_page_keeps_what_it_saw_until_the_instance_is_there_again_and_never_waits_for_ever() -> None:

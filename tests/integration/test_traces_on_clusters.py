@@ -146,6 +146,8 @@ def test_code_in_a_process_of_its_own_has_its_spans_in_the_trace(dask: Client, c
         fetch(client.http_urls()[0], headers={"traceparent": PARENT})
         poll_for(lambda: len(collector.spans) >= 5)
         named = {each.name: each for each in collector.spans}
+        poll_for(lambda: counted(dask, "exported") >= 5, every_s=0.2)
+        assert counted(dask, "exported") == len(collector.spans) == 5
     above = ["of the user", "user code __call__", "replica apart", "route_to_replica apart", "GET /"]
     for name, parent in itertools.pairwise(above):
         assert named[name].parent_span_id == named[parent].span_id

@@ -278,3 +278,10 @@ def test_the_classic_name_of_max_ongoing_requests_can_be_read_and_set() -> None:
     assert config.max_ongoing_requests == config.max_concurrent_queries == 4
     with pytest.raises(ValueError, match="max_ongoing_requests"):
         config.max_concurrent_queries = 0
+
+
+@each_case("value", [5, "CPU", [("num_cpus", 1)]])
+def test_actor_options_that_are_no_mapping_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="valid dictionary or instance of ActorOptions"):
+        ActorOptions.model_validate(value)
+    assert ActorOptions.model_validate(known := ActorOptions(num_cpus=2)) is known

@@ -16,6 +16,7 @@ import daskserve as serve
 from daskserve.cluster.protocols.base import ActorSpec
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorKind
+from daskserve.config_file.hiding import shown
 from daskserve.control.records.state import State
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.backlog import Backlog
@@ -257,3 +258,10 @@ def test_records_messages_and_infos_do_not_show_secrets() -> None:
     assert VALUE not in repr(spec)
     interpreter = asyncio.run(interpreter_of(env, {"B": VALUE}))
     assert VALUE not in repr(interpreter)
+
+
+def test_an_option_without_a_secret_is_shown_as_it_is() -> None:
+    assert shown({"env_vars": None, "others": [{"env_vars": {"A": "a"}}]}) == {
+        "env_vars": None,
+        "others": [{"env_vars": {"A": "***"}}],
+    }

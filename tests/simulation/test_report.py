@@ -46,6 +46,8 @@ def test_sparklines_and_changes_describe_the_result() -> None:
     assert " s  1 to " in first
     assert "queued" in first
     assert changes(found, most=1).splitlines()[-1].strip() == f"and {len(found.history.changes) - 1} more"
+    everything = len(found.history.changes)
+    assert len(changes(found, most=everything).splitlines()) == everything
 
 
 def test_a_plot_is_well_formed_and_small() -> None:

@@ -16,7 +16,7 @@ from daskserve.options.http import HTTPOptions
 
 #: Options that hold Python objects, which have no text.
 _OBJECTS = frozenset({"middlewares"})
-#: What uvicorn trusts if it is not told otherwise.
+#: The proxies that uvicorn trusts by default.
 _TRUSTED_BY_UVICORN = "127.0.0.1"
 _ALL_NETWORKS = ("0.0.0.0/0", "::/0")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")

@@ -1,4 +1,4 @@
-"""What ``daskserve run`` serves: the application of an import path, or those of a configuration file."""
+"""The targets of ``daskserve run``: the application of an import path, or those of a configuration file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def environment_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a command serves, with the options of the instance that its file has."""
+    """The applications that a command serves, with the options of the instance from its file."""
 
     source: Source
     http_options: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
 
 
 def served_file(name: str, timeout_s: float | None) -> Served:
-    """Return what a configuration file describes; print its warnings.
+    """Return the target that a configuration file describes; print its warnings.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def served_file(name: str, timeout_s: float | None) -> Served:
 def served_path(
     target: RunTarget, environment: Mapping[str, Any], *, is_factory: bool, timeout_s: float | None
 ) -> Served:
-    """Return what an import path names, with an environment for its replicas if there is one."""
+    """Return the target that an import path names, with an environment for its replicas if there is one."""
     if not environment:
         return Served(Source((target,), timeout_s, is_factory=is_factory))
     if is_factory:

@@ -1,1 +1,1 @@
-"""What the commands of operators do: deploy, delete, scale, restart, roll out."""
+"""The commands of operators: deploy, delete, scale, restart, roll out."""

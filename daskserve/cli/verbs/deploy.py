@@ -42,7 +42,7 @@ _COLOURS: Mapping[str, str] = {"+": "green", "-": "red", "!": "red", "~": "yello
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a command's target declares, and where it comes from."""
+    """The configuration that a command's target declares, and its origin."""
 
     config: InstanceConfig
     warnings: list[str]
@@ -60,7 +60,7 @@ class Target:
     merge: bool
 
     def read(self) -> Declaration:
-        """Return what it declares; see `declaration`."""
+        """Return its configuration; see `declaration`."""
         return declaration(self.target, self.arguments, self.application, self.route_prefix)
 
     @property
@@ -107,7 +107,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
-    """Return what a target declares: a configuration file, ``-`` for standard input, or an import path."""
+    """Return the configuration of a target: a file, ``-`` for standard input, or an import path."""
     if target == "-" or is_config_file(target):
         if arguments:
             raise click.UsageError("KEY=VALUE belongs to import paths; write it as args in the file.")

@@ -1,1 +1,1 @@
-"""What the command prints of an instance: status, history, events."""
+"""The commands that show an instance: status, history, events."""

@@ -20,7 +20,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
     """End the parts of an instance that this program has started, and close the connection.
 
     1. This program's own instance ends, unless other programs have deployed something on it.
-    2. Otherwise only the applications end that this program has started, if no other call has changed them
+    2. Otherwise only the applications that this program has started end, if no other call has changed them
        since. An instance that several programs have shared ends with the last application.
     3. A client of `daskserve.connect` ends nothing.
 

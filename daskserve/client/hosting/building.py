@@ -156,7 +156,7 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
 
 
 def _below(packages: Collection[str]) -> list[str]:
-    """Return the names of the imported modules of some packages, and of these."""
+    """Return the names of these packages and of their modules, as far as they are imported."""
     return [name for name in sys.modules.copy() if name.partition(".")[0] in packages]
 
 

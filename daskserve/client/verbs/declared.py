@@ -1,4 +1,4 @@
-"""The client's methods for configurations: what files declare, instead of programs."""
+"""The client's methods for configurations, which files declare in place of programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's methods for what has happened: revisions, rollback, events, logs, live metrics."""
+"""The client's methods for the past: revisions, rollback, events, logs; and for live metrics."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Channel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing that this side has opened is under way, and the other side keeps nothing for it."""
+        """Whether this side has no open requests, and the other side keeps no results for it."""
         return not (self._opened or self._held)
 
     async def serve(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
+from daskserve.cluster.channel.connect.dead_peers import PeerWatch
 from daskserve.cluster.channel.connect.dialling import READY
 from daskserve.cluster.channel.connect.handshake import Admission
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.connect.relayed import RelayedWorkers
-from daskserve.cluster.channel.connect.vanishing import PeerWatch
 from daskserve.cluster.channel.kept_results import KeptResults
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Traffic, Transport

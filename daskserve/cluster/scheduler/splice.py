@@ -22,9 +22,9 @@ from distributed import Scheduler
 from tornado.iostream import IOStream
 
 from daskserve.cluster.channel.connect.comm_transport import wire_of
+from daskserve.cluster.channel.connect.dead_peers import PeerWatch
 from daskserve.cluster.channel.connect.dialling import begin_channel, connect_once
 from daskserve.cluster.channel.connect.handshake import relay
-from daskserve.cluster.channel.connect.vanishing import PeerWatch
 from daskserve.cluster.distributed_internals import (
     NO_REPLY,
     is_plain_tcp,

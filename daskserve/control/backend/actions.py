@@ -1,4 +1,4 @@
-"""The actions of a backend's step on its replicas; `daskserve.control.acting` executes them."""
+"""The actions of a backend's step on its replicas; `daskserve.control.action_executor` executes them."""
 
 from __future__ import annotations
 

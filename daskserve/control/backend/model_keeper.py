@@ -58,9 +58,9 @@ class ModelKeeper:
         self._tasks = TaskSet(logger)
         self._busy: set[str] = set()
         self._read_at: dict[BackendTag, float] = {}
-        #: What the folders had when they were last read.
+        #: The content of the folders when they were last read.
         self._folders: dict[BackendTag, Folder] = {}
-        #: What new versions consisted of when a folder was last read.
+        #: The files of new versions when a folder was last read.
         self._seen: dict[BackendTag, Mapping[str, str]] = {}
         #: The phase of each rollout of a model, and when it began.
         self._phases: dict[tuple[BackendTag, str], tuple[str, float]] = {}
@@ -201,7 +201,7 @@ class ModelKeeper:
 def read_folder(
     repository: ModelRepository, known: Mapping[str, Mapping[str, object]], before: Mapping[str, str]
 ) -> tuple[Folder, Mapping[str, str]]:
-    """Return what is in a folder, and what the new ones among the newest versions consist of.
+    """Return the content of a folder, and the files of its new versions, if they are among the newest.
 
     A new version is not whole until two readings in a row agree, because someone may still be writing it.
     """

@@ -60,7 +60,7 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
 def decided(
     inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], step: Step
 ) -> Decision:
-    """Return what becomes of a rollout, given the replicas of the new version; note it in the step."""
+    """Return the next state of a rollout, given the replicas of the new version; note it in the step."""
     rollout = backend.canary
     assert rollout is not None
     new, old = running_of(backend, inputs.state.replicas_of(backend.tag))

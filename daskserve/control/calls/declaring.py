@@ -123,7 +123,7 @@ class DeclaringVerbs(DecidingVerbs):
 
     @verb
     async def plan_config(self, config: Mapping[str, Any], merge: bool = False) -> dict[str, Any]:
-        """Return what a configuration would change; its applications are built for that, in workers."""
+        """Return the changes that a configuration would make; builds its applications in workers."""
         core = self._core
         _check_size(config)
         applying.check_routes(
@@ -142,7 +142,7 @@ class DeclaringVerbs(DecidingVerbs):
 
     @verb
     async def plan_text(self, text: str, name: str, merge: bool = False) -> dict[str, Any]:
-        """Return what the configuration in the text of a file would change."""
+        """Return the changes that the configuration in the text of a file would make."""
         found = await asyncio.to_thread(_read, text, name)
         return {**await self.plan_config(found.config.to_plain(), merge=merge), "warnings": found.warnings}
 
@@ -178,7 +178,7 @@ class DeclaringVerbs(DecidingVerbs):
 
     @verb
     async def get_config(self, name: str | None = None, is_masked: bool = False) -> dict[str, Any]:
-        """Return what is declared, of one application or of all, perhaps without literal secrets."""
+        """Return the declared configuration of one application or of all, perhaps without literal secrets."""
         found = views.config(self._core.state, name)
         return shown(found) if is_masked else found
 

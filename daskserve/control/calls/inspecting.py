@@ -30,7 +30,7 @@ class InspectingVerbs:
 
     @verb
     async def profile(self, replica: str, seconds: float = SECONDS, memory: bool = False) -> dict[str, Any]:
-        """Return what the user code of a replica did for some time; see `Client.profile`."""
+        """Return a profile of a replica's user code over some time; see `Client.profile`."""
         if not 0 < seconds <= MAX_SECONDS:
             raise BadRequestError(
                 f"seconds={shown(seconds)} must be more than 0 and at most {shown(MAX_SECONDS)}."
@@ -40,7 +40,7 @@ class InspectingVerbs:
 
     @verb
     async def stacks(self, replica: str) -> dict[str, Any]:
-        """Return what the user code of a replica does now; see `Client.stacks`."""
+        """Return the stacks of a replica's user code; see `Client.stacks`."""
         return await self._ask(replica, "stacks", ANSWER_S)
 
     async def _ask(self, name: str, verb: str, takes_s: float, **message: Any) -> dict[str, Any]:

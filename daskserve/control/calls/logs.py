@@ -33,7 +33,7 @@ ALL_S = 10.0
 ASK_EVERY_S = 0.5
 #: Most bytes of a cursor, unpacked.
 MAX_CURSOR = 4 << 20
-#: What a row has beside the fields of a record.
+#: The values of a row beside the fields of a record.
 _INTERNAL = frozenset({"levelno", "number", "source", "turn", "instance"})
 
 
@@ -164,7 +164,7 @@ class Gathered:
             self._sources.add(source)
             turn = 0.0
             for row in each["rows"]:
-                # What is cut is the newest of its source, too: a line of the access log is numbered late.
+                # Cut records are the newest of their source, too: a line of the access log is numbered late.
                 turn = max(turn, row["time"])
                 self._records.append({**row, "worker": worker, "source": source, "turn": turn})
         if answer["dropped"]:

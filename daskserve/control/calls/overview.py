@@ -33,7 +33,7 @@ class OverviewVerbs:
     async def next_overview(
         self, after: int = 0, events_after: int | None = None, timeout_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return what has changed of the overview and the events since ``after``, or nothing after a time.
+        """Return the changes of the overview and the events since ``after``, or nothing after a time.
 
         Parameters
         ----------

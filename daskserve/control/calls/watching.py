@@ -31,7 +31,7 @@ class _Look:
 class WatchedStatus:
     """The last look at the status, which all watchers share.
 
-    Changes of records wake watchers. What is only observed, such as a slow start, is read once a period.
+    Changes of records wake watchers. Observations, such as a slow start, are read once a period.
     However many watch, there are no more looks than one in each pause.
     """
 

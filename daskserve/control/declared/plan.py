@@ -15,9 +15,9 @@ from daskserve.errors import ServeError
 from daskserve.options.fields.base import Effect
 from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 
-#: What happens to an application.
+#: The possible changes of an application.
 NEW, CHANGED, UNCHANGED, DELETED, FAILED = "new", "changed", "unchanged", "deleted", "failed"
-#: What happens to a deployment, the strongest first: its word is that of its strongest change.
+#: The possible changes of a deployment, the strongest first; the strongest one names the whole.
 RESTARTS, RECONFIGURED, SCALED, AT_ONCE, GOES = "restarts", "reconfigured", "scaled", "at once", "goes"
 _STRENGTH = (NEW, GOES, RESTARTS, RECONFIGURED, SCALED, AT_ONCE, UNCHANGED)
 _WORDS: Mapping[Effect, str] = {
@@ -37,7 +37,7 @@ def plan(
     merges: bool,
     unloadable: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return what a configuration would change, in plain values.
+    """Return the changes that a configuration would make, as plain values.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def _change(action: str, changes: list[dict[str, Any]] | None = None) -> dict[st
 def planned(
     state: State, name: str, spec: ApplicationSpec | str, unloadable: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return what would change of one application, given its spec, or why it cannot be built."""
+    """Return the changes of one application, given its spec, or why it cannot be built."""
     if isinstance(spec, str):
         return {"action": FAILED, "message": spec, "deployments": {}}
     app = state.apps.get(name)
@@ -126,7 +126,7 @@ def _deployment(
 
 
 def _differences(old: BackendRecord, new: BackendRecord) -> list[dict[str, Any]]:
-    """Return what differs between two records of a deployment, each with its effect on running replicas."""
+    """Return the differences between two records of a deployment, with their effects on running replicas."""
     found = [_plain(each) for each in differences(old, new)]
     if old.version != new.version and not any(each["effect"] == RESTARTS for each in found):
         found.append({"option": CODE, "effect": RESTARTS})

@@ -1,4 +1,4 @@
-"""What is declared, and how far it is deployed, as plain values. Pure."""
+"""Declared configurations and the progress of their deploys, as plain values. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.errors import NotFoundError
 
 
 def config(state: State, name: str | None = None) -> dict[str, Any]:
-    """Return what is declared, and who has declared it.
+    """Return the declared configurations and who declared them.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class FolderReads:
         self._reading: dict[str, asyncio.Future[Any]] = {}
 
     async def read(self, url: str, function: Callable[[], T], clock: Clock) -> T:
-        """Return what a function returns that reads a folder; raise `TimeoutError` if that takes too long."""
+        """Return the result of a function that reads a folder; raise `TimeoutError` if it takes too long."""
         deadline = clock.now() + READ_S
         try:
             while (earlier := self._reading.get(url)) is not None:

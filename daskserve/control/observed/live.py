@@ -166,7 +166,7 @@ class LiveMetrics:
         ]
 
 
-#: What is known of a deployment without replicas.
+#: The metrics of a deployment without replicas.
 _IDLE: Mapping[str, Any] = {"requests_per_s": 0.0, "errors_per_s": 0.0, "ongoing": 0, "queued": 0}
 
 

@@ -71,7 +71,7 @@ class Scaling:
     samples: tuple[Sample, ...] = ()
 
     def is_for(self, backend: BackendRecord) -> bool:
-        """Return whether this decision changes the number of a backend that has not changed since."""
+        """Return whether this decision changes the backend's number of replicas and still applies to it."""
         return (
             backend.scaled_to == self.based_on != self.replicas
             and backend.autoscaling == self.options
@@ -241,7 +241,7 @@ class Observed:
     routing_stats: RoutingStats = field(default_factory=RoutingStats)
     #: The models that replicas have loaded, as they last reported them.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
-    #: What their multiplexed functions have loaded.
+    #: The models that their multiplexed functions have loaded.
     multiplexed: MultiplexedModels = field(default_factory=MultiplexedModels)
     #: Reads the folders of models.
     folders: FolderReads = field(default_factory=FolderReads)
@@ -261,9 +261,9 @@ class Observed:
     loads: Loads = field(default_factory=Loads)
     #: The rates of the last second, while somebody watches.
     live: LiveMetrics = field(default_factory=LiveMetrics)
-    #: What is wrong with the users' request routers.
+    #: The faults of the users' request routers.
     router_troubles: RouterTroubles = field(default_factory=RouterTroubles)
-    #: What routers have counted of both versions of each rollout.
+    #: The routers' counts of both versions of each rollout.
     rollouts: RolloutCounts = field(default_factory=RolloutCounts)
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)

@@ -99,7 +99,7 @@ class RolloutCounts:
         self._of(tag, key).troubles[number] = why
 
     def evidence(self, tag: BackendTag, key: str) -> Evidence:
-        """Return what is known of a step."""
+        """Return the known counts of a step."""
         step = self._steps.get(tag, {}).get(key) or _Step()
         compared = self.shadowed(tag, _rollout_of(key)).compared
         return Evidence(step.new, step.old, dict(step.polls), dict(step.troubles), compared)

@@ -108,7 +108,7 @@ def is_worse(new: int, old: int, share: float, tolerance: float, p: float, carri
 
 
 def carried_on(gate: Gate, number: int, evidence: Evidence, share: float, carried: float) -> float:
-    """Return what the bets of a gate carry to the next step.
+    """Return the winnings of a gate's bets that it carries to the next step.
 
     At each step, one bet of the same size begins, and those of earlier steps go on. So a version that is a
     little worse at each step is found, and so is one that is worse at the last step alone.

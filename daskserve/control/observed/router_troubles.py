@@ -1,4 +1,4 @@
-"""What is wrong with the users' request routers, as the processes that route have reported it. Pure."""
+"""The faults of the users' request routers, as reported by the processes that route. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RouterTroubles:
         return new
 
     def text_of(self, tag: BackendTag, now: float) -> str:
-        """Return what is wrong with the router of a backend, and in how many processes; empty if nothing."""
+        """Return the fault of a backend's router, and in how many processes it occurs; empty without one."""
         found = [each for each in self._known.get(tag, {}).values() if now - each.at < STALE_S]
         if not found:
             return ""

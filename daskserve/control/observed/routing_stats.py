@@ -1,4 +1,4 @@
-"""What the user's ``record_routing_stats`` of all replicas returned last, for the status and for routers."""
+"""The last results of the user's ``record_routing_stats`` in all replicas, for the status and for routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas that wait would use of the resources that Dask's tasks hold. Pure.
+"""The resources held by Dask's tasks that waiting replicas would use. Pure.
 
 Without a claim, the scheduler would give a worker's GPU to one task after another, and a replica would wait
 for all of them. With one, the scheduler gives the GPU to no further task.

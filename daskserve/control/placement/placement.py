@@ -184,7 +184,7 @@ def _ranks(
     demand: Demand,
     avoided: Collection[WorkerAddress],
 ) -> Callable[[WorkerInfo], WorkerRank]:
-    """Return what ranks a worker, given the bundles of the backend by worker and by host."""
+    """Return the function that ranks a worker, given the bundles of the backend by worker and by host."""
     total_on = state.bundles_on()
 
     def rank(info: WorkerInfo) -> WorkerRank:

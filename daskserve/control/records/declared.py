@@ -1,4 +1,4 @@
-"""What configuration files have declared: one record per application, and one about the last change of them.
+"""Declared configurations: one record per application, and one about their last change.
 
 See `daskserve.control.records.records`, and `daskserve.control.declared.apply`, which writes them.
 """

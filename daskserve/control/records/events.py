@@ -13,7 +13,7 @@ from daskserve.control.records.deaths import DeathsRecord
 
 
 class EventKind(enum.StrEnum):
-    """What happened. The names are stable: programs filter by them."""
+    """The kinds of events. The names are stable: programs filter by them."""
 
     DEPLOYING = "DEPLOYING"
     DEPLOYED = "DEPLOYED"
@@ -70,7 +70,7 @@ class Event:
     ----------
     kind : EventKind
     message : str
-        What happened, in one line, with the cause.
+        A description in one line, with the cause.
     application : str
         Empty for what belongs to no application.
     deployment : str

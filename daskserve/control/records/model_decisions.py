@@ -23,7 +23,7 @@ MAX_REASON = 500
 
 
 class Folder(NamedTuple):
-    """What is in a folder of models.
+    """The content of a folder of models.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Folder(NamedTuple):
 
 
 def target(record: ModelsRecord, plan: RolloutConfig | None = None) -> dict[str, Any]:
-    """Return what replicas should have, for `daskserve.data.replica.models.Models.want`."""
+    """Return the models that replicas should have, for `daskserve.data.replica.models.Models.want`."""
     found: dict[str, Any] = {}
     for name, versions in record.models.items():
         wanted = {
@@ -73,7 +73,7 @@ def key_of(rollout: RolloutState, share: float) -> str:
 
 
 def at_start(record: ModelsRecord | None) -> dict[str, Any] | None:
-    """Return what a replica must have before it serves: what is READY; None if nothing is known yet."""
+    """Return the READY models, which a replica must have before it serves; None if none is known yet."""
     if record is None:
         return None
     ready = {
@@ -259,7 +259,7 @@ def _named(record: ModelsRecord) -> Iterable[str]:
 
 
 def text_of(record: ModelsRecord | None, problem: str = "") -> str:
-    """Return what the status says of the models: those that load or have failed, and of their folder."""
+    """Return the status text of the models that load or have failed, and of their folder."""
     parts = [problem] if problem else []
     for name, versions in {} if record is None else record.models.items():
         default = record.defaults.get(name) if record is not None else None

@@ -60,7 +60,7 @@ class ModelsRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What one replica has loaded, its default versions, and its errors by ``name/version`` and attempt.
+    """The loaded models of a replica, its default versions, and its errors by ``name/version`` and attempt.
 
     Attributes
     ----------

@@ -265,7 +265,7 @@ class ReplicaRecord:
         The amounts of all bundles of its placement group, ``demand`` first, and their workers, ``worker``
         first; empty without a group, or until it is placed.
     metadata : dict
-        What the user's ``record_replica_metadata`` returned.
+        The result of the user's ``record_replica_metadata``.
     events : tuple
         The replica's `replica_lifecycle.ReplicaEvent` values, oldest first: at most five, none twice.
     moved_at : float

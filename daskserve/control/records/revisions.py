@@ -50,7 +50,7 @@ class RevisionRecord:
     rollback_of : int
         The number of the revision that a rollback has deployed again; 0 without one.
     changes : list
-        What differs from the revision before it: dicts with ``deployment``, ``what``, ``old`` and ``new``.
+        The differences from the revision before it: dicts with ``deployment``, ``what``, ``old`` and ``new``.
         Texts for people, without secrets.
     reason : str
         Why it failed, or who replaced it.
@@ -93,7 +93,7 @@ class RevisionRecord:
         return f"{self.KIND}/{self.application}/{self.number}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what users see of it, as plain values."""
+        """Return the values that users see of it."""
         return {
             "number": self.number,
             "state": self.state.value,

@@ -39,7 +39,7 @@ class RolloutPhase(enum.StrEnum):
 
 
 class RolloutEvent(enum.StrEnum):
-    """What happens to a rollout."""
+    """The events of a rollout."""
 
     READY = "READY"
     #: The step has passed; another one follows, or none.
@@ -97,7 +97,7 @@ class RolloutState:
     since : float
         When the phase began, in seconds since the epoch.
     carried : tuple of float
-        What the bets of each gate have won at the steps before the one that is served.
+        The winnings of each gate's bets at the steps before the one that is served.
     why : str
         Why it has ended, with figures.
     promoted_by : str

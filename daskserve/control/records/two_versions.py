@@ -15,7 +15,7 @@ from daskserve.control.records.storing.encoding import from_plain
 def stable_of(backend: BackendRecord) -> BackendRecord | None:
     """Return the record of the old version during a rollout; None without one.
 
-    What the whole instance, the load or an external scaler decides is as for the new version.
+    Decisions of the instance, the load or an external scaler are the same as for the new version.
     """
     rollout = backend.canary
     if rollout is None:

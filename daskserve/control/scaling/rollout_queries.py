@@ -51,7 +51,7 @@ class RolloutQueries:
         self._fetch = fetch
         #: When each gate is compared next, by its place.
         self._due: dict[_Place, float] = {}
-        #: What asks for the values of each gate, so that a lasting error is logged once.
+        #: The reader of each gate's values, kept so that a lasting error is logged once.
         self._queries: dict[_Place, PrometheusQueries] = {}
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What the verbs for applications change in the declared configuration. Pure."""
+"""The changes of the declared configuration by the verbs for applications. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def declared(
     by: str,
     now: float,
 ) -> Change:
-    """Return what a deploy changes in the declared configuration.
+    """Return the change of the declared configuration by a deploy.
 
     Parameters
     ----------

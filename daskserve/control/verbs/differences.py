@@ -1,4 +1,4 @@
-"""What differs between two records of a deployment, with the effect on its running replicas. Pure."""
+"""The differences between two records of a deployment, and their effect on running replicas. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, Options, effect_of
 from daskserve.options.fields.secrets import masked
 
-#: What is no option of one of the models.
+#: The fields that are no options of a model.
 CODE, ENV, USER_CONFIG, CALLS = "code", "env", "user_config", "what it calls"
 _NO_EFFECTS: Mapping[Effect, Effect] = {}
 
@@ -29,7 +29,7 @@ class Difference:
 
 
 def differences(old: BackendRecord, new: BackendRecord) -> list[Difference]:
-    """Return what differs between two records of a deployment."""
+    """Return the differences between two records of a deployment."""
     found = []
     if unmarked(old.version) != unmarked(new.version):
         versions = (old.user_version, new.user_version)

@@ -34,7 +34,7 @@ TRANSITIONS = 3
 def evidence_of(
     counts: RolloutCounts, tag: BackendTag, name: str, rollout: RolloutState, share: float
 ) -> Evidence:
-    """Return what replicas have counted of a model at its present step."""
+    """Return the counts of a model by replicas at its present step."""
     return counts.evidence(rollout_tag(tag, name), key_of(rollout, share))
 
 
@@ -66,7 +66,7 @@ def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None,
         if newest is None or plan is None or (going is not None and going.names[0] == newest):
             continue
         for older in set(rolling) - {newest}:
-            # As a deploy of yet another version replaces the new one.
+            # In the same way, a deploy of a third version replaces the new one.
             record = changed(record, name, older, _entry(record, name, older, ModelState.READY))
             record = record if keep is None else unloaded(record, name, older)
         default, number = record.defaults[name], versions[newest]["attempt"]

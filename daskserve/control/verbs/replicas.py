@@ -49,7 +49,7 @@ def busiest(replicas: Sequence[ReplicaRecord], actors: Mapping[str, Mapping[str,
     Parameters
     ----------
     actors : mapping
-        What the workers told of their actors, by the tags of replicas.
+        The workers' reports of their actors, by the tags of replicas.
     """
 
     def requests(replica: ReplicaRecord) -> float:

@@ -52,7 +52,7 @@ def begun(
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a rollout: its next state and what it waits for, or why it is taken back."""
+    """The decision on a rollout: its next state and the reason to wait, or why it is taken back."""
 
     rollout: RolloutState
     text: str = ""
@@ -115,7 +115,7 @@ def decide(
     for_s: float,
     wall: float,
 ) -> Decision:
-    """Return what becomes of a rollout, of a deployment or of a model.
+    """Return the decision on a rollout, of a deployment or of a model.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def decide(
 def _carried(
     config: RolloutConfig, rollout: RolloutState, evidence: Evidence, share: float
 ) -> tuple[float, ...]:
-    """Return what each gate carries from the step that was served to the next one."""
+    """Return the winnings that each gate carries from the served step to the next one."""
     if rollout.served < 0:
         return (0.0,) * len(config.gates)
     return tuple(

@@ -1,4 +1,4 @@
-"""What differs between two values of ``user_config``, for people. Pure.
+"""The differences between two values of ``user_config``, for people. Pure.
 
 They are pickled, and may hold anything. Only plain values are read here: code of the user's runs in replicas,
 never in a controller.

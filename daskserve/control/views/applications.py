@@ -133,7 +133,7 @@ def _failed_at_first(app: AppRecord) -> dict[str, Any]:
 
 
 class _Facts:
-    """What decides the status of one deployment."""
+    """The facts that determine the status of one deployment."""
 
     def __init__(
         self, state: State, observed: Observed, app: AppRecord, name: str, backend: BackendRecord

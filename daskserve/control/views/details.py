@@ -1,4 +1,4 @@
-"""What runs, in the shape in which Ray Serve's REST API describes it. Pure."""
+"""The status of an instance in the format of Ray Serve's REST API. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend waits for, and why its replicas fail, in the words of the status. Pure."""
+"""The messages of the status: why a backend waits, and why its replicas fail. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOP_RESTARTS, LOOP_S = 3, 600.0
 def message_of(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], wall: float
 ) -> str:
-    """Return what a backend waits for (room, a slow replica, an update), or else why the last goal failed.
+    """Return why a backend waits (room, a slow replica, an update), or else why the last goal failed.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the page shows of an instance: the status, with the replicas and rollouts of each deployment. Pure."""
+"""The content of the page of an instance: the status, with replicas and rollouts by deployment. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def overview(
     Parameters
     ----------
     instance : dict
-        What the controller itself knows of the instance.
+        The controller's own state of the instance.
     waiting : dict
         Why applications are not built yet.
     """

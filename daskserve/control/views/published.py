@@ -1,4 +1,4 @@
-"""What routers get to know of a backend. Pure."""
+"""The state of a backend that is published to routers. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _published(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict
 
 
 def _rollout(backend: BackendRecord, running: Iterable[ReplicaRecord]) -> dict[str, Any]:
-    """Return what routers get to know of the new version during a rollout."""
+    """Return the state of the new version that is published to routers during a rollout."""
     rollout, plan = backend.canary, backend.config.rollout
     assert rollout is not None
     assert plan is not None

@@ -1,4 +1,4 @@
-"""What a rollout is doing, for people and programs. Pure."""
+"""The status of a rollout, for people and programs. Pure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def model_rollout_status(
 
 
 def _ended(rollout: RolloutState) -> dict[str, Any]:
-    """Return what is known of a rollout that has ended, too."""
+    """Return the status of a rollout, also after its end."""
     new, old = rollout.names
     return {
         "state": rollout.phase.value,

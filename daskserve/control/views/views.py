@@ -192,7 +192,7 @@ def replica_message(observed: Observed, tag: ReplicaTag) -> str:
 
 
 def _work(busy: Activity | None) -> str:
-    """Return what a replica does while it starts or stops, and for how long once that is long."""
+    """Return the stage of a replica that starts or stops, with its duration once that is long."""
     return "" if busy is None else progress.work_text(busy) or busy.what
 
 

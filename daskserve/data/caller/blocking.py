@@ -9,7 +9,7 @@ from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
 from daskserve.errors import RequestCancelledError
 from daskserve.loops.event_loop import in_cell, running_loop
 
-#: Blocks this thread for up to so many seconds, None for no limit; returns whether the wait has ended before.
+#: Blocks this thread for up to the given seconds, None for no limit; returns whether the wait ended before.
 Wait: TypeAlias = Callable[[float | None], bool]
 
 #: How long a Dask task waits before it leaves its thread to other tasks: leaving costs more than short calls.

@@ -1,4 +1,4 @@
-"""What happens to the bodies of HTTP requests, as the backends of this process have it."""
+"""How the bodies of HTTP requests are handled, as the backends of this process have it."""
 
 from __future__ import annotations
 

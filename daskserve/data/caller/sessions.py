@@ -9,7 +9,7 @@ MAX_SESSION = 1024
 
 
 def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
-    """Return what names the session of an HTTP request, by ``"header:NAME"`` or ``"cookie:NAME"``.
+    """Return the name of an HTTP request's session, by ``"header:NAME"`` or ``"cookie:NAME"``.
 
     Empty if the request has no such part.
     """

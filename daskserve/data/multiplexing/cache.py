@@ -3,7 +3,7 @@
 Problem: the least recently used model is the wrong one to drop if requests for rare models keep coming: each
 of them would push out a popular model that is only idle at the moment. Counts alone would be wrong, too: a
 model that was popular yesterday would stay for ever. Choice: the least recently used model goes, unless it
-is plainly more popular than another one that nobody uses. Popularity is a count of uses that halves with
+is clearly more popular than an unused one. Popularity is a count of uses that halves with
 further uses of any model, and is remembered for a while after a model is dropped. As long as no model is
 used much more than the others, this is exactly LRU.
 
@@ -181,8 +181,8 @@ class ModelCache:
     def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
         """Return what to drop for a model that waits for room; None if it must wait, because all is in use.
 
-        First goes what loads although nobody waits for it any more, then what no request uses, then what only
-        those requests use that now ask for this model.
+        First go models that load without a waiting request, then unused ones, then those that are used only
+        by the requests that ask for this model.
         """
         count, size = self._kept, self._kept_bytes
         found: list[CachedModel] = []

@@ -1,6 +1,6 @@
 """Loads and unloads the models of one multiplexed function in one replica.
 
-Each model has a load of its own: a slow one delays nobody who asks for another model. Callers of the same
+Each model has a load of its own: a slow one delays no request for another model. Callers of the same
 model share its load, which is a task of its own, so a caller that leaves ends nothing. What is kept and what
 goes is decided by `daskserve.data.multiplexing.cache`.
 
@@ -209,7 +209,7 @@ class ModelLoader:
         # Those of the greatest priority first, in the order of their arrival.
         for load in sorted(self._queue.values(), key=lambda each: -each.priority):
             if all(ready.done() for _, ready in load.waiters):
-                self._forget(load)  # nobody waits any more
+                self._forget(load)  # no caller waits any more
                 continue
             # A request that holds a model may give that up for another one.
             if is_full and not any(each in self._holding for each in load.requesters):
@@ -230,7 +230,7 @@ class ModelLoader:
         self.cache.drop(entry)
         self.version += 1
         if (load := self._loads.pop(entry.id, None)) is not None:
-            load.cancel()  # nobody waits for it
+            load.cancel()  # no caller waits for it
 
     def _forget(self, load: Load) -> None:
         if self._loads.get(load.entry.id) is load:
@@ -297,7 +297,7 @@ class ModelLoader:
                 )
             model = loading.result()
         finally:
-            if not loading.done():  # user code may go on nevertheless; nobody waits for it
+            if not loading.done():  # user code may go on; no caller waits for it
                 loading.cancel()
                 loading.add_done_callback(partial(self._note_late, model_id))
         took_s = stopwatch() - began
@@ -394,7 +394,7 @@ class ModelLoader:
                 loop.call_soon_threadsafe(_end_all, [woken], None)
 
     def _watch_idle(self) -> None:
-        """Unload the models that nobody has used for long, now and later."""
+        """Unload the models that have not been used for long, now and later."""
         idle_s = self.limits.idle_timeout_s
         if idle_s is None or self._is_closed:
             return
@@ -412,7 +412,7 @@ class ModelLoader:
             self._spawn(self._unload(each))
 
     def retire(self) -> None:
-        """Unload the models once no request uses them: nobody can ask for them again.
+        """Unload the models once no request uses them; no new request can name them.
 
         Any thread may call this, even while it holds the lock.
         """

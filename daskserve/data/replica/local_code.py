@@ -283,7 +283,7 @@ class LocalCode:
     # ---- requests
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        """Return a request of which nothing has begun."""
+        """Return a request that has not begun."""
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()

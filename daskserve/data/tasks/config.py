@@ -94,7 +94,11 @@ class InstanceAdapterConfig(FileOptions):
     """Options of a queue that the instance keeps, where its store is."""
 
     poll_interval_s: float = Field(
-        0.2, ge=0.005, le=60.0, description="How often an idle consumer asks for tasks, in seconds."
+        0.2,
+        ge=0.005,
+        le=60.0,
+        description="How often the instance looks for tasks that become due, for all idle consumers of a "
+        "queue together, in seconds. A new task reaches one of them at once.",
     )
 
 

@@ -27,7 +27,7 @@ from daskserve.common.clock import Clock
 from daskserve.data.tasks import states
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueError
 from daskserve.data.tasks.payloads import dead_letter
-from daskserve.data.tasks.queues.protocol import Change, QueueStats, TaskQueue
+from daskserve.data.tasks.queues.protocol import Change, QueueStats, TaskQueue, WaitingQueue
 from daskserve.data.tasks.schedules import due_task, last_time, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.loops.tasks import TaskSet
@@ -210,7 +210,7 @@ class TaskConsumer:
     # ---- taking
 
     async def _claim(self) -> None:
-        interval_s = self._options.poll_interval_s
+        interval_s, is_woken = self._options.poll_interval_s, False
         while not self._closing.is_set():
             room = self._room() - len(self._held)
             if room > 0:
@@ -218,9 +218,13 @@ class TaskConsumer:
                 tasks = await self._call(self._queue.claim, self._name, self._owner, room, now, lease_s)
                 for task in tasks:
                     self._begin(task)
-                if len(tasks) < room:  # all that there were
-                    pause_s = min(interval_s, GATHER_S) if tasks else interval_s
-                    await _elapsed(self._clock, self._closing, pause_s)
+                if not tasks and is_woken:  # another consumer was faster, or clocks differ
+                    await _elapsed(self._clock, self._closing, interval_s)
+                elif not tasks:
+                    await _tasks_come(self._queue, self._name, interval_s, self._clock, self._closing)
+                elif len(tasks) < room:  # all that there were
+                    await _elapsed(self._clock, self._closing, min(interval_s, GATHER_S))
+                is_woken = not tasks and not is_woken
                 continue
             self._has_room.clear()
             # Not longer: the replica may have been given more room.
@@ -424,6 +428,23 @@ class TaskConsumer:
             except TaskConflictError:
                 logger.info("Queue %r: another version of schedule %r has made its task", self._name, name)
             at = following
+
+
+async def _tasks_come(
+    queue: TaskQueue, name: str, interval_s: float, clock: Clock, closing: asyncio.Event
+) -> None:
+    """Return once there may be tasks, or the consumer stops."""
+    if not isinstance(queue, WaitingQueue):
+        await _elapsed(clock, closing, interval_s)
+        return
+    waits = [asyncio.ensure_future(each) for each in (queue.wait(name, interval_s), closing.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if waits[0].done():
+            waits[0].result()
+    finally:
+        for each in waits:
+            each.cancel()
 
 
 async def _elapsed(clock: Clock, event: asyncio.Event, time_s: float) -> None:

@@ -1,1 +1,1 @@
-"""What the classes of options are made of: base, bounds, secrets, the names of Ray Serve."""
+"""The parts of option classes: their base, bounds, secrets, the names of Ray Serve."""

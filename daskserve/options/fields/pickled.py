@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-#: What a pickled function begins with, followed by base64.
+#: The prefix of a pickled function; base64 follows.
 PICKLED = "pickled:"

@@ -27,5 +27,5 @@ class HedgingConfig(Options):
     min_delay_s: float = Field(0.005, ge=0, description="No second try begins earlier than this, in seconds.")
 
     def published(self) -> dict[str, Any]:
-        """Return what the processes that send requests need."""
+        """Return the options that the processes that send requests need."""
         return self.model_dump()

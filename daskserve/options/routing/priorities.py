@@ -70,7 +70,7 @@ class PriorityConfig(Options):
         return number
 
     def published(self) -> dict[str, Any]:
-        """Return what the processes that send requests need."""
+        """Return the options that the processes that send requests need."""
         weights = {self._number(name): weight for name, weight in (self.weights or {}).items()}
         return {
             "header": self.header or "",

@@ -134,7 +134,7 @@ class RequestRouterConfig(Options):
         return self
 
     def published(self) -> dict[str, Any] | None:
-        """Return what the processes that send requests need; None for the default."""
+        """Return the options that the processes that send requests need; None for the default."""
         if self.request_router_class == DEFAULT_ROUTER:
             return None
         return {

@@ -37,7 +37,7 @@ Layer: TypeAlias = Mapping[str, Any] | None
 #: A file and the settings it is opened by; None for standard output.
 _Target: TypeAlias = tuple[Path, LogSettings] | None
 
-#: What applies if an application has an access log, but its instance no settings.
+#: The settings of an application with an access log whose instance has none.
 _DEFAULTS = LogSettings()
 
 

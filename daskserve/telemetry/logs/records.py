@@ -1,7 +1,7 @@
 """A log record with the fields of its replica and request, and one line of the access log.
 
 Both are made within the code that logs, or on the loop of a proxy, so making one takes less than a
-microsecond: the text is formatted by whoever reads it. A line of the access log is a plain tuple until then.
+microsecond: the reader formats the text. A line of the access log is a plain tuple until then.
 Python's garbage collector visits objects of any class at each collection, but drops plain tuples of texts and
 numbers from its lists. Of `Access` itself, a busy proxy has so many that full collections hold its requests.
 """
@@ -217,7 +217,7 @@ class Access(NamedTuple):
         }
 
     def facts(self) -> Plain:
-        """Return what only a line of the access log has."""
+        """Return the fields that only a line of the access log has."""
         return {
             "method": self.method,
             "path": self.path,
@@ -227,7 +227,7 @@ class Access(NamedTuple):
         }
 
 
-#: What the line of a call says of its end.
+#: How the line of a call names its end.
 CALL_RESULTS: Mapping[int, str] = {200: "OK", 499: "CANCELLED", 500: "ERROR"}
 
 
@@ -244,7 +244,7 @@ def message_of(access: AccessLine) -> str:
 
 @lru_cache(1024)
 def around_target(method: str, version: str, status: int) -> tuple[str, str]:
-    """Return what stands before and after the target in the message of a request."""
+    """Return the parts of a request's message before and after the target."""
     protocol = f" HTTP/{version}" if method != "WebSocket" else ""
     return f' - "{method} ', f'{protocol}" {status} {_PHRASES.get(status, "")}'.rstrip()
 

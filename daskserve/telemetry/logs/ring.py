@@ -16,7 +16,7 @@ from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, T
 
 #: How many records a process keeps, and about how many bytes of text.
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
-#: What an entry takes beside its text.
+#: The size of an entry without its text.
 _OVERHEAD = 400
 #: How many lines of the access log make one entry: even if all are as long as a server takes, the ring has
 #: room for several such entries.

@@ -1,4 +1,4 @@
-"""What a process knows of `daskserve.options.logging.LoggingConfig`: plain values, read without pydantic."""
+"""The values of `daskserve.options.logging.LoggingConfig` in a process, read without pydantic."""
 
 from __future__ import annotations
 

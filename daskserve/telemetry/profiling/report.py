@@ -59,7 +59,7 @@ def summary(profile: Mapping[str, Any]) -> str:
 
 
 def hottest(profile: Mapping[str, Any]) -> list[tuple[int, int, str, str]]:
-    """Return the functions by samples of their own: those, with what they call, name, place."""
+    """Return the functions, ordered by their own samples: own samples, samples with callees, name, place."""
     own: Counter[int] = Counter()
     total: Counter[int] = Counter()
     for numbers, count, _ in profile["stacks"]:
@@ -74,7 +74,7 @@ def hottest(profile: Mapping[str, Any]) -> list[tuple[int, int, str, str]]:
 
 
 def tables(profile: Mapping[str, Any]) -> list[Table]:
-    """Return what a profile shows as tables."""
+    """Return the tables of a profile."""
     if "memory" in profile:
         rows = [
             (size(held), f"{count}", size(change), place(file, line))

@@ -1,4 +1,4 @@
-"""What threads and tasks do right now, in plain values and as text."""
+"""The stacks of threads and tasks, as plain values and as text."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _shown(frame: FrameType, line: int) -> dict[str, Any]:
 
 
 def stack_text(found: Mapping[str, Any], *, is_full: bool = False) -> str:
-    """Return what `Client.stacks` tells, as text.
+    """Return the result of `Client.stacks` as text.
 
     Parameters
     ----------

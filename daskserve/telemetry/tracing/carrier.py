@@ -60,7 +60,7 @@ NO_PARENT = Parent(0, 0, 0)
 
 
 def parse_parent(text: str) -> Parent:
-    """Return what a ``traceparent`` says; `NO_PARENT` if it is not valid."""
+    """Return the content of a ``traceparent``; `NO_PARENT` if it is not valid."""
     found = _TRACEPARENT.fullmatch(text)
     if found is None:
         return NO_PARENT

@@ -143,7 +143,7 @@ def _encode(template: SpanTemplate) -> bytes:
 
 
 def _before(key: str, length: int) -> bytes:
-    """Return what stands before an attribute's text, which is often another one for each span."""
+    """Return the bytes before an attribute's text. The text often differs from span to span."""
     value = b"\x0a" + _varint(length)
     found = _text(b"\x0a", key) + b"\x12" + _varint(len(value) + length) + value
     return _ATTRIBUTE + _varint(len(found) + length) + found

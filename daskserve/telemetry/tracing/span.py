@@ -38,12 +38,12 @@ class SpanMaker(Protocol):
     is_closed: bool
 
     is_awake: bool
-    #: Ended spans, of which nobody keeps more than `MAX_PENDING`.
+    #: Ended spans, at most `MAX_PENDING`.
     pending: deque[RecordedSpan]
 
     @property
     def bits(self) -> Callable[[int], int]:
-        """Returns a random number of so many bits."""
+        """Returns a random number with the given number of bits."""
 
     def export_some(self) -> None:
         """Export ended spans here, if that takes little time."""

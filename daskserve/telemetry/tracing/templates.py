@@ -1,4 +1,4 @@
-"""What many spans have in common. This module needs no OpenTelemetry."""
+"""The values that many spans have in common. This module needs no OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 class SpanTemplate:
-    """The name, the kind and the attributes of many spans; nobody changes them.
+    """The name, the kind and the attributes of many spans. Immutable.
 
     A span that refers to one costs less time and memory than one that has them itself, and they are encoded
     once.
@@ -27,7 +27,7 @@ class SpanTemplate:
         self.name = name
         self.kind = kind
         self.values = values
-        #: As the encoder has them; empty until it has seen them.
+        #: The encoded values; empty until the encoder has seen the template.
         self.encoded = b""
 
 

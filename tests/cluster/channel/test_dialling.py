@@ -11,7 +11,7 @@ from wires import connected
 
 from daskserve.cluster.channel.connect.comm_transport import CommTransport
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP, Dialler, RouteMemory
-from daskserve.cluster.channel.connect.handshake import Admission, StrangerError
+from daskserve.cluster.channel.connect.handshake import Admission, UntrustedPeerError
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock
@@ -313,7 +313,7 @@ def test_a_worker_of_another_cluster_is_lost() -> None:
     """It has taken over the address. The way through the scheduler leads to the same one."""
     network = Network(SCHEDULER, WORKER)
     network.keyring = Keyring()
-    with pytest.raises(StrangerError, match="belongs to another cluster") as caught:
+    with pytest.raises(UntrustedPeerError, match="belongs to another cluster") as caught:
         dial(network, WORKER)
     assert not caught.value.begun
     assert (network.tried, network.asked) == ([WORKER], 2)

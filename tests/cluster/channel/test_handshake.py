@@ -20,7 +20,7 @@ from daskserve.cluster.channel.connect.handshake import (
     PROOF_BYTES,
     TIMEOUT_S,
     Admission,
-    StrangerError,
+    UntrustedPeerError,
     introduce,
     relay,
 )
@@ -71,7 +71,7 @@ async def test_an_end_with_another_secret_is_a_stranger() -> None:
     for known in ([], [OTHER]):
         near, far = connected()
         admitting = asyncio.create_task(Admission(keyring(SECRET)).admit(far))
-        with pytest.raises(StrangerError, match="belongs to another cluster") as caught:
+        with pytest.raises(UntrustedPeerError, match="belongs to another cluster") as caught:
             await introduce(near, keyring(*known))
         assert not caught.value.begun
         assert not await admitting
@@ -81,7 +81,7 @@ async def test_an_end_with_another_secret_is_a_stranger() -> None:
 async def test_a_worker_that_knows_no_secret_lets_nobody_in() -> None:
     near, far = connected()
     admitting = asyncio.create_task(Admission(Keyring()).admit(far))
-    with pytest.raises(StrangerError):
+    with pytest.raises(UntrustedPeerError):
         await introduce(near, Keyring())
     assert not await admitting
 
@@ -233,7 +233,7 @@ async def test_a_scheduler_forwards_the_handshake_between_connections_of_two_kin
         await introduce(near, keyring(secret))
         await relaying
     else:
-        with pytest.raises(StrangerError):
+        with pytest.raises(UntrustedPeerError):
             await introduce(near, keyring(secret))
         near.abort()
         with pytest.raises(OSError, match="has ended"):

@@ -20,7 +20,7 @@ from distributed.protocol import to_serialize
 
 from daskserve.cluster.channel.connect.comm_transport import StreamWire
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, dial_worker
-from daskserve.cluster.channel.connect.handshake import HELLO_BYTES, StrangerError
+from daskserve.cluster.channel.connect.handshake import HELLO_BYTES, UntrustedPeerError
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
 from daskserve.cluster.channel.wire.parts import HEAD, SIZE
@@ -124,7 +124,7 @@ async def test_only_members_of_the_cluster_are_answered(protocol: str, security:
 
     async with opened_port(protocol, security, keyring(secret)) as port:
         for stranger in (keyring(), keyring(ChannelSecret())):
-            with pytest.raises(StrangerError):
+            with pytest.raises(UntrustedPeerError):
                 await port.call(stranger)
         assert await port.call(keyring(secret)) == b"answer"
         assert ("channel_refusals", ("stranger",), 2) in port.pool.samples()

@@ -188,7 +188,14 @@ def test_prompts_are_compared_at_both_ends_of_their_blocks_up_to_their_length() 
     assert shares[:2] == [0, 0]
     assert shares == sorted(shares)
     assert 0.9 < shares[-1] < 1
-    assert common(text[:24_000] + "X" + text[24_001:]) == common(text[:32_768] + "X") == 1
+    assert (
+        common(text[:24_000] + "X" + text[24_001:])
+        == common(text[:32_768] + "X")
+        == common(text[:32_768])
+        == 1
+    )
+    assert beginnings_of("a" * 300)[:-1] == beginnings_of("a" * 3_000)[:4]
+    assert beginnings_of("a" * 2_000)[-1] not in beginnings_of("a" * 3_000)
     assert 0.5 < common(text[:9_000]) < 1
     assert beginnings_of(text[:100])[:1] == names[:1]
     assert common(text[:100]) == 1 / len(names)

@@ -126,7 +126,7 @@ def test_a_process_is_looked_into_also_if_its_interpreter_is_locked(monkeypatch:
                 pass
         assert "in hold_lock" in found["native"]
         assert "code in C" in found["note"]
-        with pytest.raises(InspectionError, match="did not answer"):
+        with pytest.raises(InspectionError, match="of replica 'b#AAAAAA' did not answer"):
             await replica.verbs["profile"](seconds=0.01)
         await running
         await replica.stop(0)

@@ -48,6 +48,10 @@ def consumer(
     return TaskConsumer(queue, config, "me", ["work"], run, lambda: 4, clock=clock, rng=rng, call=call)
 
 
+async def no_run(task: Task) -> bytes:
+    raise AssertionError("there is no task")
+
+
 def add(queue: SqliteQueue, *ids: str, **changes: Any) -> None:
     now = time.time()
     queue.add([Task(id, "q", "work", b"", now, now, **changes) for id in ids], 100, now)
@@ -76,6 +80,41 @@ async def test_an_end_that_cannot_be_kept_stops_no_other(queue: SqliteQueue) -> 
         assert "cannot be kept" in kept(queue, id).error
     await made.drained()
     await made.close(1.0)
+
+
+class EarlyQueue(SqliteQueue):
+    """Says that a task is there which its consumer does not see yet, as with clocks that differ."""
+
+    is_early, waits = True, 0
+
+    async def wait(self, queue: str, interval_s: float) -> None:
+        self.waits += 1
+        if not self.is_early:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_time
+async def test_an_idle_consumer_waits_at_its_queue_and_never_without_a_pause(tmp_path: Path) -> None:
+    queue = EarlyQueue(tmp_path / "tasks.sqlite")
+    queue.open()
+    claims = []
+
+    async def call(function: Any, *args: Any) -> Any:
+        claims.extend([1] if function == queue.claim else [])
+        return await inline(function, *args)
+
+    made = consumer(queue, no_run, call)
+    made.start()
+    await asyncio.sleep(1.0)
+    assert 100 < len(claims) <= 2 * 1.0 / 0.005 + 2
+    queue.is_early = False
+    await asyncio.sleep(0.1)
+    before = len(claims), queue.waits
+    await asyncio.sleep(100.0)
+    assert (len(claims), queue.waits) == before
+    await made.close(1.0)  # does not wait for the queue
+    assert asyncio.get_running_loop().time() < 110
+    queue.close()
 
 
 async def test_an_error_while_a_changed_task_is_read_loses_no_end(queue: SqliteQueue) -> None:

@@ -32,6 +32,7 @@ from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.errors import BadRequestError
 from daskserve.options.queues import QueueOptions
+from daskserve.testing import wait_until
 
 RULES = RetryRules(max_retries=1, result_ttl_s=60.0)
 
@@ -288,6 +289,28 @@ async def test_the_queues_of_an_instance_are_beside_its_store_and_leases_outlive
     assert await again.call("expired", ["q", time_of_day() + 5.0, 10]) == []
     assert len(await again.call("expired", ["q", time_of_day() + 60.0, 10])) == 1
     await again.close()
+
+
+async def test_as_many_idle_consumers_are_woken_as_there_are_tasks() -> None:
+    queues = InstanceTaskQueues("memory://", "shop", "idle")
+
+    def waiting(count: int, queue: str = "q", timeout_s: float = 20.0) -> list[asyncio.Task[bool]]:
+        calls = [queues.call("wait", [queue, 0.02, timeout_s]) for _ in range(count)]
+        return [asyncio.ensure_future(call) for call in calls]
+
+    idle = waiting(5)
+    assert await asyncio.gather(*waiting(1, "other", 0.1)) == [False]
+    await queues.call("add", [False, [plain("a"), plain("b")], 10, 0.0])
+    await wait_until(lambda: sum(each.done() for each in idle) >= 2)
+    assert len(await queues.call("claim", ["q", "me", 9, time_of_day(), 30.0])) == 2
+    woken = sum(each.done() for each in idle)
+    assert woken < 5
+    late = plain_task(task("c", due_at=time_of_day() + 0.05))
+    await queues.call("add", [False, [late], 10, 0.0])
+    await wait_until(lambda: sum(each.done() for each in idle) > woken)  # once it is due
+    await queues.close()
+    await asyncio.wait(idle)
+    assert not file_of("memory://", "shop", "idle").exists()
 
 
 async def test_the_queues_of_an_instance_in_memory_end_with_it() -> None:

@@ -24,7 +24,7 @@ from distributed.comm import get_address_host
 
 from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.comm_transport import take_over, wire_of
-from daskserve.cluster.channel.connect.handshake import StrangerError, introduce
+from daskserve.cluster.channel.connect.handshake import UntrustedPeerError, introduce
 from daskserve.cluster.channel.connect.keyring import Keyring
 from daskserve.cluster.channel.wire.transport import Transport
 from daskserve.cluster.distributed_internals import agree, connect_comm, is_plain_tcp
@@ -108,7 +108,7 @@ async def join_channel(
 
     Raises
     ------
-    StrangerError
+    UntrustedPeerError
         The worker knows none of this process's secrets.
     OSError
         The worker is gone, did not answer in time, or is not the worker.
@@ -260,7 +260,7 @@ class Dialler:
         known = self._keyring.marks
         try:
             return await dial()
-        except StrangerError:
+        except UntrustedPeerError:
             if not await self._renew(known):
                 raise
         return await dial()

@@ -46,7 +46,7 @@ MAX_PENDING = 1024
 LOG_PERIOD_S = 60.0
 
 
-class StrangerError(ActorLostError):
+class UntrustedPeerError(ActorLostError):
     """The two ends of a connection know no common secret."""
 
 
@@ -84,7 +84,7 @@ async def introduce(wire: Wire, keyring: Keyring) -> None:
 
     Raises
     ------
-    StrangerError
+    UntrustedPeerError
         The listener knows none of this process's secrets.
     OSError
         The listener is gone, or did not prove that it knows the secret.
@@ -96,7 +96,7 @@ async def introduce(wire: Wire, keyring: Keyring) -> None:
         await wire.send(hello)
         answer = await wire.receive(ANSWER_BYTES)
         if answer == REFUSAL:
-            raise StrangerError(
+            raise UntrustedPeerError(
                 f"{wire.peer_address} does not know the secret of this Dask cluster: it belongs to another "
                 "cluster, or has just joined.",
                 begun=False,

@@ -1,4 +1,4 @@
-"""What differs between two versions of a deployment, as texts for people, without secrets. Pure."""
+"""The differences between two versions of a deployment, as texts for people, without secrets. Pure."""
 
 from __future__ import annotations
 

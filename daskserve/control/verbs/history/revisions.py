@@ -217,7 +217,7 @@ class _Revising:
         )
 
     def changes(self, app: AppRecord) -> list[dict[str, str]]:
-        """Return what differs from what was wanted before, which may still have been under way."""
+        """Return the differences from the target before it, which may not have been reached."""
         before = self.state.apps.get(app.name)
         old = {} if before is None or before.is_deleting else before.deployments
         found: list[Difference] = []

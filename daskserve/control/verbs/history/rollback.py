@@ -82,7 +82,7 @@ def rollback(
         configs=_config_of(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
-    # What the store has already stays: the content of a parcel may be nowhere else.
+    # The code that the store has already stays: the content of a parcel may be nowhere else.
     same = [key for key, each in change.items() if isinstance(each, CodeRecord) and _is_kept(state, each)]
     for key in same:
         del change[key]

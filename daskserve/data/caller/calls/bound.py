@@ -11,7 +11,7 @@ from daskserve.context import current_replica
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.handle import Handle
 
-#: What pickle stores for an object, see `object.__reduce__`.
+#: The parts that pickle stores of an object, see `object.__reduce__`.
 Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 

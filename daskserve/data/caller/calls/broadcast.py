@@ -17,7 +17,7 @@ from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked
 from daskserve.payload.shown_errors import shown_in_notebook
 
-#: What one replica answered.
+#: The answer of one replica.
 ReplicaOutcome = Payload | Exception
 
 

@@ -41,7 +41,7 @@ def chained_arguments(
     return ChainedArguments(connection, payload, values, by_reference=by_reference)
 
 
-#: What ends before the call is sent.
+#: Ends before the call is sent.
 _PENDING = (Response, ArrivingRequest)
 
 

@@ -1,4 +1,4 @@
-"""What a call carries of the request that makes it: its route, and its trace."""
+"""The facts that a call carries of the request that makes it: its route, and its trace."""
 
 from __future__ import annotations
 

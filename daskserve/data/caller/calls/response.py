@@ -201,7 +201,7 @@ class Response:
 class FutureResponse(Response):
     """The pending answer to one call, which is read as a `distributed.Future` of the result.
 
-    A large result stays with its replica as any other one that nobody reads, until the first reader has it
+    A large result stays with its replica, like any result without a reader, until the first reader has it
     put into the memory of that worker, as a value of Dask. An error is thus raised to that reader.
 
     Among the arguments of another call, it is replaced by the result, as a `Response` is.

@@ -21,7 +21,7 @@ from daskserve.telemetry.table import MetricSample
 
 #: The methods of HTTP requests that are sent twice.
 METHODS = frozenset({"GET", "HEAD"})
-#: How many latencies are kept, after how many the delay is computed anew, and how many are needed.
+#: The number of latencies that are kept, after which the delay is computed again, and that are needed.
 KEPT, EVERY, LEAST = 512, 32, 20
 #: How many second tries may have been saved up.
 MAX_SAVED = 10.0
@@ -59,7 +59,7 @@ def sent_to(envelope: Envelope) -> str:
 
 
 def no_body() -> Receive:
-    """Return what a second try receives: an empty body, and then nothing as long as the client stays.
+    """Return the ``receive`` of a second try: an empty body, and then nothing as long as the client stays.
 
     A disconnect would end a streamed response. When the client leaves, the try is cancelled.
     """
@@ -197,7 +197,7 @@ class _Race:
         self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
-        """Return what takes the messages of one try."""
+        """Return the function that takes the messages of one try."""
 
         def take(message: Message) -> Awaitable[None]:
             if self.winner is None:

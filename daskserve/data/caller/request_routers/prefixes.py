@@ -14,7 +14,7 @@ those that have the longest part of its beginning, unless they have so many more
 wait for them takes longer than to compute. A text that begins like no other goes where consistent hashing of
 its first block sends it, so that processes that have not seen it yet agree.
 
-What was not asked for longest is forgotten, in two generations: what is used goes into the young one, and
+The least recently used beginnings are forgotten, in two generations: a used one goes into the young one, and
 when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
 dictionary would take a quarter of a choice.
 """
@@ -98,7 +98,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
         super().initialize_state()
         self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
-        #: The replicas that got a text with each beginning, the last one first: in two generations.
+        #: The replicas that got a text with each beginning, the most recent one first. Two generations.
         self._young: dict[int, tuple[str, ...]] = {}
         self._old: dict[int, tuple[str, ...]] = {}
         self._asked: tuple[PendingRequest, list[int]] | None = None
@@ -188,11 +188,13 @@ def beginnings_of(text: str | bytes) -> list[int]:
     """Return the names of the beginnings of a text, the shortest first."""
     found, name, length = [], 0, len(text)
     for start, head, tail, end in _BLOCKS:
-        if end >= length:
-            found.append(hash((name, text[start:head], text[max(start, length - END_CHARACTERS) :])))
-            return found
-        name = hash((name, text[start:head], text[tail:end]))
+        if end <= length:
+            name = hash((name, text[start:head], text[tail:end]))
+        else:  # a part of a block is not a block
+            name = hash((name, text[start:head], text[max(start, length - END_CHARACTERS) :], length))
         found.append(name)
+        if end >= length:
+            break
     return found
 
 

@@ -83,7 +83,7 @@ class LoadReports:
         self._calls = calls
         self._backlogs = backlogs
         self._is_watched = False
-        #: What says what is wrong with the user's request router of a backend; empty if nothing is.
+        #: Returns the fault of a backend's request router; empty without one.
         self._troubles: dict[BackendTag, Callable[[], str]] = {}
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()

@@ -72,7 +72,7 @@ class ReplicaSet:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
         self.is_autoscaled = False
-        #: What happens to the bodies of its requests, if that is known; their size, if not the proxy's.
+        #: How the bodies of its requests are handled, if that is known; their size, if not the proxy's.
         self.bodies: BodyUse | None = None
         self.max_body_bytes: int | None = None
         self._reports = reports

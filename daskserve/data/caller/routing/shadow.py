@@ -159,7 +159,7 @@ async def send_with_copies(
 
 
 class Answer:
-    """What a request was answered with, up to `MAX_COMPARED_BYTES`; see `HTTPAnswer` for HTTP."""
+    """The answer to a request, up to `MAX_COMPARED_BYTES`; see `HTTPAnswer` for HTTP."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

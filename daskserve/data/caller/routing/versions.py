@@ -21,7 +21,7 @@ from daskserve.telemetry.histogram import VersionCounter
 #: The header that names the version for one request, and the names of both beside their own.
 _HEADER = b"x-serve-version"
 NEW, OLD = "candidate", "stable"
-#: What the tag of the new version's replica set ends with; no backend's tag does.
+#: The suffix of the tag of the new version's replica set; no backend's tag ends with it.
 _SUFFIX = "#candidate"
 
 
@@ -41,7 +41,7 @@ class Versions:
     Parameters
     ----------
     value : dict
-        What the controller has published of the rollout.
+        The rollout as the controller has published it.
     tag : str
         The tag of the backend.
     old, new : callable
@@ -119,7 +119,7 @@ class Versions:
         )
 
     def _session_of(self, envelope: Envelope) -> str:
-        """Return what names the session of an HTTP request; empty if nothing does."""
+        """Return the name of an HTTP request's session; empty if it has none."""
         if self._sticky is None or envelope.kind is not EnvelopeKind.HTTP:
             return ""
         return session_in(envelope.head.get("headers", ()), self._sticky)

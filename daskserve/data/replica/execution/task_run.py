@@ -6,9 +6,9 @@ request has no deadline, no caller does, and the code runs within the request's 
 that never waits then needs neither a task nor a run: it has ended when
 `daskserve.data.replica.execution.executor.UserExecutor.enter` returns.
 
-A call that needs no task otherwise is better off with one for its code
-(`daskserve.data.replica.execution.user_loop.LoopRunner`): it takes a third less CPU time within the process,
-where routers need no task for it either (`daskserve.data.caller.calls.call`).
+A call that needs no task of its own gets one for its code
+(`daskserve.data.replica.execution.user_loop.LoopRunner`). That takes a third less CPU time within the
+process, because routers then need no task for it either (`daskserve.data.caller.calls.call`).
 """
 
 from __future__ import annotations

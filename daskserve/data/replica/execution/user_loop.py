@@ -234,7 +234,7 @@ class UserLoop(LoopRunner):
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
 
     async def _end_guests(self, ends_at: float) -> None:
-        """Let connections that are being closed end in peace, for the rest of the grace period."""
+        """Wait for connections that are being closed, for the rest of the grace period."""
         clock = LoopClock()
         self._no_guests.clear()
         with suppress(TimeoutError):

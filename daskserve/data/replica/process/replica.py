@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from daskserve.loops.threads import StartThread
 from daskserve.payload.pickling import load_bytes
 from daskserve.telemetry.logs.process import process_logs
 from daskserve.telemetry.table import MetricSample
-from daskserve.telemetry.tracing.process import disable, tracing_of
+from daskserve.telemetry.tracing.process import disable
 
 #: How long the export of the last spans may take, after which the process ends.
 LAST_SPANS_S = 1.0
@@ -74,11 +73,9 @@ class ChildReplica(Replica):
         return {**await super().statistics(), **tell(self._all_samples(), self.user_samples()), **stats}
 
     def _all_samples(self) -> list[MetricSample]:
-        tracing = tracing_of(self._shared)
         logs = process_logs.get()
         # What the logs of this process lose counts beside what its worker's lose.
-        own = [each.samples() for each in (tracing, logs) if each is not None]
-        return [*self.samples(), *itertools.chain.from_iterable(own)]
+        return [*self.samples(), *(() if logs is None else logs.samples())]
 
     @verb
     async def send_away(self) -> None:

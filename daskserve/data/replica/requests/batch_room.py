@@ -47,7 +47,7 @@ class RateMeter:
         self._refusals += 1
 
     def answered(self, at_once: int, now: float) -> float | None:
-        """Note an answer; return the rate once it is measured, with so many requests at a time."""
+        """Note an answer; return the rate once it is measured with this number of requests at a time."""
         if self._began is None:
             self._began, self._refusals = now, 0
             return None

@@ -22,6 +22,10 @@ from daskserve.errors import ClosedError, InstanceError, NotRunningError, Unavai
 
 #: How long the scheduler may take to answer; it may be about to be replaced.
 REPLY_S = 5.0
+#: How long an idle consumer waits for a task before it asks again.
+WAIT_S = 10.0
+#: The instance may be about to come back after these errors.
+_UNREACHABLE = (OSError, InstanceError, ClosedError, UnavailableError)
 
 
 class InstancePlace(NamedTuple):
@@ -64,13 +68,8 @@ class InstanceQueue:
             return connection.sync(_answered(connection, instance, method, arguments))
         except TaskQueueError:
             raise
-        # The instance may be about to come back.
-        except (OSError, CancelledError, InstanceError, ClosedError, UnavailableError) as error:
-            raise TaskQueueError(
-                f"The queues of tasks of the instance cannot be reached: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. "
-                "Try again once its scheduler runs."
-            ) from error
+        except (*_UNREACHABLE, CancelledError) as error:
+            raise _unreachable(error) from error
 
     def open(self) -> None:
         self._call("open")
@@ -87,6 +86,14 @@ class InstanceQueue:
 
     def claim(self, queue: str, owner: str, limit: int, now: float, lease_s: float) -> list[Task]:
         return [task_of(each) for each in self._call("claim", queue, owner, limit, now, lease_s)]
+
+    async def wait(self, queue: str, interval_s: float) -> None:
+        connection, instance = self._found()
+        try:
+            arguments = [queue, interval_s, WAIT_S]
+            await connection.wait(_answered(connection, instance, "wait", arguments, WAIT_S + REPLY_S))
+        except _UNREACHABLE as error:
+            raise _unreachable(error) from error
 
     def renew(self, queue: str, owner: str, ids: Iterable[str], until: float) -> None:
         self._call("renew", queue, owner, list(ids), until)
@@ -122,8 +129,20 @@ class InstanceQueue:
         return QueueStats(counts, oldest_s)
 
 
+def _unreachable(error: BaseException) -> TaskQueueError:
+    return TaskQueueError(
+        f"The queues of tasks of the instance cannot be reached: {type(error).__name__}: "
+        f"{str(error).rstrip('.')}. "
+        "Try again once its scheduler runs."
+    )
+
+
 async def _answered(
-    connection: ClientConnection, instance: InstanceName, method: str, arguments: Sequence[Any]
+    connection: ClientConnection,
+    instance: InstanceName,
+    method: str,
+    arguments: Sequence[Any],
+    timeout_s: float = REPLY_S,
 ) -> Any:
-    async with asyncio.timeout(REPLY_S):
+    async with asyncio.timeout(timeout_s):
         return await connection.cluster(instance).tasks.call(method, arguments)

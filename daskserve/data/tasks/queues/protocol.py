@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from daskserve.data.tasks.errors import TaskConflictError, TaskQueueFullError
 from daskserve.data.tasks.states import WAITING, Task, TaskState
@@ -103,6 +103,20 @@ class TaskQueue(Protocol):
 
     def stats(self, queue: str, now: float) -> QueueStats:
         """Return how many tasks there are."""
+
+
+@runtime_checkable
+class WaitingQueue(Protocol):
+    """A queue at which an idle consumer waits for tasks, instead of asking again after a pause."""
+
+    async def wait(self, queue: str, interval_s: float) -> None:
+        """Return once there may be a task; one that becomes due is found every ``interval_s``.
+
+        Raises
+        ------
+        TaskQueueError
+            The queue cannot be reached.
+        """
 
 
 def check_same(kept: Task, given: Task) -> None:

@@ -36,8 +36,8 @@ PATH = f"/{_MENU}"
 MAX_STREAMS = 100
 #: How long a browser may take to read what it was sent; then its stream ends, and it may connect again.
 FLUSH_S = 60.0
-#: How long a stream is silent at most: then it has the time, so that proxies keep it, and pages know that it
-#: is alive.
+#: Longest silence of a stream. After it, the time is sent, so that proxies keep the connection and pages know
+#: that it is alive.
 SILENCE_S = 3.0
 #: Least time between two messages of a stream.
 PAUSE_S = 0.1

@@ -393,7 +393,7 @@ function draw() {
   const stale = site.link === "off" || site.link === "ended";
   $("main").classList.toggle("stale", stale && site.parts.has("instance"));
   drawHeader();
-  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page comes back by itself.` : "";
+  const text = site.trouble && (site.link === "off" || site.link === "ended") ? `${site.trouble} ${part("instance") ? `What you see is from ${clock(site.since / 1000 + site.skew)}. ` : ""}This page reconnects automatically.` : "";
   render($("banner"), text && h("p", null, text));
   render($("main"), ...page());
   const bad = site.deployments.filter(isBad).length;
@@ -472,7 +472,7 @@ function spark(ring, field, props = {}, second = "") {
 }
 const highest = (points, field, second) => points.reduce((most, each) => Math.max(most, each[field] || 0, (second && each[second]) || 0), 0);
 /** Say what the lines of a chart are, and what its height and width stand for. */
-const legend = (ring, text, names, field, second) => h("p", { class: "legend" }, names.map((each, index) => h("span", { key: each, class: index ? "line second" : "line" }, each)), h("span", { key: "most" }, `max ${text(highest(ring || [], field, second))} · ${span(SAMPLES * PERIOD_MS / 1000)}`));
+const legend = (ring, text, names, field, second) => h("p", { class: "legend" }, names.map((each, index) => h("span", { key: each, class: index ? "line second" : "line" }, each)), h("span", { key: "most" }, `max ${text((ring || []).some((each) => each[field] != null) ? highest(ring, field, second) : null)} · ${span(SAMPLES * PERIOD_MS / 1000)}`));
 /** Return the means of each few values, for drawings that are small. */
 function means(ring, field, step) {
   const found = [];
@@ -520,7 +520,7 @@ function grid(name, columns, list, options = {}) {
     h("div", { role: "columnheader", key: each.title, class: `cell ${each.class || ""} ${each.value ? "" : "nosort"}`, "aria-sort": !each.value ? null : each === column ? (way > 0 ? "ascending" : "descending") : "none" },
       each.value ? h("button", { type: "button", onclick: () => { state.sort = [each.title, each === column ? -way : each.first || 1]; draw(); } }, each.title, each === column ? h("span", { "aria-hidden": "true" }, way > 0 ? "↑" : "↓") : null) : h("span", { class: each.isQuiet ? "hidden" : "" }, each.title)))));
   const width = columns.map((each) => each.width || "minmax(72px, 1fr)");
-  const small = innerWidth <= 760, isOff = (each) => (innerWidth <= 1100 && /wide/.test(each.class)) || (innerWidth <= 960 && /narrow-off/.test(each.class));
+  const small = innerWidth <= 760, isOff = (each) => (innerWidth <= 1200 && /wide/.test(each.class)) || (innerWidth <= 1000 && /narrow-off/.test(each.class));
   const size = small ? 84 : 48;
   const used = columns.map((each, index) => (isOff(each) ? "" : width[index])).join(" ");
   const make = (each, index) => h("div", { role: "row", class: "row", key: each.key, "aria-rowindex": index + 2, style: { transform: `translateY(${index * size}px)` } },
@@ -586,7 +586,7 @@ const deploymentColumns = (hasApp) => [
   { title: "Age", class: "num wide narrow-off", width: "60px", value: (each) => each.deployed_at, first: -1, cell: (each) => h("span", { title: when(each.deployed_at) }, age(each.deployed_at)) },
 ];
 const applicationColumns = [
-  { title: "Application", class: "first", width: "minmax(180px, 2fr)", value: (each) => each.name, cell: (each) => h("div", null, h("a", { href: to("app", each.name), title: each.name }, each.name)) },
+  { title: "Application", class: "first", width: "minmax(160px, 2fr)", value: (each) => each.name, cell: (each) => h("div", null, h("a", { href: to("app", each.name), title: each.name }, each.name)) },
   { title: "Status", class: "state", width: "148px", value: (each) => ({ bad: 0, busy: 1 })[SHORT[each.status]] ?? 2, cell: (each) => chip(each.status) },
   { title: "Route", width: "minmax(96px, 1fr)", value: (each) => each.route_prefix || "", cell: (each) => h("div", { class: "cut" }, each.route_prefix || "–") },
   { title: "Deployments", class: "num", width: "116px", value: (each) => each.deployments.length, first: -1, cell: (each) => number(each.deployments.length) },
@@ -626,9 +626,10 @@ function overviewPage() {
       h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search the table", value: view.search, oninput: (event) => { view.search = event.target.value; draw(); } }),
       h("select", { "aria-label": "States", onchange: (event) => { view.show = event.target.value; draw(); } }, [["all", "All states"], ["bad", "Problems"], ["busy", "In change"]].map(([value, text]) => h("option", { key: value, value, selected: view.show === value }, text))),
       h("span", { class: "soft small", role: "status" }, list.length === source.length ? number(list.length) : `${number(list.length)} of ${number(source.length)}`)),
-      isApps ? grid("Applications", applicationColumns, list, { empty: "No application fits." }) : grid("Deployments", deploymentColumns(true), list, { empty: all.length ? "No deployment fits." : "No application runs yet. Deploy one with `daskserve deploy` or serve.run()." })),
+      isApps ? grid("Applications", applicationColumns, list, { empty: "No application fits." }) : grid("Deployments", deploymentColumns(true), list, { empty: all.length ? "No deployment fits." : NOTHING_RUNS })),
   ];
 }
+const NOTHING_RUNS = ["No application runs yet. Deploy one with ", h("code", null, "daskserve deploy"), " or ", h("code", null, "serve.run()"), "."];
 const firstLines = (text) => String(text).split("\n").slice(0, 3).join("\n").slice(0, 1000);
 function urls(route = "") {
   const found = ((part("instance") || {}).http_urls || []).filter((each) => /^https?:/.test(each));
@@ -699,20 +700,20 @@ const logsOf = (each, replica) => `${to("logs")}?${new URLSearchParams({ applica
 const modelsColumn = { title: "Models", class: "narrow-off", width: "minmax(88px, 1fr)", value: (each) => each.models && each.models.count, first: -1, cell: (each) => { const it = each.models || {}, names = (it.models || []).join(", "); return h("div", { class: "cut", title: names }, it.count == null ? "–" : `${number(it.count)}${it.capacity ? ` / ${number(it.capacity)}` : ""}`, names ? h("span", { class: "soft small" }, `  ${names}`) : null); } };
 const replicaColumns = (deployment, hasModels, hasBatch) => [
   { title: "Replica", class: "first", width: "minmax(96px, 1.2fr)", value: (each) => each.id, cell: (each) => h("div", { class: "mono", title: each.id }, h("a", { href: logsOf(deployment, each) }, shortId(each.id)), each.is_old ? h("span", { class: "soft", title: "It runs the old version" }, " old") : null) },
-  { title: "State", class: "state", width: "120px", value: (each) => each.state, cell: (each) => h("span", { title: each.message || null }, chip(each.message && each.state === "RUNNING" ? "UNHEALTHY" : each.state)) },
-  { title: "Worker", width: "minmax(100px, 1.4fr)", value: (each) => each.worker || "", cell: (each) => h("div", { title: each.worker || "" }, each.worker ? each.worker_name || each.worker : "waits for a worker", each.host ? h("span", { class: "soft small" }, `  ${each.host}`) : null) },
-  { title: "Requests/s", class: "num", width: "120px", value: (each) => each.live.requests_per_s, first: -1, cell: (each) => pair(number(each.live.requests_per_s), site.rings.get(each.id), "r") },
+  { title: "State", class: "state", width: "112px", value: (each) => each.state, cell: (each) => h("span", { title: each.message || null }, chip(each.message && each.state === "RUNNING" ? "UNHEALTHY" : each.state)) },
+  { title: "Worker", width: "minmax(80px, 1.4fr)", value: (each) => each.worker || "", cell: (each) => h("div", { title: each.worker || "" }, each.worker ? each.worker_name || each.worker : "waits for a worker", each.host ? h("span", { class: "soft small" }, `  ${each.host}`) : null) },
+  { title: "Requests/s", class: "num", width: "108px", value: (each) => each.live.requests_per_s, first: -1, cell: (each) => pair(number(each.live.requests_per_s), site.rings.get(each.id), "r") },
   ...(hasModels || hasBatch ? [] : [{ title: "Errors/s", class: "num wide narrow-off", width: "68px", value: (each) => each.live.errors_per_s, first: -1, cell: (each) => number(each.live.errors_per_s) }]), // no room
-  { title: "p99", class: "num", width: "128px", value: (each) => each.live.latency_p99_s, first: -1, cell: (each) => pair(seconds(each.live.latency_p99_s), site.rings.get(each.id), "p99") },
-  { title: "Running", class: "num narrow-off", width: "64px", value: (each) => each.live.ongoing, first: -1, cell: (each) => number(each.live.ongoing) },
+  { title: "p99", class: "num", width: "116px", value: (each) => each.live.latency_p99_s, first: -1, cell: (each) => pair(seconds(each.live.latency_p99_s), site.rings.get(each.id), "p99") },
+  { title: "Running", class: `num narrow-off ${hasModels || hasBatch ? "wide" : ""}`, width: "60px", value: (each) => each.live.ongoing, first: -1, cell: (each) => number(each.live.ongoing) },
   ...(hasModels || hasBatch ? [] : [{ title: "Queued", class: "num wide narrow-off", width: "64px", value: (each) => each.live.queued, first: -1, cell: (each) => number(each.live.queued) }]),
-  { title: "Age", class: "num narrow-off", width: "56px", value: (each) => each.since, first: -1, cell: (each) => h("span", { title: when(each.since) }, age(each.since)) },
+  { title: "Age", class: `num narrow-off ${hasModels || hasBatch ? "wide" : ""}`, width: "52px", value: (each) => each.since, first: -1, cell: (each) => h("span", { title: when(each.since) }, age(each.since)) },
   ...(hasBatch ? [
-    { title: "Slots", class: "num narrow-off", width: "64px", value: (each) => each.live.continuous && each.live.continuous.active, first: -1, cell: (each) => { const it = each.live.continuous; return it ? `${number(it.active)}/${number(it.slots)}` : "–"; } },
-    { title: "Outputs/s", class: "num narrow-off", width: "84px", value: (each) => each.live.continuous && each.live.continuous.outputs_per_s, first: -1, cell: (each) => number((each.live.continuous || {}).outputs_per_s) },
+    { title: "Slots", class: "num narrow-off", width: "52px", value: (each) => each.live.continuous && each.live.continuous.active, first: -1, cell: (each) => { const it = each.live.continuous; return it ? `${number(it.active)}/${number(it.slots)}` : "–"; } },
+    { title: "Outputs/s", class: "num narrow-off", width: "72px", value: (each) => each.live.continuous && each.live.continuous.outputs_per_s, first: -1, cell: (each) => number((each.live.continuous || {}).outputs_per_s) },
   ] : []),
   ...(hasModels ? [modelsColumn] : []),
-  { title: "Look inside", isQuiet: true, label: "", width: "200px", class: "narrow-off", cell: (each) => h("div", { class: "acts tight" }, h("a", { class: "button slim", href: logsOf(deployment, each), "aria-label": `Logs of ${shortId(each.id)}` }, "Logs"), h("button", { class: "slim", type: "button", "aria-label": `Profile ${shortId(each.id)}`, onclick: () => profile(each) }, "Profile"), h("button", { class: "slim", type: "button", "aria-label": `Stacks of ${shortId(each.id)}`, onclick: () => stacks(each) }, "Stacks")) },
+  { title: "Look inside", isQuiet: true, label: "", width: "196px", class: "narrow-off", cell: (each) => h("div", { class: "acts tight" }, h("a", { class: "button slim", href: logsOf(deployment, each), "aria-label": `Logs of ${shortId(each.id)}` }, "Logs"), h("button", { class: "slim", type: "button", "aria-label": `Profile ${shortId(each.id)}`, onclick: () => profile(each) }, "Profile"), h("button", { class: "slim", type: "button", "aria-label": `Stacks of ${shortId(each.id)}`, onclick: () => stacks(each) }, "Stacks")) },
 ];
 
 function rolloutBody(each) {
@@ -808,8 +809,8 @@ function graphPage() {
     h("section", { class: "card", key: "graph", "aria-label": "Graph of deployments" }, h("div", { class: "top" },
       h("input", { type: "search", id: "search", placeholder: "Search applications", "aria-label": "Search applications", value: view.search, oninput: (event) => { view.search = event.target.value; draw(); } }),
       h("span", { class: "soft small", role: "status" }, left ? `${plural(left, "more application")}: search for one to see it` : plural(apps.length, "application"))),
-      list.length ? graph(list) : h("p", { class: "empty" }, "No application fits.")),
-    card("Calls", {}, null, callTable(list))];
+      list.length ? graph(list) : h("p", { class: "empty" }, site.applications.length ? "No application fits." : NOTHING_RUNS)),
+    list.length ? card("Calls", {}, null, callTable(list)) : null];
 }
 function calls() {
   const found = new Map();
@@ -827,7 +828,9 @@ function edgesOf(list) {
   return [...edges.values()];
 }
 function callTable(list) {
-  const edges = edgesOf(list), hasApp = new Set(list.map((each) => each.app)).size > 1;
+  const edges = edgesOf(list);
+  if (!edges.length) return h("p", { class: "empty" }, "No deployment is called by another one, or over HTTP.");
+  const hasApp = new Set(list.map((each) => each.app)).size > 1;
   const name = (tag) => {
     const it = site.byTag.get(tag);
     return it ? [h("a", { href: toDeployment(it) }, it.name), hasApp ? h("span", { class: "soft small" }, "  ", it.app || "no application") : null] : tag || "HTTP and programs";

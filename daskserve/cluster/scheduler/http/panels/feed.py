@@ -15,7 +15,7 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.scheduler")
 
 PERIOD_S = 1.0
-#: How long an instance may take for its answer; then it is left out.
+#: Time limit of an instance's answer; after it, the instance is left out.
 ANSWER_S = 0.9
 #: Instances that are shown.
 MAX_INSTANCES = 20

@@ -45,7 +45,7 @@ class ModelRouting:
             self._known[tag].loaded = self._known[tag].coming = frozenset()
 
     def picker(self, model_id: str, now: float, since: float | None = None) -> Pick:
-        """Return what chooses the replica for a request, for `ReplicaPool.take`; it may choose none.
+        """Return the choice of the replica for a request, for `ReplicaPool.take`; it may choose none.
 
         ``since`` says since when the request waits; None if it has just arrived.
         """

@@ -389,7 +389,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
 
 def _plain_pick(waiting: WaitingRequests, envelope: Envelope, now: float, since: float | None) -> Pick | None:
-    """Return what chooses the replica for a request without a router; None for its load alone."""
+    """Return the choice of the replica for a request without a router; None for its load alone."""
     if envelope.model_id:
         return waiting._known_models().picker(envelope.model_id, now, since)
     return None if envelope.places is None else near(waiting._pool, envelope.places, now, waiting._rng)

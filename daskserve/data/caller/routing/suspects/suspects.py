@@ -159,7 +159,7 @@ class Suspects:
         #: Functions to call when a worker may have become free for trials.
         self.on_free: set[Callable[[], None]] = set()
         self._trials: dict[WorkerAddress, Counter[RequestTarget]] = {}
-        #: When to remove old suspicions: not at each request, because a worker may have thousands.
+        #: When to remove old suspicions. Not with each request, because a worker may have thousands of them.
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Acting: tasks that start, stop and reconfigure actors, and only report what they observe.
+"""The execution of actions: tasks that start, stop and reconfigure actors, and only report what they observe.
 
 There is one task per actor and kind of action, so repeating a request for a running action does nothing. A
 task writes levels into `Observed` and wakes the loop; the pure parts decide what they mean.
@@ -50,8 +50,8 @@ PROXY_START_S = 30.0
 Commit: TypeAlias = Callable[..., Awaitable[None]]
 
 
-class Acting:
-    """The tasks of one controller.
+class ActionExecutor:
+    """Executes the actions of one controller, each in a task.
 
     Parameters
     ----------

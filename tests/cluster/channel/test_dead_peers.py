@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.channel.connect import vanishing
-from daskserve.cluster.channel.connect.vanishing import AckProgress, PeerWatch
+from daskserve.cluster.channel.connect import dead_peers
+from daskserve.cluster.channel.connect.dead_peers import AckProgress, PeerWatch
 
 DEADLINE_S = 10
 
@@ -41,7 +41,7 @@ class ScriptedSocket(socket.socket):
 
 @pytest.fixture(autouse=True)
 def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vanishing, "PERIOD_S", 0.001)
+    monkeypatch.setattr(dead_peers, "PERIOD_S", 0.001)
 
 
 def times_lost(*infos: bytes, lost_after_s: float = 5.0) -> int:
@@ -108,7 +108,7 @@ def test_progress_ends_the_silence() -> None:
 async def test_a_socket_left_to_tcp_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, lost_after_s: float, left: int
 ) -> None:
-    monkeypatch.setattr(vanishing, "PERIOD_S", 0)
+    monkeypatch.setattr(dead_peers, "PERIOD_S", 0)
     with ScriptedSocket(SILENT) as sock:
         PeerWatch(sock, lost_after_s, lambda: None)
         for _ in range(5):
@@ -149,7 +149,7 @@ def test_the_kernel_fills_the_fields_that_are_read(connected: Any, is_read: bool
     deadline = time.monotonic() + DEADLINE_S
     while True:
         raw = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 148)
-        unacked, last_ack_ms, acked_bytes, not_sent_bytes = vanishing._INFO.unpack(raw)
+        unacked, last_ack_ms, acked_bytes, not_sent_bytes = dead_peers._INFO.unpack(raw)
         if (unacked, not_sent_bytes > 0) == (0, not is_read) and 20 <= last_ack_ms < DEADLINE_S * 1000:
             break
         assert time.monotonic() < deadline, (unacked, last_ack_ms, not_sent_bytes)
