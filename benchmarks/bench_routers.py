@@ -47,6 +47,10 @@ class Own(RequestRouter):
 ROUTERS = ("RoundRobin", "ConsistentHash", "LeastLatency", "SameHost", "PrefixAffinity", f"{__name__}:Own")
 
 
+#: The same with the prompt in the body of an HTTP request.
+BY_HTTP = "PrefixAffinity, HTTP"
+
+
 class Stage:
     """The replicas of a process, and the router that chooses among them; PowerOfTwo without a router."""
 
@@ -87,17 +91,26 @@ def call(session: str, *args: Any) -> Envelope:
 
 async def cost_us(router: str, size: int, characters: int = 2000) -> float:
     """Return the least time of a choice, with a session or a prompt as the router wants it."""
+    is_http = router == BY_HTTP
+    router = router.partition(",")[0]
     stage = Stage(router, size, asyncio.get_running_loop().time)
     await asyncio.sleep(0.05)  # a router of the user's is loaded
     rng = random.Random(2)
     texts = [prompt(rng, characters) for _ in range(50)] if router == "PrefixAffinity" else [""]
+    bodies = [json.dumps({"model": "m", "prompt": each}).encode() if is_http else b"" for each in texts]
     found = []
     for _ in range(ROUNDS):
-        envelopes = [call(f"s{rng.randrange(500)}", rng.choice(texts)) for _ in range(REQUESTS)]
+        chosen = rng.choices(range(len(texts)), k=REQUESTS)
+        envelopes = [
+            Envelope(EnvelopeKind.HTTP, {"type": "http", "headers": []})
+            if is_http
+            else call(f"s{rng.randrange(500)}", texts[number])
+            for number in chosen
+        ]
         gc.collect()
         began = time.process_time()
-        for envelope in envelopes:
-            replica = stage.take(envelope, b"")
+        for number, envelope in zip(chosen, envelopes, strict=True):
+            replica = stage.take(envelope, bodies[number])
             stage.end(replica, envelope)
         found.append((time.process_time() - began) / REQUESTS * 1e6)
     if stage.routing is not None:
@@ -165,6 +178,7 @@ def main() -> int:
         *((name, 2000) for name in ("PowerOfTwo", *ROUTERS)),
         ("PrefixAffinity", 8000),
         ("PrefixAffinity", 32_000),
+        (BY_HTTP, 32_000),
     ):
         costs = [asyncio.run(cost_us(router, size, characters)) for size in SIZES]
         is_good = is_good and max(costs) <= BOUND_US

@@ -165,7 +165,7 @@ async def test_prompts_that_begin_alike_go_where_they_began() -> None:
         homes = {stage.ask(call("", {"prompt": f"{prompt} Question {n}"})) for n in range(6)}
         assert len(homes) == 1
     bodies = [
-        b'{"model": "m", "messages": [{"role": "user", "content": "%s%d"}]}' % (b"x" * 400, n)
+        b'{"user": "%d", "messages": [{"role": "user", "content": "%s%d"}]}' % (n, b"x" * 400, n)
         for n in range(6)
     ]
     assert len({stage.ask(get(), body) for body in bodies}) == 1
@@ -174,15 +174,31 @@ async def test_prompts_that_begin_alike_go_where_they_began() -> None:
     assert not stage.routing.trouble.text
 
 
-def test_of_long_blocks_of_a_prompt_both_ends_count() -> None:
-    text = "".join(f"{number:08}" for number in range(4096))
+def test_prompts_are_compared_at_both_ends_of_their_blocks_up_to_their_length() -> None:
+    text = "".join(random.Random(1).choices("abcdefgh", k=40_000))
     names = beginnings_of(text)
-    assert beginnings_of(text[:-1]) == [*names[:-1], beginnings_of(text[:-1])[-1]] != names
-    start, end = 25272, 32768  # the last block
-    for place, counts in ((start, True), (start + 511, True), (start + 512, False), (end - 512, True)):
-        changed = f"{text[:place]}x{text[place + 1 :]}"
-        assert (beginnings_of(changed) != names) is counts, place
-    assert beginnings_of(text + "more") == names
+
+    def common(other: str) -> float:
+        found = beginnings_of(other)
+        alike = [one == two for one, two in zip(names, found, strict=False)]
+        assert alike == sorted(alike, reverse=True)  # nothing is known again after a difference
+        return sum(alike) / len(names)
+
+    shares = [common(text[:at] + "X" + text[at + 1 :]) for at in (0, 63, 64, 700, 2_592, 29_524, 32_767)]
+    assert shares[:2] == [0, 0]
+    assert shares == sorted(shares)
+    assert 0.9 < shares[-1] < 1
+    assert (
+        common(text[:24_000] + "X" + text[24_001:])
+        == common(text[:32_768] + "X")
+        == common(text[:32_768])
+        == 1
+    )
+    assert beginnings_of("a" * 300)[:-1] == beginnings_of("a" * 3_000)[:4]
+    assert beginnings_of("a" * 2_000)[-1] not in beginnings_of("a" * 3_000)
+    assert 0.5 < common(text[:9_000]) < 1
+    assert beginnings_of(text[:100])[:1] == names[:1]
+    assert common(text[:100]) == 1 / len(names)
 
 
 async def test_prompts_leave_a_replica_that_is_busier_than_others_and_one_that_is_gone() -> None:

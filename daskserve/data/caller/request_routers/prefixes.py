@@ -4,11 +4,15 @@ Problem: a language model need not compute again what it has in its cache, but e
 and what is common to all prompts must not send all of them to one replica.
 
 Choice: a text is cut into blocks, longer ones the further they are from its beginning, and each block is
-named by a hash of it and all before it, so a name stands for a whole beginning. For each name the router
-keeps the replicas that got such a text last. A request goes to the least loaded of those that have the
-longest part of its beginning, unless they have so many more requests than others that to wait for them
-takes longer than to compute. A text that begins like no other goes where consistent hashing of its first
-block sends it, so that processes that have not seen it yet agree.
+named by a hash of it and all before it, so a name stands for a whole beginning. Of a long block, its first
+and last characters are hashed: prompts that differ only between them take the same way, which costs a part of
+what the cache would save, and to hash all of a long prompt would take longer than all else of a choice. The
+body of an HTTP request is compared as it was written, from the prompt on, for the same reason.
+
+For each name the router keeps the replicas that got such a text last. A request goes to the least loaded of
+those that have the longest part of its beginning, unless they have so many more requests than others that to
+wait for them takes longer than to compute. A text that begins like no other goes where consistent hashing of
+its first block sends it, so that processes that have not seen it yet agree.
 
 The least recently used beginnings are forgotten, in two generations: a used one goes into the young one, and
 when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
@@ -17,8 +21,8 @@ dictionary would take a quarter of a choice.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,38 +38,37 @@ from daskserve.data.caller.request_routers.interface import (
 #: The length of the first blocks and their number; how long each further one is, as a share of all before it;
 #: and how many characters of a text count.
 BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
-GROWTH = 0.35
+GROWTH = 0.5
 MAX_CHARACTERS = 32 * 1024
-#: How many characters of a long block count, at its beginning and at its end: reading all of a long text
-#: would take longer than the rest of a choice, and a replica that is chosen wrongly only computes more.
-SAMPLE_CHARACTERS = 512
+#: How many characters of a block are compared at each of its ends.
+END_CHARACTERS = 128
 #: How many messages of a chat count.
 MAX_MESSAGES = 256
 #: How many beginnings are known at most, and how many replicas for each.
 MAX_BEGINNINGS = 50_000
 MAX_REPLICAS = 4
-#: JSON bodies up to this size are read; the beginning of a longer one is taken as it is.
-MAX_JSON_BYTES = 32 * 1024
 #: How many more requests than the less loaded of two random other ones a replica may have.
 IMBALANCE = 8
 #: The least share of a text that must be known.
 MATCH = 0.1
 
 
-def _ends() -> Iterator[int]:
-    """Yield where the blocks of a text end."""
-    end = 0
-    while end < MAX_CHARACTERS:
-        end += (
-            max(BLOCK_CHARACTERS, int(GROWTH * end))
-            if end >= FIRST_BLOCKS * BLOCK_CHARACTERS
-            else BLOCK_CHARACTERS
-        )
-        yield min(end, MAX_CHARACTERS)
+def _blocks() -> Iterator[tuple[int, int, int, int]]:
+    """Yield where each block of a text begins, where what is compared of it ends and begins, and its end."""
+    start = 0
+    while start < MAX_CHARACTERS:
+        is_first = start < FIRST_BLOCKS * BLOCK_CHARACTERS
+        size = BLOCK_CHARACTERS if is_first else max(BLOCK_CHARACTERS, int(GROWTH * start))
+        end = min(start + size, MAX_CHARACTERS)
+        head = min(start + END_CHARACTERS, end)
+        yield start, head, max(head, end - END_CHARACTERS), end
+        start = end
 
 
-_ENDS = tuple(_ends())
+_BLOCKS = tuple(_blocks())
 _NAMES = ("prompt", "messages", "input", "inputs", "text")
+#: The key of a prompt in JSON. The quotes of a text have a backslash before them, so this is in no text.
+_KEY = re.compile(rf'"(?:{"|".join(_NAMES)})"\s*:\s*'.encode())
 
 
 class PrefixAffinityRouter(ConsistentHashRouter):
@@ -104,7 +107,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas that have the longest part of the request's text, then others."""
-        text = "" if pending_request is None else text_of(pending_request)
+        text: str | bytes = "" if pending_request is None else text_of(pending_request)
         if pending_request is None or not text:
             return super().choose_replicas(candidate_replicas, pending_request)
         names = beginnings_of(text)
@@ -122,7 +125,8 @@ class PrefixAffinityRouter(ConsistentHashRouter):
                     return [[other], candidate_replicas]
             if least.has_room:
                 return [[least], candidate_replicas]
-        return self.ranked(hash_of(text[:BLOCK_CHARACTERS]))
+        first = text[:BLOCK_CHARACTERS]
+        return self.ranked(hash_of(first if isinstance(first, str) else str(first, "utf-8", "replace")))
 
     def _drawn_beside(
         self, one: RunningReplica, replicas: list[RunningReplica]
@@ -180,33 +184,28 @@ class PrefixAffinityRouter(ConsistentHashRouter):
                 young[name] = (tag, *(each for each in before if each != tag))[:MAX_REPLICAS]
 
 
-def beginnings_of(text: str) -> list[int]:
+def beginnings_of(text: str | bytes) -> list[int]:
     """Return the names of the beginnings of a text, the shortest first."""
-    found, name, start, length = [], 0, 0, len(text)
-    for end in _ENDS:
-        if end - start <= 2 * SAMPLE_CHARACTERS:
-            name = hash((name, text[start:end]))
-        else:
-            last = max(start, min(end, length) - SAMPLE_CHARACTERS)
-            name = hash((name, length < end, text[start : start + SAMPLE_CHARACTERS], text[last:end]))
+    found, name, length = [], 0, len(text)
+    for start, head, tail, end in _BLOCKS:
+        if end <= length:
+            name = hash((name, text[start:head], text[tail:end]))
+        else:  # a part of a block is not a block
+            name = hash((name, text[start:head], text[max(start, length - END_CHARACTERS) :], length))
         found.append(name)
         if end >= length:
             break
-        start = end
     return found
 
 
-def text_of(request: PendingRequest) -> str:
-    """Return the prompt of a request: of its JSON body, or of its arguments; empty without one."""
+def text_of(request: PendingRequest) -> str | bytes:
+    """Return the prompt of a request: its JSON body from there on, or of its arguments; empty without one."""
     if not request.metadata.is_http_request:
         return next(filter(None, map(prompt_in, _arguments_of(request))), "")
     body = request.body
-    if len(body) <= MAX_JSON_BYTES and body[:1] == b"{":
-        try:
-            return prompt_in(json.loads(body)) or body.decode("utf-8", "replace")
-        except (ValueError, RecursionError):  # a client may send anything
-            pass
-    return body[: 4 * MAX_CHARACTERS].decode("utf-8", "replace")
+    key = _KEY.search(body, 0, MAX_CHARACTERS)
+    begin = 0 if key is None else key.end()
+    return body[begin : begin + MAX_CHARACTERS]
 
 
 def _arguments_of(request: PendingRequest) -> Sequence[Any]:
