@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import daskserve as serve
-from daskserve import request_router
+from daskserve import classic, request_router
 
 PAGE = (Path(__file__).parent.parent / "docs/migrating.md").read_text()
 TEXT = PAGE.partition("\n## From the classic system")[2]
@@ -32,7 +32,7 @@ def _instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def start() -> None:
         serve.run(nothing.bind(), local=True, name="unrelated")
 
-    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(classic, "start", start)
     yield
     serve.shutdown()
 
