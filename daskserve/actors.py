@@ -152,7 +152,7 @@ class ProxyActor:
         )
         if self._access_log is not None:
             self._server.tell_refused(self._access_log.refused)
-        await self._server.bind()
+        await self._server.bind(may_move=self._start.may_move)
         self._health = health_server(self._ingress, options, **place)
         if self._health is not None:
             await self._health.bind()

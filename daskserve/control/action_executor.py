@@ -303,10 +303,10 @@ class ActionExecutor:
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
             await self._clock.sleep(ACTION_RETRY_S)
             return
-        if proxy.port != facts["port"]:
+        if proxy.may_move or proxy.port != facts["port"]:
             async with self._lock:
                 if self._state.proxies.get(proxy.name) == proxy:
-                    await self._commit({proxy.key: replace(proxy, port=facts["port"])})
+                    await self._commit({proxy.key: replace(proxy, port=facts["port"], may_move=False)})
         if self._is_current(proxy):
             self._observed.proxies_failed.pop(proxy.name, None)
             self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}

@@ -250,17 +250,17 @@ class ControllerCore:
         self.loop.poke(backends)
 
     def _proxy_start(self, proxy: ProxyRecord) -> ProxyStart:
-        shares = self.http.take_over or any(
-            other.host == proxy.host and (other.is_leaving or is_ready(self.observed, other))
-            for other in self.state.proxies.values()
-            if other.tag != proxy.tag
-        )
+        others = [each for each in self.state.proxies.values() if each.tag != proxy.tag]
+        here = [each for each in others if each.host == proxy.host]
+        ports = [each.port for each in here if each.is_leaving or is_ready(self.observed, each)]
+        port = max(ports, default=0) if proxy.may_move else 0
         return ProxyStart(
-            options=self.http.model_copy(update={"port": proxy.port}),
+            options=self.http.model_copy(update={"port": port or proxy.port}),
             middlewares=self.start_message.middlewares,
             # Always where it can be, so that the instance of an upgrade may listen beside it.
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
-            claims_port=not shares,
+            claims_port=not (self.http.take_over or ports),
+            may_move=proxy.may_move and not ports,
             public_host=proxy.host,
             logging=target_capacity.logging_of(self.state, self.start_message),
             tracing=self.start_message.tracing,

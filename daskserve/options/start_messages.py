@@ -174,6 +174,8 @@ class ProxyStart(StartMessage):
         platform allows it.
     claims_port : bool
         Whether the port must be free of every other listener; False if others of the instance share it.
+    may_move : bool
+        Whether another free port does as well if this one is taken.
     public_host : str
         The host name in the proxy's URLs if ``options.host`` means every address.
     tracing : dict
@@ -188,6 +190,7 @@ class ProxyStart(StartMessage):
     middlewares: bytes | None
     reuse_port: bool
     claims_port: bool
+    may_move: bool
     public_host: str
     tracing: Mapping[str, Any]
     logging: Mapping[str, Any] | None

@@ -11,11 +11,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from daskserve.common.clock import Clock, LoopClock
 from daskserve.common.formatting import shown
 from daskserve.common.types import EVERY_ADDRESS
+from daskserve.errors import PortInUseError
 from daskserve.proxies.asgi import ASGIApp
 from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.pace import PaceWatch
@@ -165,8 +167,8 @@ class HTTPServer:
         """Have a function called for each request that the server refuses in place of the application."""
         self.state.refusals.tell = note
 
-    async def bind(self) -> None:
-        """Take the port.
+    async def bind(self, *, may_move: bool = False) -> None:
+        """Take the port; if another program has it and the server ``may_move``, take a free one.
 
         Raises
         ------
@@ -175,13 +177,19 @@ class HTTPServer:
         BadRequestError, InstanceError
             The host is not an address of this machine, or the operating system refuses.
         """
-        self._sockets = await bind_sockets(
+        bind = partial(
+            bind_sockets,
             self._host,
-            self._port,
             reuse_port=self._reuse_port,
             claims_port=self._claims_port,
             option=self._port_option,
         )
+        try:
+            self._sockets = await bind(self._port)
+        except PortInUseError:
+            if not may_move:
+                raise
+            self._sockets = await bind(0)
         self._port = self._sockets[0].getsockname()[1]
 
     def start(self) -> None:

@@ -491,6 +491,19 @@ def test_hosts_of_another_cluster_are_not_waited_for() -> None:
     assert (start.worker, start.home) == ("w3", "h1")
 
 
+def test_an_automatic_port_is_kept_on_another_cluster_only_if_it_is_free() -> None:
+    for port in (0, 8000):
+        proxies = Proxies(Location.EVERY_WORKER, [HEAD_1, HEAD_2], port=port)
+        proxies.settle()
+        used = {each.port for each in proxies.state.proxies.values()}
+        proxies.start_id = "second"
+        proxies.observed = Observed(workers={"w5": worker(5), "w6": worker(6)}, lost_workers={"w1", "w2"})
+        found = [each for each in starts(proxies.step()) if each.worker == "w5"]
+        proxies.settle()
+        assert {each.port for each in found} == used
+        assert [each.may_move for each in found] == [not port]
+
+
 def test_the_automatic_port_of_a_host_outlives_its_last_worker_for_the_grace_period() -> None:
     for location in (Location.EVERY_NODE, Location.EVERY_WORKER):
         proxies = Proxies(location, [HEAD_1, FAR_3], port=0)

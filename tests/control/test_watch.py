@@ -256,7 +256,7 @@ async def test_actors_without_a_record_are_stopped(stage: Stage) -> None:
     await stage.create()
     known = set(stage.cluster.actors())
     payload = ProxyStart(
-        HTTPOptions(port=0), None, False, True, "127.0.0.1", tracing={}, logging=None
+        HTTPOptions(port=0), None, False, True, False, "127.0.0.1", tracing={}, logging=None
     ).encode()
     for info in stage.cluster.workers():
         orphan = ActorSpec(ActorKind.PROXY, "local/proxy/orphan", 1, "local", payload)
@@ -325,7 +325,7 @@ async def test_a_replaced_controller_ends_no_actor_that_its_successor_may_have_a
     # It was started by the first controller, and its record was written just before that was cut off.
     victim = next(each for each in stage.running.values() if each.worker != first.worker)
     payload = ProxyStart(
-        HTTPOptions(port=0), None, False, True, "127.0.0.1", tracing={}, logging=None
+        HTTPOptions(port=0), None, False, True, False, "127.0.0.1", tracing={}, logging=None
     ).encode()
     incarnation = (first.incarnation << EPOCH_BITS) + 1000
     adopted = ActorSpec(ActorKind.PROXY, "local/proxy/adopted", incarnation, "local", payload)

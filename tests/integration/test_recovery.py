@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from clusters import (
@@ -282,8 +284,13 @@ def test_a_new_cluster_on_an_old_store_brings_all_deployments_back(scheme: str, 
         assert client.status().problems == {}
         client.create_endpoint("headless", backend="b")
         epoch = client.status().epoch
+        port = urlsplit(client.http_urls()[0]).port
         dask.cluster.close()  # everything dies at once, without a shutdown of the instance
-    with nannied_cluster(2) as dask, serve.start(dask_client=dask, **options) as client:
+    with (
+        socket.create_server(("127.0.0.1", port)),  # another program has its automatic port by now
+        nannied_cluster(2) as dask,
+        serve.start(dask_client=dask, **options) as client,
+    ):
         poll_for(lambda: len(running(client, "b")) == 1)
         assert fetch(f"{client.http_urls()[0]}/e").status == 200
         assert set(client.list_endpoints()) == {"e", "headless"}

@@ -150,7 +150,7 @@ def test_a_start_message_holds_every_default() -> None:
     assert decoded.config.health_check_period_s == BackendConfig().health_check_period_s
     again = dataclasses.replace(decoded, config=read_config(vars(decoded.config)))
     assert again.encode() == start.encode()
-    proxy = ProxyStart.decode(ProxyStart(HTTPOptions(), None, False, True, "h", {}, None).encode())
+    proxy = ProxyStart.decode(ProxyStart(HTTPOptions(), None, False, True, False, "h", {}, None).encode())
     assert HTTPOptions(**vars(proxy.options)) == HTTPOptions()
     assert vars(proxy.options) == dump_http(HTTPOptions())
 

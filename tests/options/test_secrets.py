@@ -110,7 +110,8 @@ def test_the_key_of_a_proxy_is_opened_where_the_proxy_is(file: Path, monkeypatch
     monkeypatch.setenv("KEY_PASSWORD", VALUE)
     for value in ({"file": str(file)}, {"env": "KEY_PASSWORD"}, VALUE):
         options = HTTPOptions(ssl_certfile="c", ssl_keyfile="k", ssl_keyfile_password=value)
-        how = {"reuse_port": False, "claims_port": True, "public_host": "h", "tracing": {}, "logging": None}
+        how = {"reuse_port": False, "claims_port": True, "may_move": False, "public_host": "h"}
+        how |= {"tracing": {}, "logging": None}
         start = ProxyStart(options, None, **how).encode()  # type: ignore[arg-type]
         assert (VALUE.encode() in start) == (value == VALUE)
         actors.tls_of(ProxyStart.decode(start).options)

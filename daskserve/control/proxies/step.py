@@ -248,6 +248,13 @@ class _ProxyPlacement:
         #: The replacement of a proxy keeps a port that was chosen automatically.
         self._ports = {each.home: each.home_port for each in state.proxies.values() if each.home_port}
         self._ports |= {each.host: each.port for each in state.proxies.values() if each.port}
+        #: The hosts whose port was chosen, or taken again, since the instance started.
+        self._own_hosts = {
+            host
+            for each in state.proxies.values()
+            if self._may_wait(each) and not each.may_move
+            for host in (each.host, each.home)
+        }
         #: The proxies that leave from this step on.
         self.leaving: list[ProxyRecord] = []
         #: The proxies that stay without being wanted.
@@ -281,7 +288,8 @@ class _ProxyPlacement:
             self._result.incarnation += 1
             port = self._rules.port or self._ports.get(at.host, 0)
             proxy = ProxyRecord(name, at.address, at.host, self._result.incarnation, port)
-            proxy = replace(proxy, start_id=self._rules.start_id)
+            may_move = not self._rules.port and at.host not in self._own_hosts
+            proxy = replace(proxy, start_id=self._rules.start_id, may_move=may_move)
             if current is not None and name == HEAD:
                 proxy = self._with_home(proxy, current)
             if current is not None and current.worker is not None:

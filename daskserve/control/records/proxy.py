@@ -22,6 +22,9 @@ class ProxyRecord:
         With HeadOnly, the address to which it returns; empty while it is there.
     start_id : str
         The start of the instance under which it was placed.
+    may_move : bool
+        Whether another free port does as well until it listens: its own was chosen automatically before the
+        instance started, and something else may have it by now.
     is_leaving : bool
         Whether another one takes over, or none is needed. It stops accepting once that one listens. The
         record stays until its last request has ended.
@@ -38,6 +41,7 @@ class ProxyRecord:
     home_port: int = 0
     start_id: str = ""
     is_leaving: bool = False
+    may_move: bool = False
 
     @property
     def tag(self) -> str:

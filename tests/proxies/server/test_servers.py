@@ -59,12 +59,17 @@ def test_urls_name_the_public_host_for_a_wildcard() -> None:
 
 
 @each_case("reuse_port", [False, True])
-def test_a_taken_port_is_refused_when_binding(reuse_port: bool) -> None:
+def test_a_taken_port_is_refused_when_binding_unless_another_does_as_well(reuse_port: bool) -> None:
     async def test() -> None:
         async with serving(hello, reuse_port=reuse_port) as server:
             second = make_server(hello, port=server.port, reuse_port=reuse_port)
             with pytest.raises(PortInUseError, match=str(server.port)):
                 await second.bind()
+            await second.bind(may_move=True)
+            second.start()
+            assert second.port not in (0, server.port)
+            async with connected(second) as client:
+                assert (await client.get()).status == 200
             await second.stop()
 
     run(test)
