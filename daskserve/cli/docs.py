@@ -12,6 +12,8 @@ import click
 
 #: Where the pages are: in an installed package, or in a clone.
 FOLDERS = (Path(__file__).parents[1] / "pages", Path(__file__).parents[2] / "docs")
+#: The folder of the pages that consist of directives for the generator of the site.
+GENERATED = "api"
 #: How many other sections are listed.
 MAX_OTHERS = 8
 
@@ -54,8 +56,8 @@ class Section:
 
 
 def sections(folder: Path) -> Iterator[Section]:
-    """Yield the sections of all pages in a folder."""
-    for path in sorted(folder.rglob("*.md")):
+    """Yield the sections of all pages in a folder, without those that only the site's generator can fill."""
+    for path in sorted(each for each in folder.rglob("*.md") if each.parent.name != GENERATED):
         page, title, in_code = path.relative_to(folder).as_posix(), "", False
         lines: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines():

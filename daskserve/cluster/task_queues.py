@@ -3,8 +3,8 @@
 What keeps the tasks is in a layer above this one, and is imported in a thread at the first call. Calls and
 answers are plain values. Tasks pass through as bytes and are never unpickled here.
 
-Idle consumers wait here for tasks, instead of asking again and again: hundreds of them would keep the
-scheduler busy. As many of them are woken as there are tasks.
+Idle consumers wait here for tasks, because polls of hundreds of consumers would keep the scheduler busy. A
+new task wakes one of them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Hosted(Protocol):
 
 
 class _Wait:
-    """Those who wait for tasks of one queue."""
+    """The consumers that wait for tasks of one queue."""
 
     def __init__(self) -> None:
+        #: One for each consumer, in the order of their arrival.
         self.turns: deque[asyncio.Future[None]] = deque()
         self.has_changed = asyncio.Event()
         self.watch: asyncio.Future[None] | None = None
@@ -91,9 +92,9 @@ class InstanceTaskQueues:
         return found
 
     async def _wait(self, queue: str, interval_s: float, timeout_s: float) -> bool:
-        """Return whether there is a task for the caller, at the latest after a time.
+        """Wait for a task, up to ``timeout_s``; return whether there may be one.
 
-        Tasks that become due by and by are found every ``interval_s``, for all who wait together.
+        While consumers wait, the queue is checked for tasks that have become due every ``interval_s``.
         """
         wait = self._waits.get(queue)
         if wait is None:
@@ -113,7 +114,7 @@ class InstanceTaskQueues:
         return True
 
     async def _watch(self, queue: str, wait: _Wait, interval_s: float) -> None:
-        """Give turns to those who wait for tasks of a queue, until nobody does."""
+        """Wake consumers while any of them waits: as many as the queue has tasks."""
         try:
             while wait.turns:
                 wait.has_changed.clear()
@@ -138,7 +139,8 @@ class InstanceTaskQueues:
             if each.watch is not None:
                 each.watch.cancel()
             for turn in each.turns:
-                turn.cancel()
+                if not turn.done():
+                    turn.set_result(None)  # the next call of the consumer gets the error
         await self._calls.stop(self._close)
 
     def _answer(self, method: str, arguments: Sequence[Any]) -> Any:

@@ -33,6 +33,8 @@ A worker drains.
 @pytest.fixture(autouse=True)
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "options.md").write_text(PAGE)
+    (tmp_path / "api").mkdir()
+    (tmp_path / "api/draining.md").write_text("# Draining\n\n::: a.directive.of.the.site\n")
     monkeypatch.setattr(cli_docs, "FOLDERS", (tmp_path / "absent", tmp_path))
     return tmp_path
 

@@ -380,7 +380,7 @@ async def test_a_graph_has_rates_and_a_number_of_replicas_its_reasons() -> None:
         rates = "[...document.querySelectorAll('.graph .rate')].map((each) => each.textContent).join()"
         await tab.until(f"{rates} === '7.25/s,12.5/s'")
         assert await tab.ask("document.querySelectorAll('.edge.failing').length") == 1
-        # What nobody calls stands beside what is called, and not with the clients.
+        # A deployment without callers is drawn beside the called ones, not among the clients.
         places = "[...document.querySelectorAll('.graph a .box')].map((each) => each.getAttribute('x'))"
         front, back, broken = await tab.ask(places)
         assert front == broken != back

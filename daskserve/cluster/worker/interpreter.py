@@ -1,6 +1,7 @@
 """Interpreter settings of a process that serves requests; `close` restores the previous ones.
 
-Four things in Python delay requests by tens of milliseconds, regardless of the code that answers them:
+Four things in Python cost requests time, regardless of the code that answers them. Three of them delay single
+requests by tens of milliseconds, and the collections of young objects all of them by microseconds:
 
 - A thread that computes keeps the interpreter lock for the switch interval (5 ms) when another one waits for
   it, and a request waits for it several times.
@@ -8,8 +9,8 @@ Four things in Python delay requests by tens of milliseconds, regardless of the 
   once a model's libraries are loaded. Under load, one is due several times a second. So `gc.freeze` excludes
   the objects that exist once no actor has started or stopped for a while. When actors start or stop, a full
   collection runs again, which frees what a stopped replica leaves behind.
-- A collection of young objects is due once 700 more objects exist. A hundred requests in flight
-  are more than that, so one runs at each turn of the event loop, finds nothing, and takes a tenth of the time
+- A collection of young objects is due once 700 more of them exist. A hundred requests in flight are more than
+  that, so a collection runs at each turn of the event loop and finds nothing. This takes a tenth of the time
   of a small request. While such collections find nothing, they become rarer; see `CollectionPace`.
 - The first use of a function such as ``serve.get_app_handle`` imports the client, in 0.1 s, and blocks the
   event loop of the user code that calls it. So a process with replicas imports it before that, in a thread.
@@ -38,9 +39,9 @@ CLIENT = "daskserve.client.functions.applications"
 class CollectionPace:
     """Makes collections of young objects rarer for as long as they find nothing.
 
-    Each one that finds nothing doubles the threshold, up to a limit. One that finds garbage restores Python's
-    own, so user code that leaves cycles of large objects gets as much memory as elsewhere. If somebody else
-    sets a threshold, that stays.
+    A collection that finds nothing doubles the threshold, up to a limit. One that finds garbage restores
+    Python's own threshold, so user code that leaves cycles of large objects needs no more memory than
+    elsewhere. A threshold that other code sets stays.
 
     Parameters
     ----------

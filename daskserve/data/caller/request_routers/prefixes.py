@@ -1,22 +1,23 @@
-"""A router that sends prompts that begin alike to where they began, which has their beginning in its cache.
+"""A router that sends prompts with a common beginning to the replica that has it in its cache.
 
-Problem: a language model need not compute again what it has in its cache, but each replica has its own cache,
-and what is common to all prompts must not send all of them to one replica.
+Problem: a language model does not compute a beginning again that is in its cache, but each replica has its own
+cache. If a router only followed the caches, a beginning that all prompts share would send all of them to one
+replica.
 
-Choice: a text is cut into blocks, longer ones the further they are from its beginning, and each block is
-named by a hash of it and all before it, so a name stands for a whole beginning. Of a long block, its first
-and last characters are hashed: prompts that differ only between them take the same way, which costs a part of
-what the cache would save, and to hash all of a long prompt would take longer than all else of a choice. The
-body of an HTTP request is compared as it was written, from the prompt on, for the same reason.
+Choice: the router cuts a text into blocks, which become longer towards its end, and hashes each block together
+with the hash of the block before it. So a hash names a whole beginning. Of a long block, the router hashes
+only the first and the last characters, because hashing all of a long prompt would take longer than the rest of
+the choice. Prompts that differ only in between go to the same replica, which then computes a part again. For
+the same reason, the router compares the body of an HTTP request as the client wrote it, from the prompt on.
 
-For each name the router keeps the replicas that got such a text last. A request goes to the least loaded of
-those that have the longest part of its beginning, unless they have so many more requests than others that to
-wait for them takes longer than to compute. A text that begins like no other goes where consistent hashing of
-its first block sends it, so that processes that have not seen it yet agree.
+For each hash, the router keeps the replicas that got such a text last. A request goes to the least loaded
+replica that has the longest part of its beginning. If that replica has many more requests than others, where
+waiting would take longer than computing, the request goes to another one. A text with an unknown beginning goes
+where consistent hashing of its first block sends it, so all processes choose the same replica.
 
-The least recently used beginnings are forgotten, in two generations: a used one goes into the young one, and
-when that is full, it becomes the old one, and the old one is dropped. Moving each name within one ordered
-dictionary would take a quarter of a choice.
+The router forgets the least recently used beginnings, in two generations: a beginning that is used moves to the
+young generation; when that is full, it becomes the old one, and the old one is dropped. Moving each hash within
+one ordered dictionary would take a quarter of a choice.
 """
 
 from __future__ import annotations
