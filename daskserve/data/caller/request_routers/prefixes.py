@@ -1,23 +1,24 @@
 """A router that sends prompts with a common beginning to the replica that has it in its cache.
 
-Problem: a language model does not compute a beginning again that is in its cache, but each replica has its own
-cache. If a router only followed the caches, a beginning that all prompts share would send all of them to one
-replica.
+Problem: a language model does not compute a beginning again that is in its cache, but each replica has its
+own cache. If a router only followed the caches, a beginning that all prompts share would send all of them to
+one replica.
 
-Choice: the router cuts a text into blocks, which become longer towards its end, and hashes each block together
-with the hash of the block before it. So a hash names a whole beginning. Of a long block, the router hashes
-only the first and the last characters, because hashing all of a long prompt would take longer than the rest of
-the choice. Prompts that differ only in between go to the same replica, which then computes a part again. For
-the same reason, the router compares the body of an HTTP request as the client wrote it, from the prompt on.
+Choice: the router cuts a text into blocks, which become longer towards its end, and hashes each block
+together with the hash of the block before it. So a hash names a whole beginning. Of a long block, the router
+hashes only the first and the last characters, because hashing all of a long prompt would take longer than the
+rest of the choice. Prompts that differ only in between go to the same replica, which then computes a part
+again. For the same reason, the router compares the body of an HTTP request as the client wrote it, from the
+prompt on.
 
 For each hash, the router keeps the replicas that got such a text last. A request goes to the least loaded
 replica that has the longest part of its beginning. If that replica has many more requests than others, where
-waiting would take longer than computing, the request goes to another one. A text with an unknown beginning goes
-where consistent hashing of its first block sends it, so all processes choose the same replica.
+waiting would take longer than computing, the request goes to another one. A text with an unknown beginning
+goes where consistent hashing of its first block sends it, so all processes choose the same replica.
 
-The router forgets the least recently used beginnings, in two generations: a beginning that is used moves to the
-young generation; when that is full, it becomes the old one, and the old one is dropped. Moving each hash within
-one ordered dictionary would take a quarter of a choice.
+The router forgets the least recently used beginnings, in two generations: a beginning that is used moves to
+the young generation; when that is full, it becomes the old one, and the old one is dropped. Moving each hash
+within one ordered dictionary would take a quarter of a choice.
 """
 
 from __future__ import annotations

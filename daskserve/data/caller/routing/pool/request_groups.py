@@ -1,11 +1,11 @@
 """Groups of requests that arrive within a millisecond and go to the same replica of this process.
 
 Problem: each replica has a thread for user code. A request wakes that thread, and running threads compete for
-the interpreter lock. With ten replicas in a worker, a request takes 1.7 times the CPU time if each one goes to
-another replica.
+the interpreter lock. With ten replicas in a worker, a request takes 1.7 times the CPU time if each one goes
+to another replica.
 
-Choice: the router sends a group of requests to the same replica, as many as the replicas of this process answer
-within `GROUP_S`. Requests that take longer than that are not grouped.
+Choice: the router sends a group of requests to the same replica, as many as the replicas of this process
+answer within `GROUP_S`. Requests that take longer than that are not grouped.
 
 Pure: time is an argument.
 """
