@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         status,
         status_async,
     )
+    from daskserve.client.functions.task_queues import instantiate_adapter_from_config
     from daskserve.client.verbs.applications import RunTarget
     from daskserve.client.views.explanation import Explanation
     from daskserve.client.views.status import Status

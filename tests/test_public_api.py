@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tables import each_case
@@ -107,6 +110,17 @@ PUBLIC = {
 def test_the_public_names_are_exactly_these() -> None:
     assert set(serve.__all__) == PUBLIC
     assert dir(serve) == sorted(PUBLIC)
+
+
+def test_type_checkers_and_the_site_find_every_public_name_where_it_is() -> None:
+    """They read the imports; the names are loaded by a table."""
+    tree = ast.parse(Path(serve.__file__).read_text())
+    imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
+    found = {alias.asname or alias.name: each.module for each in imports for alias in each.names}
+    for name in PUBLIC - {"__version__", "task_consumer"}:  # that is a module, too, and called like its function
+        assert name in found, name
+        place = importlib.import_module(str(found[name]))
+        assert getattr(place, name) is getattr(serve, name), name
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
