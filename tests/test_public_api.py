@@ -117,7 +117,10 @@ def test_type_checkers_and_the_site_find_every_public_name_where_it_is() -> None
     tree = ast.parse(Path(serve.__file__).read_text())
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
     found = {alias.asname or alias.name: each.module for each in imports for alias in each.names}
-    for name in PUBLIC - {"__version__", "task_consumer"}:  # that is a module, too, and called like its function
+    for name in PUBLIC - {
+        "__version__",
+        "task_consumer",
+    }:  # that is a module, too, and called like its function
         assert name in found, name
         place = importlib.import_module(str(found[name]))
         assert getattr(place, name) is getattr(serve, name), name

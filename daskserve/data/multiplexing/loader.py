@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -97,8 +98,9 @@ class ModelLoader:
         #: The loads that wait until a model has left.
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._idle_timer: asyncio.TimerHandle | None = None
-        #: The loop of the latest load.
+        #: The loop of the latest load, and its context, for what begins elsewhere.
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = Context()
         self._is_closed = False
         #: Counts the changes of what is loaded, or on its way.
         self.version = 0
@@ -123,8 +125,8 @@ class ModelLoader:
                     return entry.model
                 if entry is None:
                     entry = self.cache.expect(model_id, loop.time())
-                    self._loads[model_id] = self._queue[model_id] = Load(entry, loop)
-                    self._loop = loop
+                    self._loads[model_id] = self._queue[model_id] = added = Load(entry, loop)
+                    self._loop, self._context = loop, added.context
                     self.version += 1
                 load = self._loads[model_id]
                 ready: asyncio.Future[Any] = loop.create_future()
@@ -222,7 +224,7 @@ class ModelLoader:
                 self._drop(victim)
             del self._queue[load.entry.id]
             self.cache.admit(load.entry)
-            if not start_load(load.loop, load.entry.id, self._load, load, victims):
+            if not start_load(load.loop, self._load, load, victims):
                 self._forget(load)
                 self._settle(load, Again())
 
@@ -420,7 +422,7 @@ class ModelLoader:
         self.cache.pinned = frozenset()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._watch_idle)
+                self._loop.call_soon_threadsafe(self._watch_idle, context=self._context.copy())
 
     @property
     def is_over(self) -> bool:
@@ -461,7 +463,7 @@ def _use_room(loader: ModelLoader) -> None:
         loader._admit()
     if loader.cache.is_too_large and loader._loop is not None:
         with suppress(RuntimeError):  # the loop is closed
-            loader._loop.call_soon_threadsafe(_unload_surplus, loader)
+            loader._loop.call_soon_threadsafe(_unload_surplus, loader, context=loader._context.copy())
 
 
 def _unload_surplus(loader: ModelLoader) -> None:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any
 
 from daskserve.context import RequestContext, current_members, current_request
@@ -22,11 +22,13 @@ class Again(Exception):
 class Load:
     """A model on its way: who waits for it, and its task."""
 
-    __slots__ = ("entry", "is_cancelled", "loop", "priority", "requesters", "task", "waiters")
+    __slots__ = ("context", "entry", "is_cancelled", "loop", "priority", "requesters", "task", "waiters")
 
     def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
         self.entry = entry
         self.loop = loop
+        #: That of user code in the replica. The load may begin in any, such as when another request ends.
+        self.context = context_of(entry.id)
         self.task: asyncio.Task[None] | None = None
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = []
         #: The numbers of the requests that wait, each with how often; a number may be another one's later.
@@ -45,17 +47,15 @@ class Load:
 
 def start_load(
     loop: asyncio.AbstractEventLoop,
-    model_id: str,
     function: Callable[[Load, Sequence[CachedModel]], Coroutine[Any, Any, None]],
     load: Load,
     victims: Sequence[CachedModel],
 ) -> bool:
-    """Run a load in a task on a loop, in a context of its own; return False if the loop is closed."""
-    context = copy_context()
-    context.run(_enter, model_id)
+    """Run a load in a task on a loop, in the load's context; return False if the loop is closed."""
 
     def start() -> None:
-        load.task = loop.create_task(function(load, victims), name="daskserve-load-model", context=context)
+        code = function(load, victims)
+        load.task = loop.create_task(code, name="daskserve-load-model", context=load.context)
 
     if running_loop() is loop:
         start()
@@ -65,6 +65,13 @@ def start_load(
     except RuntimeError:
         return False
     return True
+
+
+def context_of(model_id: str) -> Context:
+    """Return the context of the caller without its request, for code that loads or unloads a model."""
+    context = copy_context()
+    context.run(_enter, model_id)
+    return context
 
 
 def _enter(model_id: str) -> None:

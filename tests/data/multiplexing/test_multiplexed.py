@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import pickle
@@ -57,7 +58,6 @@ class Models:
         self.multiplexer = Multiplexer()
         self.sizes: dict[str, int] = {}
 
-        @serve.multiplexed(**options)
         async def get(model_id: str) -> Any:
             self.loaded.append(model_id)
             if model_id in self.gates:
@@ -66,7 +66,8 @@ class Models:
                 raise RuntimeError(f"{model_id} is broken")
             return self.make(model_id)
 
-        self.get: Any = get
+        self.load = get
+        self.get: Any = serve.multiplexed(**options)(get)
 
     def make(self, model_id: str) -> Any:
         return Model(model_id, self.unloaded, self.sizes.get(model_id, 0))
@@ -431,6 +432,39 @@ def test_a_model_in_use_is_unloaded_once_no_request_uses_it() -> None:
         assert models.unloaded == ["a"]
 
     models.run(main())
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_user_code_loads_and_unloads_in_its_replica_whoever_makes_room(limit: int) -> None:
+    """A request that is cancelled ends on the event loop of its worker, outside of the replica's context."""
+    models, seen = Models(max_num_models_per_replica=limit), []
+
+    def make(model_id: str) -> Any:
+        seen.append(("load", model_id, serve.get_replica_context().replica_tag))
+        return model_id
+
+    def unload(model: str) -> None:
+        seen.append(("unload", model, serve.get_replica_context().replica_tag))
+
+    models.make = make  # type: ignore[method-assign]
+    models.get = serve.multiplexed(max_num_models_per_replica=limit, unload=unload)(models.load)
+
+    async def main() -> None:
+        held = [Request(), Request()]
+        for request, model in zip(held, "ab", strict=True):
+            request.__enter__()
+            if model == "a" or limit == 2:
+                await models.get(model)
+            request.leave()
+        waiting = asyncio.create_task(models.get("c"))
+        await pause()
+        for request in held:
+            contextvars.Context().run(request.end)
+        assert await waiting == "c"
+        await until(lambda: any(each[0] == "unload" for each in seen))
+
+    models.run(main())
+    assert {tag for *_, tag in seen} == {"default/d#r"}
 
 
 def test_requests_that_use_several_models_never_wait_for_each_other() -> None:
