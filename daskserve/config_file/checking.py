@@ -304,8 +304,9 @@ class Checks:
                 )
             else:
                 self._options(Environment, {name: found[name]}, where)
-        if given[-1] != ENV_NAMES[0] and has_references(found):
-            self._document.copy(where, (*path, ENV_NAMES[0]))  # the references have the other name
+        if given[-1] != ENV_NAMES[0]:
+            for inside, _ in references_in(found):  # which have the other name from here on
+                self._document.put((*path, ENV_NAMES[0], *inside), self._document.at((*where, *inside)))
         folder = found.get("working_dir")
         if isinstance(folder, str) and not has_references(folder) and "://" not in folder:
             self._fault(
