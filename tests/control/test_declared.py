@@ -16,6 +16,7 @@ from daskserve.control.declared.building import BATCH
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
+    ConfigFileError,
     DeployError,
     ExternalScalerDisabledError,
     NotFoundError,
@@ -78,6 +79,23 @@ async def test_a_merge_updates_what_it_names_and_leaves_the_rest(stage: Stage) -
     assert found["deleted"] == []
     assert versions(stage) == {"shop": "1", "mail": "2", "news": "1"}
     assert (await stage.call("status"))["target_capacity"] == 50.0
+
+
+@staged()
+async def test_options_of_the_instance_may_be_variables(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERCENT", "50")
+    options = {"target_capacity": "${PERCENT}", "references": {"target_capacity": "serve.yaml:1:18"}}
+    plan = await stage.call("plan_config", config=instance_config(config(), **options))
+    assert list(plan["options"]) == [{"option": "target_capacity", "old": None, "new": 50}]
+    await declare(stage, config(), options=options)
+    assert (await stage.call("get_config"))["instance"]["target_capacity"] == "${PERCENT}"
+    assert (await stage.call("status"))["target_capacity"] == 50
+    for value, text in (("lots", "a percentage from 0 to 100"), (None, "serve.yaml:1:18: there is no env")):
+        monkeypatch.setenv("PERCENT", value) if value else monkeypatch.delenv("PERCENT")
+        with pytest.raises(ConfigFileError, match=text):
+            await declare(stage, config(), options=options)
 
 
 @staged()

@@ -27,7 +27,7 @@ from daskserve.common import settings
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName, split_import_path
 from daskserve.config_file.model import ApplicationConfig
-from daskserve.config_file.references import resolved
+from daskserve.config_file.reading import in_force
 from daskserve.data.replica.environment.working_dir import local_folder
 from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
 from daskserve.internals.cloudpickle import release_class_ids
@@ -87,7 +87,7 @@ def build_configured(
     ReplicaStartError
         The user's code raised; the error has the traceback from there on.
     """
-    found = resolved(config, settings.process_variables())
+    found = in_force(config, settings.process_variables())
     with users_errors(found.name, found.import_path), _importing_from(found) as found:
         overrides = Overrides(found)
         with _current(found, scan or ModuleScan()) as modules:
