@@ -77,7 +77,7 @@ async def test_the_page_streams_an_answer_and_its_button_stops_one() -> None:
             facts = await tab.until(f"{BUTTON} === 'Send' && document.querySelector('.facts').textContent")
             assert facts.endswith("stopped by you"), facts
             async with asyncio.timeout(10):
-                while (await engine.record_autoscaling_stats.remote())["active"]:
+                while (await engine.record_autoscaling_stats.remote())["active"]:  # noqa: ASYNC110 - no event here
                     await asyncio.sleep(0.01)
             stopped = await tab.ask(ANSWER)
             await say(tab, "3")
