@@ -1,8 +1,8 @@
 """Who is in a continuous batch: admission, budget, preemption, priorities and fairness.
 
 Synchronous code without time. Higher priorities are admitted first. Among requests of one priority, the user
-whose requests have had the fewest steps so far is next, and of one user the earliest request. A request that does
-not fit is not overtaken by one that comes later in this order, else large requests would never run.
+whose requests have had the fewest steps so far is next, and of one user the earliest request. A request that
+does not fit is not overtaken by one that comes later in this order, else large requests would never run.
 
 A request that is preempted goes back to its place, which is at the front. The oldest one of the highest
 priority is never preempted for another, so there is always progress.
@@ -48,8 +48,8 @@ class _Account:
     """The requests of one user and one priority that wait, in order of arrival."""
 
     waiting: list[ActiveRequest] = field(default_factory=list)
-    #: The steps of its requests so far, compared with those of others. Not their costs: these may be bytes, or
-    #: what a caller has asked for and will not use.
+    #: The steps of its requests so far, compared with those of others. Not their costs: these may be bytes,
+    #: or what a caller has asked for and will not use.
     served: int = 0
     active: int = 0
 
