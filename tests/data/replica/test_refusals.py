@@ -185,7 +185,8 @@ def test_a_parent_answers_as_its_child(
 ) -> None:
     for path in PATHS:
         parent = client.get_handle(path.strip("/").split("?")[0].split("/")[0])
-        parent.free.remote().result(DEADLINE_S)  # the first call of a handle may be overtaken by the next ones
+        # The first call of a handle may be overtaken by the next ones.
+        parent.free.remote().result(DEADLINE_S)
         try:
             assert get(client, f"{path}what={what}") == expected, path
         finally:
