@@ -1,9 +1,9 @@
 """Keeps a thread on the processor of the one that waits for it.
 
 Two threads that take turns, each waiting for the other, gain nothing from a second processor. It has to be
-woken for each turn, and the interpreter's lock goes from one to the other twice: a turn of 7 us takes 20 to 50.
-The operating system puts both threads on one processor in about half of all cases, and leaves them where they
-are for seconds.
+woken for each turn, and the interpreter's lock goes from one to the other twice: a turn of 7 µs takes 20 to
+50. The operating system puts both threads on one processor in about half of all cases, and leaves them where
+they are for seconds.
 """
 
 from __future__ import annotations
