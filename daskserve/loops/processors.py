@@ -23,9 +23,6 @@ def _find_present() -> Callable[[], int] | None:
     return found
 
 
-_present = _find_present()
-
-
 class Follower:
     """A thread that can follow another one to its processor.
 
@@ -37,7 +34,7 @@ class Follower:
 
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
-        self._present = _present
+        self._present = _find_present()
         #: Where the thread is kept; -1 while it may run anywhere.
         self._processor = -1
 
