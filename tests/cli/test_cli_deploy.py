@@ -155,3 +155,15 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
     result = call("restart", "mail", "--json", code=1)
     assert json.loads(result.stderr)["error"]["type"] == "NotFoundError"
+
+
+def test_a_file_that_cannot_be_read_is_wrong_usage(folder: Path) -> None:
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert (
+        "The file 'missing.yaml' cannot be read: No such file" in call("diff", "missing.yaml", code=2).stderr
+    )
+    error = json.loads(call("diff", "binary.yaml", "--json", code=2).stderr)["error"]
+    assert (error["type"], error["message"][:44]) == (
+        "UsageError",
+        "The file 'binary.yaml' is not text in UTF-8:",
+    )
