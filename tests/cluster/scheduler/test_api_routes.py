@@ -487,13 +487,13 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
 
 
-async def test_numbers_that_are_too_large_are_refused(site: Site) -> None:
+async def test_numbers_that_are_too_large_and_unknown_fields_are_refused(site: Site) -> None:
     del site.instances["two words"]
     digits, path = "9" * 31, "/api/serve/applications"
     assert (await site.ask(f"/api/serve/events?after={digits}")).code == 400
     assert (await site.ask(f"{path}/", "PUT", b"{}", **{"If-Match": f'"{digits}"'})).code == 400
-    body = f'{{"revision": {digits}}}'.encode()
-    assert (await site.ask(f"{path}/shop/rollback", "POST", body)).code == 400
+    for body in (f'{{"revision": {digits}}}'.encode(), b'{"revison": 1}'):
+        assert (await site.ask(f"{path}/shop/rollback", "POST", body)).code == 400
     assert site.hosts.verbs == []
 
 

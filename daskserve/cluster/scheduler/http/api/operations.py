@@ -136,7 +136,7 @@ def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
         found: Message = {"name": deployment_tag(asked.path["application"], asked.path["deployment"])}
         if "model" not in asked.path:
             return verb, found
-        fields, found["model"] = asked.fields(), asked.path["model"]
+        fields, found["model"] = asked.fields("version", "default"), asked.path["model"]
         version, is_default = fields.get("version"), fields.get("default", True)
         if not isinstance(version, str | None) or (version is None and verb == "set_default_model"):
             raise BadRequestError(f"version must be a text, got {version!r}")
@@ -164,7 +164,7 @@ def _scaled(asked: Asked, number: Any) -> Any:
 
 
 def _rollback(asked: Asked) -> tuple[str, Message]:
-    revision = asked.fields().get("revision")
+    revision = asked.fields("revision").get("revision")
     is_number = isinstance(revision, int) and not isinstance(revision, bool) and abs(revision) < 10**18
     if revision is not None and not is_number:
         raise BadRequestError(f"revision must be a number, got {str(revision)[:MAX_SHOWN]!r}")
