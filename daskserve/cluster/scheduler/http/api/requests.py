@@ -71,7 +71,7 @@ class Asked:
         return int(value)
 
     def fields(self, *known: str) -> Mapping[str, Any]:
-        """Return the fields of a body, which may be empty; raise `BadRequestError` for one that is not known."""
+        """Return the fields of a body, which may be empty; raise `BadRequestError` for an unknown one."""
         try:
             found = json.loads(self.body or b"{}")
         except (ValueError, RecursionError):
