@@ -53,7 +53,7 @@ class PlainStream(IOStream):
 
         That is all of nearly every response, and takes a third of the time of `write`, which reports errors.
         """
-        if self.socket is None:  # it is closed
+        if self.closed():
             return 0
         try:
             sent_bytes = self.socket.send(data)
