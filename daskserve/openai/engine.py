@@ -156,4 +156,5 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    return "".join(str(each.get("text", "")) for each in parts if isinstance(each, Mapping))
+    texts = (each.get("text") for each in parts if isinstance(each, Mapping))
+    return "".join(each for each in texts if isinstance(each, str))
