@@ -268,7 +268,7 @@ def text_of(record: ModelsRecord | None, problem: str = "") -> str:
     for name, versions in {} if record is None else record.models.items():
         default = record.defaults.get(name) if record is not None else None
         serves = f"; version {default} serves" if default is not None else ""
-        tried = versions[default]["attempt"] if default in versions else 0
+        tried = versions.get(default or "", {}).get("attempt", 0)
         given_up = ""
         for version, entry in sorted(versions.items(), key=lambda each: each[1]["attempt"]):
             if entry["state"] == ModelState.LOADING:

@@ -126,7 +126,7 @@ def steered(
     if last is not None and request_id and last["promoted_by"] == request_id:
         return record  # the retry of a call
     if rollout is None or plan is None:
-        why = "" if last is None else f": it is {last['phase']}, {last['why']}"
+        why = "" if last is None else f": it is {last['phase']}, {last['why'].rstrip('.')}"
         raise NotFoundError(f"There is no rollout of model {name!r} to {verb}{why}.")
     by = options.get("by") or A_PROGRAM
     if verb == "pause":

@@ -16,7 +16,7 @@ def _going_on(backend: BackendRecord, doing: str) -> RolloutState:
     if backend.canary is not None:
         return backend.canary
     ended = backend.rollout
-    why = "" if ended is None else f": it is {ended.phase}, {ended.why}"
+    why = "" if ended is None else f": it is {ended.phase}, {ended.why.rstrip('.')}"
     raise NotFoundError(f"There is no rollout of {backend.display_name} to {doing}{why}.")
 
 
@@ -26,9 +26,7 @@ def pause(backend: BackendRecord, wall: float, *, by: str = "") -> Change:
     return {backend.key: replace(backend, rollout=paused(rollout, wall, by))}
 
 
-def promote(
-    backend: BackendRecord, wall: float, *, full: bool, request_id: str = "", by: str = ""
-) -> Change:
+def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str = "", by: str = "") -> Change:
     """Let a rollout go on to its next step, paused or not; with ``full``, to its end.
 
     The retry of a call changes nothing.
