@@ -144,8 +144,8 @@ class OpenAIServer:
                 return _failure(error)
 
     def _handle(self, model: str, adapter: str) -> Any:
-        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`; those
-        # of a session go where the model's router sends them.
+        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`, and
+        # those of a session where the model's router sends them.
         present = current_request.get()
         session, priority = ("", 0) if present is None else (present.session_id, present.priority_number)
         facts = {"multiplexed_model_id": adapter, "session_id": session, "priority": priority}
