@@ -86,6 +86,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._order = Order()
         #: Whether replicas cannot tell the priorities of requests without their order.
         self._names_priorities = False
+        #: Whether no option chooses, orders or hedges, so that requests take replicas from the pool itself.
+        self.is_plain = True
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
         #: Those for which the router was asked in vain, since it was last asked for all.
@@ -107,6 +109,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.routing = None
         if setup is not None:
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
+        self._note_options()
         routing = self.routing
         if self._reports is not None:
             trouble = None if routing is None else routing.present_trouble
@@ -122,6 +125,10 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         """Hedge requests as the controller has published it; None for not."""
         if published != (None if self.hedging is None else self.hedging.setup):
             self.hedging = None if published is None else Hedging(**published)
+            self._note_options()
+
+    def _note_options(self) -> None:
+        self.is_plain = self.routing is None and self.hedging is None and not self._names_priorities
 
     def may_hedge(self, envelope: Envelope) -> bool:
         """Return whether a request gets a second try if it takes long."""
@@ -186,6 +193,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if order != self._order:
             self._order, self._ranked = order, None
             self._names_priorities = bool(order.header or order.classes)
+            self._note_options()
             if self:
                 self._rank()
 
