@@ -35,6 +35,8 @@ from daskserve.config_file.writing import to_yaml, without_places
 from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
 
+#: Number of applications that `deploy --wait` names at a time.
+MAX_TOLD = 10
 #: The colours of signs at the beginning of a line of a plan.
 _COLOURS: Mapping[str, str] = {"+": "green", "-": "red", "!": "red", "~": "yellow"}
 
@@ -171,8 +173,18 @@ def deploy(
             )
             found: dict[str, Any] = {"version": number, "plan": plan.to_plain()}
             if wait:
-                found["applications"] = client.wait_for_config(number, timeout_s=timeout_s)
+                found["applications"] = client.wait_for_config(
+                    number, timeout_s=timeout_s, on_wait=_tell_what_is_awaited
+                )
             _tell(found, as_json=as_json)
+
+
+def _tell_what_is_awaited(waiting: Mapping[str, str]) -> None:
+    for name, why in list(waiting.items())[:MAX_TOLD]:
+        first = why.partition("\n")[0]
+        click.echo(f"{name} waits: {first}", err=True)
+    if len(waiting) > MAX_TOLD:
+        click.echo(f"... and {len(waiting) - MAX_TOLD} more applications", err=True)
 
 
 def _tell(found: dict[str, Any], *, as_json: bool) -> None:
