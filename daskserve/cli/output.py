@@ -123,7 +123,11 @@ def errors_as_messages() -> Iterator[None]:
         if not wants_json():
             raise
         raise CommandError(error.format_message(), ExitCode.USAGE, type(error).__name__) from error
-    except (ServeError, ValidationError, TypeError, ValueError) as error:
+    except ValidationError as error:
+        from daskserve.config_file.option_checks import text_of  # with all options, which others need not
+
+        raise _command_error(error, spelled(text_of(error))) from error
+    except (ServeError, TypeError, ValueError) as error:
         # Names in files are not those of options.
         text = str(error) if isinstance(error, ConfigFileError) else spelled(str(error))
         raise _command_error(error, text) from error

@@ -47,6 +47,14 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
             return found
 
 
+def text_of(error: ValidationError) -> str:
+    """Return what is wrong with options, one line for each: the option, the reason and the value."""
+    found = [_place_and_text(each) for each in error.errors(include_url=False)]
+    return "\n".join(
+        text if names(text, path) else f"{'.'.join(map(str, path))}: {text}" for path, text in found
+    )
+
+
 def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options without those that are null and cannot be: they are not given."""
     spellings = spellings_of(model)

@@ -11,6 +11,7 @@ from typing import Any
 import dask.config
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import ValidationError
 from tables import each_case
 
 import daskserve as serve
@@ -32,6 +33,13 @@ from daskserve.errors import (
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import local_instance
 
+
+def invalid() -> ValidationError:
+    with pytest.raises(ValidationError) as caught:
+        HTTPOptions(**{"port": 70_000, "request_timeout_s": "soon"})
+    return caught.value
+
+
 #: What `daskserve.client.hosting.hosting.host` raises for an application of this name.
 FAILURES: Mapping[str, Exception] = {
     "failing": ReplicaStartError(
@@ -40,6 +48,7 @@ FAILURES: Mapping[str, Exception] = {
     ),
     "taken": PortInUseError('Choose another port with http_options={"port": ...}; 0 takes a free one.'),
     "known": BadRequestError("route_prefix is wrong, name='x' is taken; give each its own name=."),
+    "invalid": invalid(),
 }
 
 
@@ -234,6 +243,10 @@ def test_a_file_has_variables_of_the_environment(
         (["m:app", "--runtime-env-json", '{"env_vars": 1}'], "env_vars of the environment must be a mapping"),
         (["m:app", "--runtime-env", __file__], "is not YAML: "),
         (["m:app", "--factory", "--working-dir", "."], "--factory takes no environment"),
+        (
+            ["m:app", "--name", "invalid"],
+            "Error: port: Input should be less than or equal to 65535, got 70000\n--request-timeout-s: Input",
+        ),
         (["m:app", "--workers", "0"], "0 is not in the range x>=1"),
     ],
 )

@@ -81,7 +81,7 @@ def test_a_builder_gets_the_arguments(folder: Path) -> None:
         ("project:missing", "Import path 'project:missing': project has no 'missing'."),
         ("nowhere:app", "there is no module 'nowhere' here. Install it on the workers, too"),
         ("project:Model", "deployment 'Model', which is not bound"),
-        ("project:typed", "size\n  Field required"),
+        ("project:typed", "cannot be built from 'project:typed': size is missing"),
     ],
 )
 def test_a_mistake_in_the_call_has_a_message_only(folder: Path, target: str, text: str) -> None:

@@ -6,8 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from daskserve.client.definitions.deployments import Deployment
 from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.option_checks import text_of
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.fields.base import parse_options
@@ -50,10 +53,9 @@ class Overrides:
         try:
             return self._applied(self._options.get(name, {}), deployment)
         except (TypeError, ValueError) as error:
-            raise BadRequestError(
-                f"Deployment {name!r} of application {self._application!r} cannot have its configuration: "
-                f"{error}"
-            ) from error
+            why = text_of(error) if isinstance(error, ValidationError) else str(error)
+            what = f"Deployment {name!r} of application {self._application!r}"
+            raise BadRequestError(f"{what} cannot have its configuration: {why}") from error
 
     def _applied(self, given: Mapping[str, Any], deployment: Deployment) -> Deployment:
         options = dict(given)

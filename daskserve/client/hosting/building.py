@@ -27,6 +27,7 @@ from daskserve.common import settings
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName, split_import_path
 from daskserve.config_file.model import ApplicationConfig
+from daskserve.config_file.option_checks import text_of
 from daskserve.config_file.reading import in_force
 from daskserve.data.replica.environment.working_dir import local_folder
 from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
@@ -183,7 +184,8 @@ def users_errors(name: str, target: Any) -> Iterator[None]:
         if frames is None and not isinstance(error, (SyntaxError, ValidationError)):
             raise
         if frames is None and isinstance(error, ValidationError):
-            raise BadRequestError(str(error)) from error
+            text = f"Application {name!r} cannot be built from {target!r}: {text_of(error)}"
+            raise BadRequestError(text) from error
         remedy = "Correct the code, and run it again."
         if isinstance(error, ModuleNotFoundError):
             remedy = MODULE_REMEDY
