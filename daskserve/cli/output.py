@@ -119,10 +119,10 @@ def errors_as_messages() -> Iterator[None]:
     except ReplicaStartError as error:
         text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
         raise _command_error(error, text.rstrip()) from error
-    except click.UsageError as error:
-        if not wants_json():
+    except click.ClickException as error:
+        if isinstance(error, CommandError) or not wants_json():
             raise
-        raise CommandError(error.format_message(), ExitCode.USAGE, type(error).__name__) from error
+        raise CommandError(error.format_message(), error.exit_code, type(error).__name__) from error
     except ValidationError as error:
         from daskserve.config_file.option_checks import text_of  # with all options, which others need not
 

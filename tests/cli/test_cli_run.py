@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -280,6 +281,8 @@ def test_a_shutdown_asks_on_a_terminal_and_needs_yes_elsewhere(monkeypatch: pyte
             1,
             f"Error: This ends {what}. Add --yes, because there is no terminal to ask on.\n",
         )
+        error = json.loads(shut_down("--json").stderr)["error"]
+        assert error["message"].startswith(f"This ends {what}.")
         declined = shut_down(answer="n\n", is_terminal=True)
         assert declined.exit_code == 1
         assert declined.output.startswith(f"End {what}? [y/N]: n\n")

@@ -153,9 +153,9 @@ async def _find_instance(
 ) -> InstanceName:
     """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
     no_instance = NotRunningError(
-        f"{'No such instance' if name is None else f'No instance {name!r}'} runs on the cluster "
-        f"{cluster_connection.scheduler_address}; start one with serve.start(detached=True), or run an "
-        "application with serve.run()."
+        f"No instance{'' if name is None else f' {name!r}'} runs on the cluster "
+        f"{cluster_connection.scheduler_address}; start one with `daskserve start` or "
+        "serve.start(detached=True), or run an application with serve.run()."
     )
     if not await form.run(
         cluster_connection, cluster_connection.check_scheduler(settings.timeouts().connect_s)
