@@ -54,7 +54,15 @@ LOOK_S = 5.0
 
 
 class Builders:
-    """Builds applications in workers."""
+    """Builds applications in workers.
+
+    Parameters
+    ----------
+    worker
+        The worker of the controller.
+    next_worker
+        Returns the worker that gets the next replica.
+    """
 
     def __init__(
         self,
@@ -62,10 +70,12 @@ class Builders:
         observed: Observed,
         *,
         epoch: int,
+        worker: WorkerAddress,
         next_worker: Callable[[], WorkerAddress | None],
     ) -> None:
         self._cluster = cluster
         self._observed = observed
+        self._own_worker = worker
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
@@ -139,13 +149,22 @@ class Builders:
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker of the next replica, unless it builds already, or an import hangs there."""
+        """Return the worker for the next build.
+
+        The first of several goes to that of the next replica, which then has the module. Others go where least
+        is built, and to the controller's worker last, because they take the interpreter lock from it.
+        """
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
             raise NoWorkerError("There is no worker that could build the application.")
         self._hanging.intersection_update(known)
-        first = self._next_worker()
-        return min(known, key=lambda each: (each in self._hanging, self._under_way[each], each != first))
+        first = None if any(self._under_way.values()) else self._next_worker()
+
+        def rank(worker: WorkerAddress) -> tuple[bool, bool, bool, int]:
+            is_own = worker == self._own_worker
+            return worker in self._hanging, worker != first, is_own, self._under_way[worker]
+
+        return min(known, key=rank)
 
     async def _remove(self, address: ActorAddress) -> None:
         try:
@@ -357,11 +376,12 @@ def building_for(
     writer: Writer,
     *,
     epoch: int,
+    worker: WorkerAddress,
     next_worker: Callable[[], WorkerAddress | None],
     poke: Callable[[Collection[str]], None],
 ) -> Building:
     """Return the loop of a controller."""
-    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
+    builders = Builders(cluster, observed, epoch=epoch, worker=worker, next_worker=next_worker)
     return Building(
         builders,
         state,
