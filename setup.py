@@ -115,7 +115,7 @@ setup(
         "daskserve.data.caller.request_routers",
         "daskserve.data.caller.routing",
         "daskserve.data.caller.routing.multiplexing",
-        "daskserve.data.caller.routing.pool",
+        "daskserve.data.caller.pool",
         "daskserve.data.caller.routing.suspects",
         "daskserve.data.multiplexing",
         "daskserve.data.replica",
