@@ -80,7 +80,7 @@ def test_the_file_of_a_child_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
 FACTORY = """
 import logging, os, signal
 
-def make(start_thread):
+def make(start_thread, to_parent):
     logging.getLogger("of.the.child").error("it dies of %s", "hunger")
     os.kill(os.getpid(), signal.SIGKILL)
 """
