@@ -392,7 +392,7 @@ class ChildCode:
                     (name, labels, self.slots.waiting)
                 )  # the child's own value has only the requests that wait for batches
             elif name == "replica_ongoing_requests":
-                found.append((name, labels, value + self._reported.direct[0]))
+                found.append((name, labels, self.slots.ongoing + self._reported.direct[0]))
             elif name == "deployment_rejections" or (name, labels) not in known:
                 found.append((name, labels, value))
         return found
