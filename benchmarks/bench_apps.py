@@ -130,7 +130,7 @@ def ours(case: Case, server: str) -> Iterator[System]:
             assert len({each.worker for each in client.status().replicas("app")}) == 2
             workers = worker_processes(dask)
             children = [child for each in workers for child in each.children()]
-            yield System(client.http_urls()[0].rstrip("/"), [*workers, *children])
+            yield System(client.http_urls()[0].rstrip("/"), (*workers, *children))
     finally:
         dask.close()
         cluster.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
-from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, Envelope
+from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, Envelope, Receive, Send
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
@@ -19,7 +19,7 @@ from daskserve.errors import BadRequestError, ServeError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ProxyStart, ReplicaStart, read_http
 from daskserve.payload.importing import call_imported
-from daskserve.proxies.listener import HTTPListener
+from daskserve.proxies.listener import HTTPListener, Requests
 from daskserve.proxies.server.listen import can_share_ports, check_ports
 from daskserve.telemetry.logs.records import LOGGING
 from daskserve.telemetry.table import MetricSample
@@ -51,17 +51,23 @@ def make_replica(context: ActorContext) -> Any:
     return Replica(context, ChildCode if start.config.isolation == "process" else LocalCode)
 
 
-class RoutedRequests:
+class RoutedRequests(Requests):
     """Requests that the routers of this process send; see `daskserve.proxies.listener.Requests`."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
-        self.send = routers.send
-        self.prepare: Callable[[str], object] = routers.router
 
     @property
     def largest_body_bytes(self) -> float:
         return self._routers.body_limits.largest_bytes
+
+    def prepare(self, endpoint: str) -> None:
+        self._routers.router(endpoint)
+
+    def send(
+        self, endpoint: str, envelope: Envelope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, None]:
+        return self._routers.send(endpoint, envelope, receive, send)
 
     def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
         return self._routers.router(endpoint).body_rules(default_max_bytes)

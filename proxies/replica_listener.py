@@ -18,14 +18,14 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ProxyStart
 from daskserve.payload.importing import call_imported
-from daskserve.proxies.listener import HTTPListener
+from daskserve.proxies.listener import HTTPListener, Requests
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 
 logger = logging.getLogger("daskserve.proxies")
 
 
-class ReplicaRequests:
+class ReplicaRequests(Requests):
     """Answers what the replica of this process may answer, and sends on the rest."""
 
     def __init__(

@@ -27,6 +27,7 @@ from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.protocols.base import ToParent
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.stack_dump import answer_with_stacks
 from daskserve.cluster.worker.tagging import mark_output
@@ -48,8 +49,6 @@ MAIN_GRACE_S = 0.2
 EXIT_SHARE = 0.1
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
-#: Returns a request to the parent, not sent, by the name of what it is for.
-ToParent: TypeAlias = Callable[[str, Envelope], ActorRequest]
 #: Returns the function that takes the requests of the parent, and the function that asks the parent to
 #: replace this process, which got SIGTERM.
 Factory: TypeAlias = Callable[[StartThread, ToParent], tuple[Dispatch, Callable[[], None]]]

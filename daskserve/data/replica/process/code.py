@@ -82,7 +82,7 @@ class ForwardedRequest(ReplicaRequest):
         code = self._code
         child, runner = code.running()
         envelope = self.envelope
-        if envelope.queue_timeout is not None and not code.is_shared:
+        if envelope.queue_timeout is not None and not runner.is_shared():
             envelope = replace(envelope, queue_timeout=None)  # the child has a slot for it
         parts = (next(code.numbers), envelope, receive, send)
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
@@ -216,7 +216,8 @@ class ChildCode:
         child = self._child = await ChildProcess.start(
             start.replica_tag, interpreter, FACTORY, partial(pass_on, self._context.cluster)
         )
-        self._runner = ChildRunner(child, self._explain)
+        children = listening_children(self._context.cluster)
+        self._runner = ChildRunner(child, self._explain, lambda: children.is_open)
         child.on_end = self._note_end
         if (logs := self._context.logs) is not None:
             tag, instance = start.replica_tag, self._context.spec.instance
@@ -231,13 +232,8 @@ class ChildCode:
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
-        listening_children(self._context.cluster).add(start.backend_tag, self._call)
+        children.add(start.backend_tag, self._call)
         return {**facts, "child_pid": child.pid}
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the child takes requests from elsewhere, too."""
-        return listening_children(self._context.cluster).is_open
 
     @property
     def process(self) -> LoggingProcess | None:

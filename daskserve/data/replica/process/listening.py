@@ -12,8 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from daskserve.cluster.protocols.base import TaskRequest
-from daskserve.common.clock import Clock
+from daskserve.cluster.protocols.base import Process, TaskRequest
 from daskserve.common.types import ActorRequest, Envelope, Load, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
@@ -25,6 +24,8 @@ logger = logging.getLogger("daskserve.replica")
 KEY = "listening_children"
 #: How long a child that does not listen as it should is left alone before the next attempt.
 RETRY_S = 1.0
+#: Time beyond the grace period for a child to say that it has closed a port.
+ANSWER_S = 1.0
 
 CallChild = Callable[..., Awaitable[Any]]
 
@@ -38,7 +39,7 @@ def answers_itself(endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any
     if not endpoint or not backend:
         return False
     traffic = [each for each, weight in endpoint["traffic"].items() if weight > 0]
-    if traffic != [tag] or endpoint["shadows"] or endpoint["legacy"] is None:
+    if traffic != [tag] or endpoint["shadows"]:
         return False
     return not any(backend.get(each) for each in ("router", "order", "hedging", "rollout"))
 
@@ -46,16 +47,19 @@ def answers_itself(endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any
 class ListeningChild:
     """One child: what it was told last, and the task that tells it."""
 
-    def __init__(self, tag: str, call: CallChild, clock: Clock) -> None:
+    def __init__(self, tag: str, call: CallChild, cluster: Process) -> None:
         self.tag = tag
-        self._call, self._clock = call, clock
+        self._call, self._cluster = call, cluster
         self._wanted: Mapping[str, Any] | None = None
+        #: Whether it may listen.
+        self.was_told = False
         self._changed, self.told = asyncio.Event(), asyncio.Event()
         self.told.set()
 
     def tell(self, wanted: Mapping[str, Any]) -> None:
         """Note what the child should have."""
         self._wanted = wanted
+        self.was_told = True
         self.told.clear()
         self._changed.set()
 
@@ -73,7 +77,7 @@ class ListeningChild:
                 return
             except Exception as error:
                 errors.log(error, "The process of a replica of %s cannot listen", self.tag)
-                await self._clock.sleep(RETRY_S)
+                await self._cluster.clock.sleep(RETRY_S)
                 self._changed.set()
                 continue
             if not self._changed.is_set():
@@ -81,14 +85,15 @@ class ListeningChild:
 
     async def leave(self, name: str, grace_s: float) -> None:
         """Have the child close a port, or all of them, and wait until it has."""
-        await self._clock.wait_for(self._call("stop_listening", name=name, grace_s=grace_s), grace_s + 1.0)
+        leaving = self._call("stop_listening", name=name, grace_s=grace_s)
+        await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S)
 
 
 class ListeningChildren:
     """The children of one process, and the ports on which they listen."""
 
-    def __init__(self, watch: Callable[..., Callable[[], None]], clock: Clock) -> None:
-        self._watch, self._clock = watch, clock
+    def __init__(self, cluster: Process) -> None:
+        self._cluster = cluster
         self._children: dict[CallChild, tuple[ListeningChild, asyncio.Task[None]]] = {}
         #: The start messages of the proxies, by their names.
         self._listeners: dict[str, bytes] = {}
@@ -127,7 +132,7 @@ class ListeningChildren:
 
     def add(self, tag: str, call: CallChild) -> None:
         """Begin to tell a child."""
-        child = ListeningChild(tag, call, self._clock)
+        child = ListeningChild(tag, call, self._cluster)
         self._children[call] = child, self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
             self._watch_key(f"backend/{tag}")
@@ -140,6 +145,8 @@ class ListeningChildren:
             return
         child, task = found
         task.cancel()
+        if not child.was_told:
+            return
         try:
             await child.leave("", grace_s)
         except (ActorLostError, TimeoutError):
@@ -151,18 +158,22 @@ class ListeningChildren:
             await child.told.wait()
 
     def _watch_endpoints(self) -> None:
-        for fields in (self._facts["routes"] or {}).values():
-            self._watch_key(f"endpoint/{fields['endpoint']}")
+        keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
+        for key in [each for each in self._watches if each.startswith("endpoint/") and each not in keys]:
+            self._watches.pop(key)()
+            self._published.pop(key, None)
+        for key in keys:
+            self._watch_key(key)
 
     def _watch_key(self, key: str) -> None:
         if key not in self._watches:
-            self._watches[key] = bool  # while the first call is within `watch`
 
             def update(value: Any) -> None:
                 self._published[key] = value
                 self._tell()
 
-            self._watches[key] = self._watch(key, update)
+            # It may call `update` at once, which watches nothing.
+            self._watches[key] = self._cluster.listener.watch(key, update)
 
     def _wanted(self, tag: str) -> dict[str, Any]:
         routes = self._facts.get("routes") or {}
@@ -188,15 +199,15 @@ class ListeningChildren:
             child.tell(self._wanted(child.tag))
 
 
-def listening_children(cluster: Any) -> ListeningChildren:
+def listening_children(cluster: Process) -> ListeningChildren:
     """Return those of a process for an instance; the first call creates them."""
     found: ListeningChildren | None = cluster.shared.get(KEY)
     if found is None:
-        found = cluster.shared[KEY] = ListeningChildren(cluster.listener.watch, cluster.clock)
+        found = cluster.shared[KEY] = ListeningChildren(cluster)
     return found
 
 
-def pass_on(cluster: Any, endpoint: str, number: int, envelope: Envelope) -> ActorRequest:
+def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) -> ActorRequest:
     """Return a request of a child's listener for the routers of this process."""
 
     async def respond(receive: Receive, send: Send) -> Load:

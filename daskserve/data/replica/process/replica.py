@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, verb, verbs_of
-from daskserve.cluster.worker.child_main import ToParent
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, ToParent, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
