@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from daskserve.cluster.protocols.base import ActorContext, verb, verbs_of
-from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, Envelope, Receive, Send
+from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, Envelope
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
@@ -28,7 +28,7 @@ from daskserve.telemetry.tracing.enabling import enable
 if TYPE_CHECKING:
     from daskserve.data.caller.routing.router import Routers
     from daskserve.data.replica.process.listening import ListeningChildren
-    from daskserve.proxies.ingress.app import IngressApp
+    from daskserve.proxies.ingress.app import CallBackend, IngressApp
 
 logger = logging.getLogger("daskserve.actors")
 
@@ -64,10 +64,9 @@ class RoutedRequests(Requests):
     def prepare(self, endpoint: str) -> None:
         self._routers.router(endpoint)
 
-    def send(
-        self, endpoint: str, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
-        return self._routers.send(endpoint, envelope, receive, send)
+    @property
+    def send(self) -> CallBackend:
+        return self._routers.send
 
     def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
         return self._routers.router(endpoint).body_rules(default_max_bytes)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.middleware import Middleware
 
 from daskserve.common import settings
 from daskserve.common.clock import Clock
-from daskserve.common.types import BodyUse, Envelope, Receive, Send
+from daskserve.common.types import BodyUse
 from daskserve.errors import BadRequestError
 from daskserve.options.fields.secrets import read_secret
 from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.access import AccessLog
-from daskserve.proxies.ingress.app import IngressApp, build_app
+from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
@@ -70,10 +70,9 @@ class Requests(Protocol):
     def largest_body_bytes(self) -> float:
         """The maximum size of a body for the endpoint that allows most."""
 
-    def send(
-        self, endpoint: str, envelope: Envelope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, None]:
-        """Answer a request."""
+    @property
+    def send(self) -> CallBackend:
+        """The function that answers a request; see `daskserve.proxies.ingress.app.IngressApp`."""
 
     def prepare(self, endpoint: str) -> None:
         """Note that a route leads to an endpoint."""

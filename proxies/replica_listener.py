@@ -18,15 +18,18 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ProxyStart
 from daskserve.payload.importing import call_imported
-from daskserve.proxies.listener import HTTPListener, Requests
+from daskserve.proxies.listener import HTTPListener
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 
 logger = logging.getLogger("daskserve.proxies")
 
 
-class ReplicaRequests(Requests):
-    """Answers what the replica of this process may answer, and sends on the rest."""
+class ReplicaRequests:
+    """Answers what the replica of this process may answer, and sends on the rest.
+
+    It is the `daskserve.proxies.listener.Requests` of its listeners.
+    """
 
     def __init__(
         self,
