@@ -58,12 +58,13 @@ CASES = [
     ),
     Case("asyncio, one hop", Place(hops=1, server="asyncio"), "floor_uvicorn", 100),
     # The floor of these is the same without traces or logs.
-    Case("one hop, traces of none", Place(hops=1, traced=0.0)),
-    Case("one hop, traces of 1 %", Place(hops=1, traced=0.01)),
-    Case("one hop, traces of all", Place(hops=1, traced=1.0)),
     *(
-        Case(f"{name}, {text}", replace(place, logged=logged))
-        for name, place in (("zero hop", Place()), ("one hop", Place(hops=1)))
+        Case(f"asyncio, one hop, traces of {text}", Place(hops=1, server="asyncio", traced=ratio))
+        for text, ratio in (("none", 0.0), ("1 %", 0.01), ("all", 1.0))
+    ),
+    *(
+        Case(f"asyncio, {name}, {text}", Place(hops=hops, server="asyncio", logged=logged))
+        for name, hops in (("zero hop", 0), ("one hop", 1))
         for text, logged in (
             ("logs without access log", {**LOGS, "enable_access_log": False}),
             ("access log", LOGS),

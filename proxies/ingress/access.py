@@ -47,7 +47,7 @@ class AccessLog:
             # Nothing has checked it.
             name = method if method.isidentifier() and method.isascii() and len(method) < 32 else "-"
             names = {"proxy": self._name, "instance": self._instance}
-            self._logs.access(Access(now, name, path, b"", status, 0.0, client, version, **names))
+            self._logs.access((*Access(now, name, path, b"", status, 0.0, client, version, **names),))
 
     def close(self) -> None:
         """Forget the proxy; idempotent."""
@@ -58,8 +58,9 @@ class AccessLog:
         route = request.route
         if not (self._is_on if route.access_log is None else route.access_log):
             return
+        # The fields of an `Access`, which would take as long to make as all the rest.
         self._logs.access(
-            Access(
+            (
                 self._clock.wall(),
                 "WebSocket" if scope["type"] == "websocket" else scope["method"],
                 scope.get("raw_path") or scope["path"].encode("utf-8", "replace"),

@@ -12,12 +12,21 @@ from pathlib import Path
 import pytest
 
 from daskserve.cluster.actors import recent_log
-from daskserve.cluster.actors.recent_log import LINES, REPLICAS, LogFile, RecentLog, open_file, read_file
+from daskserve.cluster.actors.recent_log import (
+    ACCESS_LINES,
+    LINES,
+    REPLICAS,
+    LogFile,
+    RecentLog,
+    open_file,
+    read_file,
+    read_rows,
+)
 from daskserve.cluster.worker.child import ChildProcess
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.context import ReplicaContext, current_replica
 from daskserve.options.environment import Interpreter
-from daskserve.telemetry.logs.records import Tags
+from daskserve.telemetry.logs.records import Access, AccessLine, Tags
 
 NAME = "daskserve.tests.recent_log"
 
@@ -73,6 +82,24 @@ def test_the_file_of_a_child_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
         found = texts(read_file(descriptor))
         assert found == [f"line {number}" for number in range(500 - len(found), 500)]
         assert len(found) > 5
+    finally:
+        os.close(descriptor)
+
+
+def test_the_file_of_a_child_has_its_access_log() -> None:
+    line: AccessLine = (5.0, "CALL", b"g\xe9", b"", 200, 0.1, None, "", "r", "", "", "a/b", "a/b#1", "", "i")
+    descriptor = open_file()
+    try:
+        file = LogFile(descriptor)
+        file.take(record("before"), Tags())
+        file.take_access([line] * (ACCESS_LINES + 2))
+        file.take(record("after"), Tags())
+        rows = read_rows(descriptor)
+        first = rows[0]["number"]
+        assert [each["number"] for each in rows] == [*range(first, first + ACCESS_LINES + 4)]
+        assert rows[1] == {**Access(*line).plain(), "number": first + 1}
+        assert read_rows(descriptor, after=first + 3) == rows[4:]
+        assert texts(read_file(descriptor)) == ["before", "after"]
     finally:
         os.close(descriptor)
 

@@ -51,6 +51,13 @@ class Model:
         return self.cancelled
 
 
+@serve.deployment(max_ongoing_requests=8)
+class Slow:
+    def __call__(self, value: int) -> int:
+        time.sleep(0.01)
+        return value
+
+
 def by_result(value: int, handle: Any) -> Any:
     return handle.remote(value).result()
 
@@ -83,6 +90,14 @@ def test_collections_stay_lazy_and_each_part_has_an_id(handle: Any, dask_cluster
     assert {priority for _, _, priority in found} == {-50}
     blocks = handle.double.map_blocks(dask.array.ones((20, 2), chunks=(5, 2)), dtype=float)
     assert client.compute((blocks + 1).sum()).result() == 120
+
+
+def test_more_items_than_replicas_queue_wait_their_turn(handle: Any, dask_cluster: ExternalCluster) -> None:
+    with serve.start(dask_client=dask_cluster.client, http_options={"location": "NoServer"}) as client:
+        slow = client.run(Slow.bind(), route_prefix=None)
+        bag = dask.bag.from_sequence(range(200), npartitions=10)
+        found: Any = slow.map_bag(bag).sum()
+        assert dask_cluster.client.compute(found).result() == sum(range(200))
 
 
 def test_the_calls_of_a_cancelled_task_are_cancelled(handle: Any, dask_cluster: ExternalCluster) -> None:

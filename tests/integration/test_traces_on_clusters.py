@@ -1,4 +1,4 @@
-"""Traces of a real cluster: what a collector gets, and one that hangs or is away while requests run."""
+"""Traces and metrics of a real cluster: what a collector gets, and one that hangs or is away meanwhile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from clusters import nannied_cluster
 from dask_processes import fetch, poll_for
 from distributed import Client, get_client
 from opentelemetry import trace
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import daskserve as serve
@@ -25,10 +26,12 @@ pytestmark = pytest.mark.nightly
 
 
 class Collector:
-    """Takes spans, unless it hangs; keeps those of one trace."""
+    """Takes spans and metrics, unless it hangs; keeps the spans of one trace, and the totals of counters."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
+        #: By the process and the name.
+        self.totals: dict[tuple[str, str], float] = {}
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.requests = 0
@@ -39,9 +42,7 @@ class Collector:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 taking.requests += 1
                 taking.may_answer.wait(60)
-                for each in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    for scope in each.scope_spans:
-                        taking.spans += [span for span in scope.spans if span.trace_id.hex() == TRACE]
+                (taking.take_metrics if self.path == "/v1/metrics" else taking.take_spans)(body)
                 self.send_response(200)
                 self.end_headers()
 
@@ -50,6 +51,21 @@ class Collector:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def take_spans(self, body: bytes) -> None:
+        for each in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in each.scope_spans:
+                self.spans += [span for span in scope.spans if span.trace_id.hex() == TRACE]
+
+    def take_metrics(self, body: bytes) -> None:
+        for each in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            named = {attribute.key: attribute.value.string_value for attribute in each.resource.attributes}
+            for metric in each.scope_metrics[0].metrics:
+                total = sum(point.as_double for point in metric.sum.data_points)
+                self.totals[named["service.instance.id"], metric.name] = total
+
+    def total(self, name: str) -> float:
+        return sum(total for (_, each), total in tuple(self.totals.items()) if each == name)
 
     @property
     def url(self) -> str:
@@ -75,6 +91,8 @@ def dask(collector: Collector) -> Iterator[Client]:
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
         "OTEL_BSP_MAX_QUEUE_SIZE": "64",
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{collector.url}/v1/metrics",
+        "DASK_DASKSERVE__METRICS__OTLP_INTERVAL_S": "0.5",
     }
     with nannied_cluster(2, env=variables) as client:
         yield client
@@ -90,14 +108,14 @@ async def quick(request: Any) -> str:
     return "ok"
 
 
-def counted(dask: Client, name: str) -> float:
+def counted(dask: Client, name: str, of: str = "trace_spans") -> float:
     def total(name: str) -> float:
         from prometheus_client import REGISTRY
 
         samples = [each for family in REGISTRY.collect() for each in family.samples]
         return sum(each.value for each in samples if each.name == name)
 
-    return sum(dask.run(total, f"daskserve_trace_spans_{name}_total").values())
+    return sum(dask.run(total, f"daskserve_{of}_{name}_total").values())
 
 
 def test_a_task_of_dask_is_in_the_trace_of_its_request(dask: Client, collector: Collector) -> None:
@@ -143,12 +161,14 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_one_that_is_away(
         url = client.http_urls()[0]
         assert fetch(url).text == "ok"
         poll_for(lambda: counted(dask, "exported"), every_s=0.2)
+        poll_for(lambda: collector.total("daskserve_http_requests_total") == 1)
         collector.may_answer.clear()
         for _ in range(300):  # far more than its queue holds
             assert fetch(url, timeout_s=5).text == "ok"
         poll_for(lambda: counted(dask, "dropped"), every_s=0.2)
         collector.leave()
         before = counted(dask, "failed")
+        poll_for(lambda: counted(dask, "export_failures", of="otlp"), every_s=0.2)
         for _ in range(30):
             assert fetch(url, timeout_s=5).text == "ok"
         poll_for(lambda: counted(dask, "failed") > before, every_s=0.2)

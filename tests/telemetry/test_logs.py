@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ from daskserve.options.logging import LoggingConfig, over
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.request import IngressRequest, PassedResponse
 from daskserve.proxies.ingress.routes import Route, RouteTable
-from daskserve.telemetry.logs import process as process_module
+from daskserve.telemetry.logs import access as access_module
 from daskserve.telemetry.logs.formats import access_json, access_text, json_of, line_of, text_of
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import MAX_TEXT, Access, Tags
+from daskserve.telemetry.logs.records import MAX_TEXT, Access, AccessLine, Tags
 from daskserve.telemetry.logs.ring import Query, Ring
 from daskserve.telemetry.logs.settings import LogSettings, merged
 from daskserve.telemetry.logs.sinks import RETRY_S, FileSink, StreamSink
@@ -191,8 +192,8 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
     assert logs.write(record("of a replica that is gone"), Tags(replica="other#1"), has_handlers=False)
     assert out.lines.pop().endswith("of a replica that is gone")
     logs.wake = lambda *gone: None
-    logs.access(access(proxy="proxy"))
-    logs.access(access(backend="shop/Model", replica="shop/Model#abc", method="CALL"))
+    logs.access((*access(proxy="proxy"),))
+    logs.access((*access(backend="shop/Model", replica="shop/Model#abc", method="CALL"),))
     logs.drain()
     assert out.lines[1].startswith("INFO:     1.2.3.4")
     assert json.loads(out.lines[2])["method"] == "CALL"
@@ -208,18 +209,50 @@ def test_each_replica_logs_by_its_own_settings(tmp_path: Path) -> None:
 
 
 def test_lines_that_nobody_writes_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "MAX_PENDING", 3)
-    logs = ProcessLogs(Lines())
+    monkeypatch.setattr(access_module, "BATCH", 2)
+    monkeypatch.setattr(access_module, "MAX_READY", 4)
+    out = Lines()
+    logs = ProcessLogs(out)
+    logs.configure("proxy", PROXY, {})
     woken: list[int] = []
     logs.wake = lambda: woken.append(1)
-    for _ in range(5):
-        logs.access(access())
+    for _ in range(7):
+        logs.access((*access(proxy="proxy"),))
     assert woken == [1]
     assert list(logs.samples()) == [("log_records_dropped", ("access",), 2)]
+    assert not out.lines  # whoever adds a line formats some, and writes none
     # Who asks for the logs sees those that are not written.
-    assert len(logs.ring) == 2
+    assert len(logs.ring) == 6
     logs.drain()
-    assert len(logs.ring) == 5
+    assert len(logs.ring) == 7
+    assert (len(out.lines), logs.losses()) == (4, {"access": 3})
+    logs.close()
+
+
+def test_a_line_does_not_wait_for_a_thread_that_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_module, "BATCH", 2)
+    kept: list[int] = []
+
+    def keep(lines: Sequence[AccessLine]) -> None:
+        kept.append(len(lines))
+        if len(kept) == 1:  # another one comes while these are formatted
+            for _ in range(3):
+                lines_of_process.add((*access(),))
+
+    lines_of_process: access_module.AccessLines[None] = access_module.AccessLines(
+        lambda name: (access_text, (None,)), lambda: False, keep, lambda: None
+    )
+    for _ in range(2):
+        lines_of_process.add((*access(),))
+    ready, for_handlers = lines_of_process.take()
+    assert kept == [2, 3]
+    assert len(ready[None]) == 5
+    assert not for_handlers
+    # Nor does the request fail whose line completes a batch with one that cannot be formatted.
+    lines_of_process.add((*access(client=()),))
+    lines_of_process.add((*access(),))
+    ready, _ = lines_of_process.take()
+    assert (len(ready[None]), lines_of_process.dropped) == (1, 1)
 
 
 def test_memory_is_bounded_by_number_and_by_size() -> None:
@@ -261,7 +294,7 @@ def test_the_last_records_of_a_replica_that_is_gone_are_written(tmp_path: Path) 
     queue: list[tuple[Any, ...]] = []
     logs.wake = lambda *gone: queue.append(gone)
     logs.configure("shop/Model#abc", REPLICA, {"logs_dir": str(tmp_path)})
-    logs.access(access(replica="shop/Model#abc", method="CALL"))
+    logs.access((*access(replica="shop/Model#abc", method="CALL"),))
     logs.forget("shop/Model#abc")
     access_line, end = queue
     logs.drain(gone=access_line)
@@ -293,7 +326,7 @@ def test_running_actors_write_as_their_changed_settings_say(tmp_path: Path) -> N
     assert len(list((tmp_path / "logs").iterdir())) == 2
     logs.configure("shop/Model#abc", REPLICA, {"output": "stdout"})
     logs.configure("proxy", PROXY, None)
-    logs.access(access(proxy="proxy"))
+    logs.access((*access(proxy="proxy"),))
     assert out.lines.pop().startswith("INFO:     1.2.3.4")
     logs.close()
 
@@ -311,9 +344,10 @@ def test_a_handler_that_raises_loses_only_its_own_line() -> None:
     handler = logging.NullHandler()
     logger.addHandler(handler)
     try:
-        logs.access(access())
-        logs.access(access())
-        logs.drain(call)
+        logs.access((*access(),))
+        logs.access((*access(),))
+        logs.call_handlers = call
+        logs.drain()
     finally:
         logger.removeHandler(handler)
     assert len(got) == 2

@@ -20,6 +20,8 @@ from daskserve.common.error_types import error_type
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.payload.packed_errors import pack_all, received_error
 from daskserve.telemetry.histogram import LatencyHistogram
+from daskserve.telemetry.tracing import process as process_module
+from daskserve.telemetry.tracing import span as span_module
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parse_parent, read_headers, traceparent
 from daskserve.telemetry.tracing.current import current_trace_id
 from daskserve.telemetry.tracing.process import Tracing
@@ -294,6 +296,27 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     tracing.join(10)
     samples = {name: value for name, _, value in tracing.samples()}
     assert samples["trace_spans_failed"] + samples["trace_spans_dropped"] == 4 * MAX_PENDING
+
+
+def test_who_ends_spans_exports_those_that_are_encoded_quickly(
+    collected: Collected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "GATHER_S", 60)  # the thread takes none
+    monkeypatch.setattr(span_module, "BATCH", 2)
+    tracing = Tracing("one", {"sampling_ratio": 1, **CONFIG}, {}, lambda path, option: collected, post_of)
+    tracing.start()
+    until(lambda: tracing.export is not None)
+    slow, quick = tracing.span("slow", NO_PARENT, {}), tracing.span("quick", NO_PARENT, {})
+    slow.add_event("waited")
+    slow.end()
+    quick.end()
+    until(lambda: collected.spans)
+    assert [each.name for each in collected.spans] == ["quick"]
+    assert ("trace_spans", ("one",), 2) in tracing.samples()
+    tracing.close()
+    tracing.join(10)
+    assert [each.name for each in collected.spans] == ["quick", "slow"]
+    assert ("trace_spans", ("one",), 2) in tracing.samples()
 
 
 def test_an_exporter_that_cannot_be_made_only_costs_the_spans(caplog: pytest.LogCaptureFixture) -> None:

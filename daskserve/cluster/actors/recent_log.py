@@ -6,14 +6,13 @@ which its parent reads after the child has died, however it died.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import tempfile
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
@@ -24,7 +23,7 @@ from daskserve.common.types import ReplicaTag
 from daskserve.telemetry.logs.ended import ProcessFile
 from daskserve.telemetry.logs.formats import traceback_of
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.records import ACCESS, MAX_TEXT, Access, AccessLine, Entry, Plain, Tags
 from daskserve.telemetry.logs.ring import Query
 
 #: Number of lines that are kept for each replica, and the length of each.
@@ -33,8 +32,13 @@ LINES, LENGTH = 20, 300
 REPLICAS = 200
 #: Size at which a child's file begins again with its last part, and the size of that.
 FILE_BYTES, KEPT_BYTES = 1 << 20, 256 << 10
+#: How many lines of the access log one line of the file has.
+ACCESS_LINES = 32
 #: Maximum size of the records in one answer of a process.
 ANSWER_BYTES = 4 << 20
+
+#: The key of the fields of lines of the access log.
+_ACCESS = "access lines"
 
 #: When a record was made, its level, logger, message and arguments, and the class of its exception.
 _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
@@ -79,7 +83,7 @@ class LogFile(TakesRecords):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = 0
-        self._numbers = itertools.count(int(time_of_day() * 1e6))
+        self._number = int(time_of_day() * 1e6)
         # A destructor within `take` may log, too.
         self._lock = threading.RLock()
 
@@ -88,15 +92,21 @@ class LogFile(TakesRecords):
         traceback_of(record)
         self._write(Entry(record, tags).plain())
 
-    def take_access(self, lines: Iterable[Access]) -> None:
-        """Write lines of the access log."""
-        for each in lines:
-            self._write(each.plain())
+    def take_access(self, lines: Sequence[AccessLine]) -> None:
+        """Write lines of the access log: their fields, a fifth of the time of the entries."""
+        for start in range(0, len(lines), ACCESS_LINES):
+            some = lines[start : start + ACCESS_LINES]
+            fields = [
+                (at, method, target.decode("latin-1"), query.decode("latin-1"), *others)
+                for at, method, target, query, *others in some
+            ]
+            self._write({_ACCESS: fields}, len(some))
 
-    def _write(self, plain: Plain) -> None:
+    def _write(self, plain: Plain, count: int = 1) -> None:
         # A full disk must not fail the user's call of a logger.
         with self._lock, suppress(OSError):
-            data = f"{json.dumps({**plain, 'number': next(self._numbers)})}\n".encode(errors="replace")
+            number, self._number = self._number, self._number + count
+            data = f"{json.dumps({**plain, 'number': number})}\n".encode(errors="replace")
             if self._size + len(data) > FILE_BYTES:
                 kept = os.pread(self._descriptor, KEPT_BYTES, max(0, self._size - KEPT_BYTES))
                 os.pwrite(self._descriptor, kept, 0)
@@ -129,13 +139,26 @@ def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> l
             row = json.loads(line)
         except ValueError:
             continue  # the part of one at the beginning, or at the end
+        for each in _rows_of(row):
+            if each["number"] <= after:
+                break
+            # While the file begins again, it has some of them twice.
+            if not found or each["number"] < found[-1]["number"]:
+                found.append(each)
         if row["number"] <= after:
             break
-        # While the file begins again, it has some of them twice.
-        if not found or row["number"] < found[-1]["number"]:
-            found.append(row)
     found.reverse()
     return found
+
+
+def _rows_of(row: Plain) -> Iterator[Plain]:
+    """Yield the records of a line of the file, the last one first."""
+    if _ACCESS not in row:
+        yield row
+        return
+    for place, (at, method, target, query, *others) in reversed([*enumerate(row[_ACCESS])]):
+        access = Access(at, method, target.encode("latin-1"), query.encode("latin-1"), *others)
+        yield {**access.plain(), "number": row["number"] + place}
 
 
 def answer_of(

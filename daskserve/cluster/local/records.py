@@ -49,7 +49,8 @@ class LocalRecords:
 
         def drain(*gone: Any) -> None:
             if (logs := known()) is not None:
-                logs.drain(self._original, gone)
+                logs.call_handlers = self._original
+                logs.drain(gone)
 
         found.wake = drain
         self._logs.add(found)

@@ -132,6 +132,7 @@ class LogThread:
         self._thread = thread
         self.logs.open()
         self.logs.wake = lambda *gone: self._queue.put(_Drain(gone))
+        self.logs.call_handlers = self._original
         thread.start()
         atexit.register(self._end_process, thread)
 
@@ -149,6 +150,7 @@ class LogThread:
         stop_intercepting(self._intercept, self._original)
         self._thread = None
         self._queue.put(None)
+        self.logs.call_handlers = None
         self.logs.close()
 
     def _end_process(self, thread: threading.Thread) -> None:
@@ -253,7 +255,7 @@ class LogThread:
 
     def _drain(self, gone: tuple[Any, ...]) -> None:
         try:
-            self.logs.drain(self._original, gone)
+            self.logs.drain(gone)
         except Exception:
             _report_error()
 

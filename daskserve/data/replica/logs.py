@@ -11,7 +11,7 @@ from daskserve.common.types import split_deployment_tag
 from daskserve.data.replica.payloads import ReplicaPayloads
 from daskserve.options.start_messages import ReplicaStart
 from daskserve.telemetry.logs.process import ProcessLogs
-from daskserve.telemetry.logs.records import Access, Tags
+from daskserve.telemetry.logs.records import Tags
 from daskserve.telemetry.logs.settings import LogSettings
 
 
@@ -47,20 +47,10 @@ class ReplicaLogs:
 
     def _note(self, method: str, request_id: str, status: int, seconds: float) -> None:
         assert self._logs is not None
-        self._logs.access(
-            Access(
-                self._clock.wall(),
-                "CALL",
-                method.encode(),
-                b"",
-                status,
-                seconds,
-                request_id=request_id,
-                backend=self._backend,
-                replica=self._replica,
-                instance=self._instance,
-            )
-        )
+        now, name = self._clock.wall(), method.encode()
+        ids = request_id, "", "", self._backend, self._replica, "", self._instance
+        # The fields of an `Access`.
+        self._logs.access((now, "CALL", name, b"", status, seconds, None, "", *ids))
 
     async def close(self) -> None:
         """Write what is left, and forget the replica; idempotent."""

@@ -12,7 +12,18 @@ from typing import Any
 
 from daskserve.common.formatting import encodable
 from daskserve.common.strict_json import strict_json
-from daskserve.telemetry.logs.records import ACCESS, TAG_NAMES, Access, Plain, Tags, printable
+from daskserve.common.types import split_deployment_tag
+from daskserve.telemetry.logs.records import (
+    ACCESS,
+    TAG_NAMES,
+    Access,
+    AccessLine,
+    Plain,
+    Tags,
+    around_target,
+    message_of,
+    printable,
+)
 from daskserve.telemetry.logs.settings import LogSettings
 
 #: The attributes that Python's `logging` gives every record.
@@ -86,39 +97,41 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
     return strict_json(found)
 
 
-def access_text(access: Access) -> str:
+def access_text(access: AccessLine) -> str:
     """Return a line of the access log as uvicorn writes it; that of a call as other records of a replica."""
-    if not access.replica:
-        return f"INFO:     {access.message}"
-    tags = access.tags
-    place = place_of(tags.application, tags.deployment, tags.replica)
-    return f"INFO {clock(access.time)} {place} {access.request_id} -- {access.message}"
+    at, request_id, backend, replica = access[0], access[8], access[11], access[12]
+    if not replica:
+        return f"INFO:     {message_of(access)}"
+    return f"INFO {clock(at)} {_place_of_call(backend, replica)} {request_id} -- {message_of(access)}"
 
 
-def access_json(access: Access) -> str:
+@lru_cache(1024)
+def _place_of_call(backend: str, replica: str) -> str:
+    return place_of(*(split_deployment_tag(backend) if backend else ("", "")), replica)
+
+
+def access_json(access: AccessLine) -> str:
     """Return a line of the access log as a JSON object.
 
     It joins parts, most of which many lines share: encoding a dictionary takes ten times as long.
     """
-    at, method, target, query, status, seconds, client, version, request_id, trace_id, *names = access
-    whole = printable(target + b"?" + query) if query else printable(target)
-    quoted = _quoted(whole)
-    # If it has nothing to escape, neither has its part.
-    is_plain = len(quoted) == len(whole) + 2 == len(target) + len(query) + (3 if query else 2)
-    path = f'"{whole[: len(target)]}"' if is_plain else _quoted(printable(target))
-    who, host = ("", "null") if client is None else _client_json(client)
-    if method == "CALL":
-        message = _quoted(access.message)
+    at, method, target, query, status, seconds, client, version, request_id, trace_id = access[:10]
+    text = (target + b"?" + query if query else target).decode("latin-1")
+    quoted = _quoted(text)
+    if len(quoted) == len(text) + 2 and text.isprintable():  # there is nothing to escape
+        path = f'{quoted[: len(target) + 1]}"'
     else:
-        before, after = _around_target(method, version, status)
-        message = f'"{who}{before}{quoted[1:-1]}{after}"'
+        quoted, path = _quoted(printable(text.encode("latin-1"))), _quoted(printable(target))
+    who, host = ("", "null") if client is None else _client_json(client)
+    before, after, named, result = _around_target_json(method, version, status)
+    message = f'"{who}{before}{quoted[1:-1]}{after}"' if method != "CALL" else _quoted(message_of(access))
     request = f', "request_id": {_quoted(request_id)}' if request_id else ""
     trace = f', "trace_id": {_quoted(trace_id)}' if trace_id else ""
     at_ns = int(at * 1e9)
     return (
         f'{_head_json(int(at))}{_THREE[at_ns // 1_000_000 % 1000]}", "timestamp_ns": {at_ns}, '
-        f'"message": {message}, {_shared_json(*names)}, "method": {_quoted(method)}, "path": {path}, '
-        f'"status": {status}, "duration_s": {seconds:.6f}, "client": {host}{request}{trace}}}'
+        f'"message": {message}{_shared_json(access[10:])}{named}{path}{result}{seconds:.6f}'
+        f', "client": {host}{request}{trace}}}'
     )
 
 
@@ -134,20 +147,22 @@ def _client_json(client: tuple[str, int]) -> tuple[str, str]:
 
 
 @lru_cache(1024)
-def _around_target(method: str, version: str, status: int) -> tuple[str, str]:
-    """Return what stands before and after the target in a message, within a text of JSON."""
-    mark = "\x00"
-    message = Access(0.0, method, mark.encode(), b"", status, 0.0, None, version).message
-    before, after = message.split("\\x00")
-    return _quoted(before)[1:-1], _quoted(after)[1:-1]
+def _around_target_json(method: str, version: str, status: int) -> tuple[str, str, str, str]:
+    """Return what stands before and after the target in a message, before the path, and after that."""
+    before, after = around_target(method, version, status)
+    return (
+        _quoted(before)[1:-1],
+        _quoted(after)[1:-1],
+        f', "method": {_quoted(method)}, "path": ',
+        f', "status": {status}, "duration_s": ',
+    )
 
 
 @lru_cache(1024)
-def _shared_json(route: str, backend: str, replica: str, proxy: str, instance: str) -> str:
+def _shared_json(names: tuple[str, str, str, str, str]) -> str:
     """Return the part that all requests of a route or a replica share."""
-    empty = Access(0.0, "", b"", b"", 0, 0.0)
-    tags = empty._replace(route=route, backend=backend, replica=replica, instance=instance).tags
-    return json.dumps({"logger": ACCESS, **_of_tags(tags)})[1:-1]
+    tags = Access(0.0, "", b"", b"", 0, 0.0, None, "", "", "", *names).tags
+    return f", {json.dumps({'logger': ACCESS, **_of_tags(tags)})[1:-1]}"
 
 
 def traceback_of(record: logging.LogRecord) -> str:

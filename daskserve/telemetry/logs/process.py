@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,21 +19,23 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from daskserve.common.clock import stopwatch
+from daskserve.telemetry.logs.access import AccessLines, Format
 from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
-from daskserve.telemetry.logs.records import ACCESS, Access, Tags
+from daskserve.telemetry.logs.records import ACCESS, Access, AccessLine, Tags
 from daskserve.telemetry.logs.ring import Ring
 from daskserve.telemetry.logs.settings import LOGGERS, LogSettings, merged
 from daskserve.telemetry.logs.sinks import FileSink, Sink, StreamSink
 from daskserve.telemetry.table import MetricSample
 
-#: Maximum number of lines of the access log that wait for the thread; later ones are dropped.
-MAX_PENDING = 10_000
 #: The level of daskserve's own loggers in a process where no instance has settings.
 DEFAULT_LEVEL = logging.INFO
 
 Layer: TypeAlias = Mapping[str, Any] | None
 
+
+#: A file and the settings it is opened by; None for standard output.
+_Target: TypeAlias = tuple[Path, LogSettings] | None
 
 #: What applies if an application has an access log, but its instance no settings.
 _DEFAULTS = LogSettings()
@@ -57,6 +59,11 @@ class ProcessLogs:
     ----------
     wake : callable
         Has `drain` called soon, in the thread that writes, with its arguments as ``gone``.
+    access : callable
+        Takes a line of the access log, in about two microseconds.
+    call_handlers : callable or None
+        ``call_handlers(logger, record)`` passes a line of the access log on to the handlers of its logger, if
+        it has any; they get it instead of standard output.
     before_end : callable
         Called with the name of an actor that ends, while its settings are known.
     dropped : dict
@@ -74,16 +81,23 @@ class ProcessLogs:
         self.ring = Ring()
         self.ended = EndedFiles()
         self.wake: Callable[..., object] = lambda *gone: self.drain(gone=gone)
+        self.call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None
         self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
-        self.keep_access: Callable[[Sequence[Access]], object] = self.ring.add_access
+        self.keep_access: Callable[[Sequence[AccessLine]], object] = self.ring.add_access
         self._now = now
         self._default_level = default_level
         self._stdout = stdout or StreamSink()
         self._files: dict[Path, FileSink] = {}
         #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
         self._sources: dict[str, _Source] = {}
-        self._pending: deque[Access] = deque()
+        self._lines: AccessLines[_Target] = AccessLines(
+            self._place_of,
+            self._has_access_handlers,
+            lambda lines: self.keep_access(lines),  # which a child process replaces
+            self._wake,
+        )
+        self.access = self._lines.add
         #: Held while `_sources` is replaced, by the loop or by the thread that writes.
         self._changing = threading.Lock()
         self._is_awake = False
@@ -181,17 +195,6 @@ class ProcessLogs:
         settings = self._settings(tags)
         return settings is not None and record.levelno < settings.level and record.name.startswith(LOGGERS)
 
-    def access(self, access: Access) -> None:
-        """Take a line of the access log, in less than a microsecond."""
-        pending = self._pending
-        if len(pending) >= MAX_PENDING:
-            # A handler hangs, maybe; who asks for the logs still sees the line.
-            self.dropped["access"] += 1
-            self.keep_access([access])
-            return
-        pending.append(access)
-        self._wake()
-
     def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
@@ -226,62 +229,36 @@ class ProcessLogs:
             self._stdout.write([line])
         return to_stdout
 
-    def _line(self, access: Access, settings: LogSettings) -> str:
-        return (access_json if settings.encoding == "JSON" else access_text)(access)
-
-    def drain(
-        self,
-        call_handlers: Callable[[logging.Logger, logging.LogRecord], None] | None = None,
-        gone: Sequence[_Source] = (),
-    ) -> None:
-        """Write the lines of the access log that wait, and drop the settings of actors that are gone.
-
-        If the logger ``daskserve.access`` has handlers of its own, they get the lines instead of standard
-        output.
-        """
+    def drain(self, gone: Sequence[_Source] = ()) -> None:
+        """Write the lines of the access log that wait, and drop the settings of actors that are gone."""
         self._is_awake = False
-        pending = self._pending
-        taken = [pending.popleft() for _ in range(len(pending))]
-        logger = logging.getLogger(ACCESS)
-        passes_on = call_handlers is not None and bool(logger.handlers)
-        lines: dict[Path | None, list[str]] = defaultdict(list)
-        sizes: dict[Path, LogSettings] = {}
-        places: dict[str, tuple[Path | None, bool, LogSettings] | None] = {}
-        if taken:
-            self.keep_access(taken)
-        for access in taken:
-            name = access.replica or access.proxy
-            place = places[name] if name in places else places.setdefault(name, self._place(name))
-            if place is None:
-                continue
-            path, to_stdout, settings = place
-            to_stdout = to_stdout and not passes_on
-            if path is not None or to_stdout:
-                line = self._line(access, settings)
-                if path is not None:
-                    lines[path].append(line)
-                    sizes[path] = settings
-                if to_stdout:
-                    lines[None].append(line)
-        for each, texts in lines.items():
-            (self._stdout if each is None else self._file(each, sizes[each])).write(texts)
-        for access in taken if passes_on and call_handlers is not None else ():
-            assert call_handlers is not None
+        ready, for_handlers = self._lines.take()
+        for target, texts in ready.items():
+            (self._stdout if target is None else self._file(*target)).write(texts)
+        for line in for_handlers:
+            assert self.call_handlers is not None
             try:
-                call_handlers(logger, as_record(access))
+                self.call_handlers(logging.getLogger(ACCESS), as_record(Access(*line)))
             except Exception:  # of a filter, or of a handler that does not report its own errors
                 self.dropped["handler"] += 1
         if gone or self._has_changed:
             self._settle(gone)
 
-    def _place(self, name: str) -> tuple[Path | None, bool, LogSettings] | None:
-        """Return where lines of a replica or proxy go: to a file, to standard output; None if nowhere."""
+    def _place_of(self, name: str) -> tuple[Format, Sequence[_Target]]:
+        """Return how the lines of a replica or a proxy are formatted, and where they go."""
         source = self._sources.get(name)
         if source is None:
-            return None
+            return access_text, ()
         # An application may have an access log on an instance that has no settings.
         settings = source.settings or _DEFAULTS
-        return _path(settings, source.tags), settings.to_stdout, settings
+        path = _path(settings, source.tags)
+        targets: list[_Target] = [] if path is None else [(path, settings)]
+        if settings.to_stdout and not self._has_access_handlers():
+            targets.append(None)
+        return access_json if settings.encoding == "JSON" else access_text, targets
+
+    def _has_access_handlers(self) -> bool:
+        return self.call_handlers is not None and bool(logging.getLogger(ACCESS).handlers)
 
     def _settings(self, tags: Tags) -> LogSettings | None:
         source = self._sources.get(tags.replica) if tags.replica else None
@@ -310,6 +287,7 @@ class ProcessLogs:
         """Return how many records were lost, by the reason."""
         found = dict(self.dropped)
         for reason, lost in (
+            ("access", self._lines.dropped),
             ("stdout", self._stdout.lost),
             ("file", sum(each.lost for each in tuple(self._files.values()))),
         ):

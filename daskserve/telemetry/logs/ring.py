@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,12 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from daskserve.common.clock import time_of_day
-from daskserve.telemetry.logs.records import Access, Entry, Plain, Tags
+from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, Tags
 
 #: How many records a process keeps, and about how many bytes of text.
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
 #: What an entry takes beside its text.
 _OVERHEAD = 400
+#: How many lines of the access log make one entry: even if all are as long as a server takes, the ring has
+#: room for several such entries.
+_LINES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +92,42 @@ class Query:
         return self.grep is None or self.grep in entry["message"] or self.grep in entry["exception"]
 
 
+class _AccessEntry:
+    """Lines of the access log as bytes.
+
+    They take a quarter of the memory of the objects. As objects they would wear out the caches of a busy
+    process, which makes and drops some at each request, and each full garbage collection would visit them.
+    """
+
+    __slots__ = ("count", "data", "number")
+
+    def __init__(self, lines: Sequence[AccessLine]) -> None:
+        #: The number of the first one.
+        self.number = 0
+        self.count = len(lines)
+        self.data = pickle.dumps(lines, pickle.HIGHEST_PROTOCOL)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def rows(self) -> Iterator[Plain]:
+        for number, line in enumerate(pickle.loads(self.data), self.number):
+            yield {**Access(*line).plain(), "number": number}
+
+
 class Ring:
     """The last records of this process. Any thread may add some."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
-        self._entries: deque[tuple[int, Entry | Access]] = deque()
+        self._entries: deque[Entry | _AccessEntry] = deque()
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._bytes = 0
+        self._count = self._bytes = 0
         # A destructor may log within `_append`, too. Numbers are given with the lock held, so that whoever
         # has read one has missed none below it.
         self._lock = threading.RLock()
-        #: Higher than those of a process that had this address before.
-        self._numbers = itertools.count(int(time_of_day() * 1e6))
+        #: That of the next record: higher than those of a process that had this address before.
+        self._number = int(time_of_day() * 1e6)
 
     def add(self, record: logging.LogRecord, tags: Tags) -> Entry:
         """Keep a record."""
@@ -107,18 +135,17 @@ class Ring:
         self._append(entry)
         return entry
 
-    def add_access(self, lines: Sequence[Access]) -> None:
+    def add_access(self, lines: Sequence[AccessLine]) -> None:
         """Keep lines of the access log."""
-        with self._lock:
-            self._entries.extend(zip(self._numbers, lines))  # noqa: B905 - numbers have no end
-            self._bytes += sum(len(each.target) + len(each.query) for each in lines)
-            self._bytes += len(lines) * _OVERHEAD
-            self._trim()
+        for start in range(0, len(lines), _LINES):
+            self._append(_AccessEntry(lines[start : start + _LINES]))
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: Entry | _AccessEntry) -> None:
         with self._lock:
-            entry.number = next(self._numbers)
-            self._entries.append((entry.number, entry))
+            entry.number = self._number
+            self._number += entry.count
+            self._count += entry.count
+            self._entries.append(entry)
             self._bytes += entry.size + _OVERHEAD
             self._trim()
 
@@ -128,24 +155,30 @@ class Ring:
             more = len(text) - len(entry.exception)
             entry.exception = text
             entry.size += more
-            if self._entries and entry.number >= self._entries[0][0]:
+            if self._entries and entry.number >= self._entries[0].number:
                 self._bytes += more
                 self._trim()
 
     def _trim(self) -> None:
         entries = self._entries
-        while entries and (self._bytes > self._max_bytes or len(entries) > self._max_entries):
-            self._bytes -= entries.popleft()[1].size + _OVERHEAD
+        while entries and (
+            self._bytes > self._max_bytes or self._count - entries[0].count >= self._max_entries
+        ):
+            oldest = entries.popleft()
+            self._count -= oldest.count
+            self._bytes -= oldest.size + _OVERHEAD
 
     def rows(self, after: int | None = None) -> Iterator[Plain]:
-        """Yield the entries as plain values, oldest first."""
+        """Yield the records as plain values, oldest first."""
         with self._lock:
-            rows = tuple(self._entries)
+            entries = tuple(self._entries)
         if after is not None:
-            new = itertools.takewhile(lambda row: row[0] > after, reversed(rows))
-            rows = tuple(new)[::-1]
-        for number, entry in rows:
-            yield {**entry.plain(), "number": number}
+            known = after + 1
+            new = itertools.takewhile(lambda each: each.number + each.count > known, reversed(entries))
+            entries = tuple(new)[::-1]
+        for row in itertools.chain.from_iterable(entry.rows() for entry in entries):
+            if after is None or row["number"] > after:
+                yield row
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count

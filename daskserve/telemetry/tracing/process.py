@@ -3,6 +3,11 @@
 A request only makes plain records. A thread turns them into spans of OpenTelemetry's SDK and passes them to
 its processors, which export them in batches. So neither the import of an exporter nor a collector that is
 away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and counted.
+
+In a busy process the thread finds the objects of a request in no cache of the processor, and their memory,
+which the next requests would use again, is taken for a tenth of a second. So whoever ends a span exports some
+there and then, unless that means code of the user's, or the SDK's slow encoder: the bytes wait for their
+connection.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +33,8 @@ logger = logging.getLogger("daskserve.tracing")
 
 #: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
 GATHER_S = 0.1
+#: Maximum number of spans that wait because only the thread encodes them.
+MAX_SLOW = 2048
 #: How long the last spans may take when the instance ends.
 FLUSH_S = 5.0
 #: The key of `Tracing` among what the parts of an instance share in a process.
@@ -73,15 +80,16 @@ class Tracing:
         self._rng = system_rng()
         self.bits: Callable[[int], int] = self._rng.getrandbits
         self.pending: deque[RecordedSpan] = deque()
+        self._passing = _Passing(self.pending)
         self._wakes, self._closing = threading.Event(), threading.Event()
         self.is_awake = False
         self.is_closed = False
         self._thread: threading.Thread | None = None
-        self.ended = self.dropped = 0
+        self.dropped = 0
         self.export: Export | None = None
 
     def __repr__(self) -> str:
-        return f"<Tracing of {self.instance!r}, {self.ended} spans, {self.dropped} dropped>"
+        return f"<Tracing of {self.instance!r}, {self._passing.count} spans, {self.dropped} dropped>"
 
     def start(self) -> None:
         """Begin to export."""
@@ -135,6 +143,11 @@ class Tracing:
         parent = parent_in(carrier)
         return self.span(name, parent, own, kind, carrier[1]) if parent.is_sampled else None
 
+    def export_some(self) -> None:
+        """Export the ended spans that are encoded quickly, unless another thread does it."""
+        if self.export is not None and not self.export.processors:
+            self.dropped += self._passing.some(self.export)
+
     def drop(self) -> None:
         """Count a span for which there is no room."""
         self.dropped += 1
@@ -172,24 +185,14 @@ class Tracing:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        spans = [self.pending.popleft() for _ in range(len(self.pending))]
-        self.ended += len(spans)
-        if self.export is None:
-            self.dropped += len(spans)
-        elif self.export.is_used:
-            for span in spans:
-                try:
-                    span.complete()
-                except Exception:
-                    logger.exception("A span has less attributes than it should have")
-            self.export.put(spans)
+        self.dropped += self._passing.all(self.export)
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self.ended + len(self.pending) + self.dropped),
+            ("trace_spans", labels, self._passing.count + self.dropped),
             ("trace_spans_dropped", labels, self.dropped + late),
         ]
         if export is not None:
@@ -198,6 +201,61 @@ class Tracing:
                 ("trace_spans_failed", labels, export.failed),
             ]
         return found
+
+
+class _Passing:
+    """Passes ended spans on to the exporters, in one thread at a time."""
+
+    def __init__(self, pending: deque[RecordedSpan]) -> None:
+        self._pending = pending
+        #: Ended spans that only the thread encodes.
+        self._slow: list[RecordedSpan] = []
+        self._lock = threading.Lock()
+        self._passed = 0
+
+    @property
+    def count(self) -> int:
+        """How many spans were passed on, or wait for that."""
+        return self._passed + len(self._pending) + len(self._slow)
+
+    def some(self, export: Export) -> int:
+        """Pass on those that are encoded quickly, unless another thread does; return how many are dropped."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            spans = self._take()
+            slow = [each for each in spans if each.events or each.links]
+            if slow:
+                spans = [each for each in spans if not (each.events or each.links)]
+            room = max(0, MAX_SLOW - len(self._slow))
+            self._slow += slow[:room]
+            self._put(export, spans)
+            return len(slow[room:])
+        finally:
+            self._lock.release()
+
+    def all(self, export: Export | None) -> int:
+        """Pass all on; return how many are dropped."""
+        with self._lock:
+            slow, self._slow = self._slow, []
+            spans = slow + self._take()
+            if export is None:
+                return len(spans)
+            self._put(export, spans)
+            return 0
+
+    def _take(self) -> list[RecordedSpan]:
+        return [self._pending.popleft() for _ in range(len(self._pending))]
+
+    def _put(self, export: Export, spans: Sequence[RecordedSpan]) -> None:
+        self._passed += len(spans)
+        if export.is_used:
+            for span in spans:
+                try:
+                    span.complete()
+                except Exception:
+                    logger.exception("A span has less attributes than it should have")
+            export.put(spans)
 
 
 def _is_plain(error: Exception) -> bool:

@@ -21,6 +21,8 @@ from daskserve.telemetry.tracing.templates import SpanTemplate
 
 #: Ended spans that wait for the thread; as many as the SDK's own queue holds.
 MAX_PENDING = 2048
+#: How many spans are exported at once by the thread that ends the last of them.
+BATCH = 128
 #: The SDK's own default limits.
 MAX_ATTRIBUTES = 128
 MAX_EVENTS = 128
@@ -42,6 +44,9 @@ class SpanMaker(Protocol):
     @property
     def bits(self) -> Callable[[int], int]:
         """Returns a random number of so many bits."""
+
+    def export_some(self) -> None:
+        """Export ended spans here, if that takes little time."""
 
     def drop(self) -> None:
         """Count a span for which there is no room."""
@@ -212,6 +217,8 @@ class RecordedSpan(Span):
                 tracing.drop()
                 return
             pending.append(self)
+            if len(pending) >= BATCH:
+                tracing.export_some()
             if not tracing.is_awake:
                 tracing.wake()
 

@@ -8,17 +8,32 @@ router goes on to send live requests there.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from daskserve.common.clock import Clock, stopwatch
-from daskserve.common.types import DONE, SLOT_TAKEN, Envelope, Load, Message, QueueTimeout, Send
+from daskserve.common.types import (
+    DONE,
+    SLOT_TAKEN,
+    Envelope,
+    Load,
+    Message,
+    QueueTimeout,
+    Reachability,
+    Receive,
+    Send,
+)
+from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.replica_pool import (
+    BUSY_BACKOFF_S,
     ROOM_S,
     PooledReplica,
     ReplicaPool,
     come_back,
     set_aside,
 )
+from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram
 
@@ -28,13 +43,37 @@ QUEUE_TIMEOUT_S = 0.5
 MIN_QUEUE_TIMEOUT_S = 0.025
 
 
-def must_queue(
-    replica: PooledReplica, envelope: Envelope, priority_of: Callable[[Envelope], int], now: float
-) -> bool:
-    """Return whether a request is sent to the queue of the replica that was chosen for it."""
-    if replica.has_queued_request or now - replica.batch_room[0] >= ROOM_S:
-        return replica.has_queued_request
-    return priority_of(envelope) <= BATCH_PRIORITY
+def place_in_queue(
+    pool: ReplicaPool,
+    replica: PooledReplica,
+    envelope: Envelope,
+    priority_of: Callable[[Envelope], int],
+    now: float,
+    rng: random.Random,
+) -> tuple[PooledReplica, bool, bool]:
+    """Return the replica for a request, whether it is sent to the queue there, and whether it is set aside.
+
+    That is the one that was taken for it, or another one, if that is kept free of requests of batch jobs.
+    """
+    refused_at, ongoing = replica.batch_room
+    if now - refused_at >= ROOM_S or priority_of(envelope) > BATCH_PRIORITY:
+        return replica, replica.has_queued_request, False
+    if not ongoing and not envelope.model_id and envelope.routed is None:
+        others = [each for each in pool.entries().values() if _takes_batches(each, now)]
+        if others:
+            other = choose(others, now, rng)
+            pool.leave_queue(replica)
+            set_aside(pool, replica)  # and nowhere, because it is the other one's
+            replica.aside.count -= 1
+            other.in_flight += 1
+            return other, True, True
+    return replica, True, not replica.has_queued_request
+
+
+def _takes_batches(replica: PooledReplica, now: float) -> bool:
+    refused_at, ongoing = replica.batch_room
+    is_kept_free = not ongoing and now - refused_at < ROOM_S
+    return not (is_kept_free or replica.is_suspended or replica.route is Reachability.NONE)
 
 
 class QueuedRequest:
@@ -46,6 +85,8 @@ class QueuedRequest:
         Records the time in the queue.
     on_slot : callable
         Called when the request has its slot, so that the router may send the next one.
+    is_aside : bool
+        Whether it is set aside, as one of a batch job.
     """
 
     def __init__(
@@ -56,6 +97,9 @@ class QueuedRequest:
         send: Send,
         waits: LatencyHistogram,
         on_slot: Callable[[], None],
+        priority: int,
+        *,
+        is_aside: bool,
     ) -> None:
         self._pool = pool
         self._replica = replica
@@ -63,16 +107,37 @@ class QueuedRequest:
         self._send = send
         self._waits = waits
         self._on_slot = on_slot
+        self._priority = priority
         self._began = stopwatch()
-        self._has_left = False
-        self._is_aside = not replica.has_queued_request
-        if self._is_aside:
+        self._has_left = self._has_turn = False
+        self._is_aside = is_aside
+        if is_aside:
             set_aside(pool, replica)
 
-    def queue_timeout(self, since: float, priority: int) -> QueueTimeout:
-        """Return how long a request may wait here if it has been in queues since the given time."""
-        left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
-        return QueueTimeout(left_s, self._clock.now() - since, priority)
+    async def respond(self, envelope: Envelope, receive: Receive, since: float) -> Load:
+        """Send the request to its replica, and pass on the response; ``since`` says when it was queued first.
+
+        Raises
+        ------
+        ReplicaBusyError
+            It had no slot in time, or the replica's queue is full.
+        """
+        try:
+            if self._is_aside:
+                self._on_slot()  # the replica has room for the requests behind it
+                await self._replica.aside.take()
+                self._has_turn = True
+            left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
+            queue_timeout = QueueTimeout(left_s, self._clock.now() - since, self._priority)
+            request = self._replica.handle(replace(envelope, queue_timeout=queue_timeout))
+            return await request.respond(receive, self.send)
+        except ReplicaBusyError:
+            if self._has_turn:
+                # The replica has room for others, so it is not suspended, and may refuse this one at once.
+                await self._clock.sleep(BUSY_BACKOFF_S)
+            raise
+        finally:
+            self.leave()
 
     def send(self, message: Message) -> Awaitable[None]:
         """Send a message to the caller; ``SLOT_TAKEN`` is for the router and stays here."""
@@ -87,6 +152,8 @@ class QueuedRequest:
         """Let the next request queue at the replica; idempotent."""
         if not self._has_left:
             self._has_left = True
+            if self._has_turn:
+                self._replica.aside.give_back()
             leave = come_back if self._is_aside else ReplicaPool.leave_queue
             leave(self._pool, self._replica)
             self._waits.observe(stopwatch() - self._began)

@@ -46,6 +46,7 @@ from daskserve.common.types import (
     WorkerAddress,
 )
 from daskserve.common.value_places import ValuePlaces
+from daskserve.data.caller.batch_turns import BatchTurns
 from daskserve.data.caller.routing.choice import choose, nearest
 from daskserve.data.caller.routing.websocket_cost import TurnMeter
 from daskserve.options.fields.priority import BATCH_PRIORITY
@@ -115,9 +116,10 @@ class PooledReplica:
         #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
-        #: How many requests of batch jobs wait there for a slot: they leave room to live requests.
-        self.aside = 0
-        #: When it last refused one although it had free slots, and how many requests ran then.
+        #: The requests of batch jobs that wait there for a slot: they leave room to live requests.
+        self.aside = BatchTurns()
+        #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
+        #: free of them.
         self.batch_room = (-math.inf, 0)
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
@@ -137,7 +139,7 @@ class PooledReplica:
         """Return the number of requests at the replica, as far as this process knows."""
         if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
             return self.reported
-        return self.in_flight + self.aside
+        return self.in_flight + self.aside.count
 
 
 #: Chooses one of some replicas for a request, or none.
@@ -446,14 +448,16 @@ def has_room(pool: ReplicaPool, now: float) -> bool:
 
 def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
     """Record that a request of a batch job waits at a replica for its slot, until `come_back`."""
-    entry.aside, entry.in_flight = entry.aside + 1, entry.in_flight - 1
+    entry.aside.count += 1
+    entry.in_flight -= 1
     if entry.index < 0:
         pool._add(entry)
 
 
 def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
     """Record that such a request has its slot, or was refused."""
-    entry.aside, entry.in_flight = entry.aside - 1, entry.in_flight + 1
+    entry.aside.count -= 1
+    entry.in_flight += 1
     if entry.index >= 0 and entry.in_flight >= entry.concurrency:
         pool._remove(entry)
 

@@ -28,7 +28,7 @@ from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
-from daskserve.data.caller.routing.queued_request import QueuedRequest, must_queue
+from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.replica_pool import PooledReplica, ReplicaPool
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
@@ -278,16 +278,19 @@ class ReplicaSet:
         while True:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
             replica = found or await _turn_of(self, self._wait(is_rejected, trial, envelope), way)
+            replica, is_queued, is_aside = place_in_queue(
+                self.pool, replica, envelope, self._waiting.priority_of, self._clock.now(), self._rng
+            )
             if way is not None:
-                way.sent(replica.tag, replica.address.worker, is_queued=replica.has_queued_request)
-            is_queued = must_queue(replica, envelope, self._waiting.priority_of, self._clock.now())
+                way.sent(replica.tag, replica.address.worker, is_queued=is_queued)
             replica.sockets += is_socket
             try:
                 if replica.route is None:
                     await self._waiting_calls.during(self._routes.connect(replica.address.worker))
                 if is_queued:
                     queued_since = self._clock.now() if queued_since is None else queued_since
-                    load = await self._send_queued(replica, queued_since, envelope, receive, send)
+                    queued = self._queued(replica, envelope, send, is_aside=is_aside)
+                    load = await queued.respond(envelope, receive, queued_since)
                 else:
                     load = await replica.handle(envelope).respond(receive, send)
             except (ReplicaBusyError, ActorLostError) as error:
@@ -312,17 +315,13 @@ class ReplicaSet:
                     trial.leave()
                 self.release(replica, load, envelope)
 
-    async def _send_queued(
-        self, replica: PooledReplica, since: float, envelope: Envelope, receive: Receive, send: Send
-    ) -> Load:
-        """Send a request to the queue of a full replica; the next may follow once this one has a slot."""
-        queued = QueuedRequest(self.pool, replica, self._clock, send, self.metrics.waits, self._serve_waiting)
-        queue_timeout = queued.queue_timeout(since, self._waiting.priority_of(envelope))
-        envelope = replace(envelope, queue_timeout=queue_timeout)
-        try:
-            return await replica.handle(envelope).respond(receive, queued.send)
-        finally:
-            queued.leave()
+    def _queued(
+        self, replica: PooledReplica, envelope: Envelope, send: Send, *, is_aside: bool
+    ) -> QueuedRequest:
+        priority, waits = self._waiting.priority_of(envelope), self.metrics.waits
+        return QueuedRequest(
+            self.pool, replica, self._clock, send, waits, self._serve_waiting, priority, is_aside=is_aside
+        )
 
     async def _wait(self, is_rejected: bool, trial: SuspectTrial | None, envelope: Envelope) -> PooledReplica:
         """Wait for this request's turn; return a replica, counting one more request in flight."""

@@ -167,12 +167,13 @@ class BatchRoom:
         """Return whether a request may take one of the free slots."""
         self._forget_live(now)
         has_room = free_slots > self._reserved and self.ongoing < self._limit.limit
-        has_room = has_room and not self._is_kept_free(rank_info, now)
+        has_room = has_room and not self.is_kept_free(rank_info, now)
         if not has_room:
             self._limit.refused()
         return has_room
 
-    def _is_kept_free(self, rank_info: RankInfo, now: float) -> bool:
+    def is_kept_free(self, rank_info: RankInfo, now: float) -> bool:
+        """Return whether the replica takes no requests at present: others should get them."""
         rank, *_, replicas = rank_info
         is_first = rank == 0 and replicas > 1
         has_live = now < self._live_at + LIVE_S and now < self._began_at + STARVED_S

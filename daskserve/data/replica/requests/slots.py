@@ -209,13 +209,13 @@ class Slots:
                 return
         if not self.is_open:
             raise self.not_running()
-        if queue_timeout is None:
-            raise self._refusal()
+        if queue_timeout is None or self._is_kept_free(envelope):
+            raise self._refusal(envelope)
         if not self.take_nowait(envelope):
             has_room = self.waiting < 2 * self.concurrency + EXTRA_WAITERS
             has_room = has_room or self._waiters.evict_below(queue_timeout.priority)
             if not has_room or not await self._waiters.wait(queue_timeout, partial(self.free, envelope)):
-                raise self._refusal()
+                raise self._refusal(envelope)
         try:
             if not self.is_open:
                 raise self.not_running()
@@ -297,8 +297,14 @@ class Slots:
         if self._idle is not None:
             self._idle.set()
 
-    def _refusal(self) -> ReplicaBusyError:
-        return self._metrics.refusal(self.replica_tag, self.ongoing)
+    def _is_kept_free(self, envelope: Envelope) -> bool:
+        """Return whether the replica is kept free of requests such as this one, of a batch job."""
+        room = self._batch_room
+        return room is not None and is_of_batch(envelope) and room.is_kept_free(self.rank_info, stopwatch())
+
+    def _refusal(self, envelope: Envelope | None = None) -> ReplicaBusyError:
+        is_kept_free = envelope is not None and self._is_kept_free(envelope)
+        return self._metrics.refusal(self.replica_tag, 0 if is_kept_free else self.ongoing)
 
 
 def is_of_batch(envelope: Envelope) -> bool:

@@ -1,0 +1,43 @@
+"""Requests of batch jobs that one process has queued at a replica, which keeps its free slots for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+#: How many of them are in the replica's own queue at a time, which is enough to fill its slots at once and
+#: leaves room for those of other processes.
+MAX_SENT = 8
+
+
+class BatchTurns:
+    """The turns of these requests, in order: the first ones are sent to the replica, the others wait here."""
+
+    def __init__(self) -> None:
+        #: How many there are, sent or not.
+        self.count = 0
+        self._sent = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Wait until the request may be sent; call `give_back` once it has a slot there, or is refused."""
+        if self._sent < MAX_SENT:
+            self._sent += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Give the turn to the next request."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._sent -= 1
