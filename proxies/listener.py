@@ -21,7 +21,7 @@ from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
-from daskserve.proxies.ingress.routes import RouteTable
+from daskserve.proxies.ingress.routes import CurrentRoutes, RouteTable
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
@@ -118,7 +118,7 @@ class HTTPListener:
     ) -> None:
         self._start, self._requests = start, requests
         self._instance, self._clock, self._rng = instance, clock, rng
-        self._table: RouteTable | None = None
+        self._routes = CurrentRoutes()
         self.unready: Collection[str] | None = None
         self.is_store_taken = False
         self._access_log = None if logs is None else AccessLog(logs, clock, name, instance)
@@ -135,7 +135,7 @@ class HTTPListener:
             middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
         self.ingress = ingress = IngressApp(
             options=options,
-            routes=lambda: self._table,
+            routes=self._routes,
             dispatch=requests.send,
             rng=self._rng,
             is_direct=not middlewares,
@@ -149,8 +149,8 @@ class HTTPListener:
             access_log=self._access_log,
             tracing=tracing,
         )
-        if self._table is not None:
-            ingress.metrics.keep(self._table.endpoints())
+        if self._routes.table is not None:
+            ingress.metrics.keep(self._routes.table.endpoints())
         app = build_app(ingress, middlewares)
         if options.trusted_forwarders:
             app = ForwardedHeaders(app, options.trusted_forwarders)
@@ -196,7 +196,7 @@ class HTTPListener:
 
     def update_routes(self, value: Mapping[str, Mapping[str, Any]]) -> None:
         """Use these routes from now on."""
-        table = self._table = RouteTable(value)
+        table = self._routes.table = RouteTable(value)
         if self.ingress is not None:
             self.ingress.metrics.keep(table.endpoints())
         for fields in value.values():
