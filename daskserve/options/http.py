@@ -53,6 +53,12 @@ class HTTPOptions(Options):
         "cluster, the controller and the proxies run on other workers, and the status says so. Empty: the "
         "controller and the proxies share the workers of replicas.",
     )
+    replicas_listen: bool = Field(
+        False,
+        description='Whether the processes of replicas with ``isolation="process"`` accept connections of '
+        "the port of the proxies of their worker, too, and answer requests to their own deployment without "
+        "their worker. It needs a platform with ``SO_REUSEPORT``.",
+    )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(
         None,

@@ -105,6 +105,8 @@ STOP_MARGIN_S = 10.0
 #: each second does not meet the one before.
 ANSWER_S = 0.9
 
+#: Returns a request of a child process to its parent, not sent, by the name of what it is for.
+ToParent: TypeAlias = Callable[[str, Envelope], ActorRequest]
 #: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
 Verb: TypeAlias = Callable[..., Awaitable[Any]]
 VerbT = TypeVar("VerbT", bound=Verb)

@@ -38,7 +38,7 @@ from typing import Any
 from daskserve._version import __version__
 from daskserve.cluster.actors import recent_log
 from daskserve.cluster.actors.calls import control_call
-from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
 from daskserve.cluster.dask.connection import DaskConnection
@@ -137,6 +137,7 @@ class ChildProcess:
         lifeline: int,
         log: int,
         dump: int,
+        dispatch: Dispatch,
     ) -> None:
         self.name = name
         self._dump = dump
@@ -153,7 +154,7 @@ class ChildProcess:
         self._lifeline = lifeline
         self._segments = Segments()
         transport.share(self._segments, begins=True)
-        self._channel = Channel(transport, _refuse, first_stream=0)
+        self._channel = Channel(transport, dispatch, first_stream=0)
         self._serving = asyncio.create_task(self._channel.serve(), name=f"daskserve-child-{name}")
         self._watching = asyncio.create_task(self._watch(), name=f"daskserve-child-watch-{name}")
 
@@ -161,7 +162,9 @@ class ChildProcess:
         return f"<ChildProcess {self.name} pid={self.pid} {self.fate if self.ended.is_set() else 'running'}>"
 
     @classmethod
-    async def start(cls, name: str, interpreter: Interpreter, factory: str) -> ChildProcess:
+    async def start(
+        cls, name: str, interpreter: Interpreter, factory: str, dispatch: Dispatch | None = None
+    ) -> ChildProcess:
         """Start an interpreter that serves this process by a factory, and return the child.
 
         Parameters
@@ -171,6 +174,8 @@ class ChildProcess:
         factory : str
             ``"package.module:name"`` of a `daskserve.cluster.worker.child_main.Factory`; imported in the
             child.
+        dispatch : callable, optional
+            Takes the requests of the child; without it, they fail.
 
         Raises
         ------
@@ -216,7 +221,8 @@ class ChildProcess:
             os.close(log)
             os.close(dump)
             raise
-        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline, log, dump)
+        transport = SocketTransport(ours, f"child://{name}")
+        return cls(name, process, transport, lifeline, log, dump, dispatch or _refuse)
 
     @property
     def pid(self) -> int:

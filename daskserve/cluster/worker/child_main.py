@@ -27,11 +27,13 @@ from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.protocols.base import ToParent
 from daskserve.cluster.worker.interpreter import CollectionPace
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.stack_dump import answer_with_stacks
 from daskserve.cluster.worker.tagging import mark_output
 from daskserve.common import settings
+from daskserve.common.types import ActorAddress, ActorRequest, Envelope
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
@@ -50,7 +52,7 @@ EXIT_SHARE = 0.1
 OOM_SCORE = 500
 #: Returns the function that takes the requests of the parent, and the function that asks the parent to
 #: replace this process, which got SIGTERM.
-Factory: TypeAlias = Callable[[StartThread], tuple[Dispatch, Callable[[], None]]]
+Factory: TypeAlias = Callable[[StartThread, ToParent], tuple[Dispatch, Callable[[], None]]]
 
 
 class _ReplacedFirst:
@@ -152,9 +154,14 @@ def _serve(
 async def _answer(factory: Factory, pair: socket.socket, main: MainThread, leave: _ReplacedFirst) -> None:
     transport = SocketTransport(pair, f"parent://{os.getppid()}")
     transport.share(Segments(), begins=False)
-    dispatch, when_leaving = factory(main.start)
+
+    def to_parent(name: str, envelope: Envelope) -> ActorRequest:
+        return channel.request(ActorAddress(name, transport.peer_address, 0), envelope)
+
+    dispatch, when_leaving = factory(main.start, to_parent)
     leave.open(when_leaving)
-    await Channel(transport, dispatch, first_stream=1).serve()
+    channel = Channel(transport, dispatch, first_stream=1)
+    await channel.serve()
 
 
 def _end(is_ending: threading.Lock, status: int) -> None:

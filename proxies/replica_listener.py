@@ -1,0 +1,149 @@
+"""The listeners in the process of a replica.
+
+Requests of its own endpoint are answered here as long as the replica has a slot; all others go to the worker,
+whose routers send them on as any request of a proxy. So queues, their limits and the choice of a replica stay
+in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from daskserve.common.types import ActorRequest, BodyUse, Envelope, Receive, Send
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.internals.otlp_exporter import post_of
+from daskserve.options.start_messages import ProxyStart
+from daskserve.payload.importing import call_imported
+from daskserve.proxies.listener import HTTPListener
+from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.enabling import enable
+
+logger = logging.getLogger("daskserve.proxies")
+
+
+class ReplicaRequests:
+    """Answers what the replica of this process may answer, and sends on the rest.
+
+    It is the `daskserve.proxies.listener.Requests` of its listeners.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Envelope], ActorRequest],
+        slots: Any,
+        to_worker: Callable[[str, Envelope], ActorRequest],
+    ) -> None:
+        self._handle, self._slots = handle, slots
+        self._to_worker = to_worker
+        self.own: frozenset[str] = frozenset()
+        self.rules: Mapping[str, tuple[BodyUse, int]] = {}
+        #: How many requests of these listeners run in the replica, and how many have ended there.
+        self.ongoing = self.ended = 0
+
+    @property
+    def largest_body_bytes(self) -> float:
+        return max((limit for _, limit in self.rules.values()), default=0)
+
+    async def send(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        if self.may_answer(endpoint, envelope):
+            self.ongoing += 1
+            try:
+                await self._handle(envelope).respond(receive, send)
+                return
+            except ReplicaBusyError:
+                pass  # it has not begun
+            except ActorLostError as error:
+                if error.begun:
+                    raise
+            finally:
+                self.ongoing -= 1
+                self.ended += 1
+        await self._to_worker(endpoint, replace(envelope, is_direct=False)).respond(receive, send)
+
+    def may_answer(self, endpoint: str, envelope: Envelope) -> bool:
+        """Return whether a request needs no router, and there is a slot."""
+        return endpoint in self.own and not envelope.model_id and self._slots.has_room
+
+    def prepare(self, endpoint: str) -> None:
+        pass
+
+    def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
+        return self.rules.get(endpoint, ("gather", default_max_bytes))
+
+    async def wait_until_published(self, endpoint: str) -> None:
+        pass
+
+    def check_queue(self, endpoint: str) -> None:
+        pass  # the worker does
+
+    def is_crowded(self, endpoint: str) -> bool:
+        return endpoint in self.own and self._slots.ongoing >= self._slots.concurrency
+
+
+class ReplicaListeners:
+    """All listeners of one replica's process, one for each proxy of its worker."""
+
+    def __init__(
+        self,
+        handle: Callable[[Envelope], ActorRequest],
+        slots: Any,
+        context: Any,
+        to_worker: Callable[[str, Envelope], ActorRequest],
+    ) -> None:
+        self.requests = ReplicaRequests(handle, slots, to_worker)
+        self._context = context
+        self._listeners: dict[str, HTTPListener] = {}
+        self._lock = asyncio.Lock()
+        self._is_left = False
+
+    async def listen(self, wanted: Mapping[str, Any]) -> None:
+        """Listen as wanted; idempotent."""
+        self.requests.own = frozenset(wanted["own"])
+        self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
+        async with self._lock:
+            for name, start in wanted["listeners"].items():
+                if name not in self._listeners and not self._is_left:
+                    await self._open(name, ProxyStart.decode(start), wanted)
+        for listener in self._listeners.values():
+            self._update(listener, wanted)
+
+    def _update(self, listener: HTTPListener, wanted: Mapping[str, Any]) -> None:
+        listener.update_routes(wanted["routes"])
+        listener.unready = wanted.get("unready")
+        listener.is_store_taken = bool(wanted.get("is_store_taken"))
+        if "logging" in wanted:
+            listener.configure_logs(wanted["logging"])
+
+    async def _open(self, name: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
+        context = self._context
+        listener = HTTPListener(
+            start,
+            self.requests,
+            name=name,
+            instance=context.spec.instance,
+            clock=context.clock,
+            rng=context.rng,
+            logs=context.logs,
+        )
+        self._update(listener, wanted)
+        await listener.bind(enable(context, start.tracing, call_imported, post_of))
+        self._listeners[name] = listener
+        listener.start()
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """Close one listener, or all of them for good if the name is empty."""
+        self._is_left = self._is_left or not name
+        async with self._lock:
+            names = list(self._listeners) if not name else [name]
+            found = [self._listeners[each] for each in names if each in self._listeners]
+        await asyncio.gather(*(each.stop(grace_s) for each in found))
+        for each in names:
+            self._listeners.pop(each, None)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
+        return [sample for each in self._listeners.values() for sample in each.samples()]

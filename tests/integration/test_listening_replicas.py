@@ -1,0 +1,163 @@
+"""Processes of replicas that accept connections themselves (``http_options={"replicas_listen": True}``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from dask_processes import ExternalCluster, Reply, fetch, poll_for
+
+import daskserve as serve
+
+ISOLATED = {"isolation": "process"}
+
+
+def who(request: Any) -> list[int]:
+    return [os.getpid()]
+
+
+def second(request: Any) -> list[str]:
+    return ["second"]
+
+
+async def hold(request: Any) -> list[int]:
+    """Block the event loop for as long as asked."""
+    time.sleep(float(request.query_params.get("s", "0")))
+    return [os.getpid()]
+
+
+@pytest.fixture
+def client(external: ExternalCluster) -> Iterator[serve.Client]:
+    options = {"port": 0, "location": "EveryWorker", "replicas_listen": True}
+    with serve.start(http_options=options, dask_client=external.client) as started:
+        yield started
+
+
+@pytest.fixture
+def url(client: serve.Client) -> str:
+    return client.http_urls()[0].rstrip("/")
+
+
+def listeners_of(port: int) -> set[int]:
+    """Return the processes that listen on a port."""
+    import psutil
+
+    return {
+        each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None
+    }
+
+
+def until_listening(url: str, count: int) -> set[int]:
+    """Return the processes that listen, once there are so many."""
+    port = urlsplit(url).port
+    assert port is not None
+
+    def found() -> set[int] | None:
+        pids = listeners_of(port)
+        return pids if len(pids) == count else None
+
+    return poll_for(found, what=lambda: f"{listeners_of(port)} listen")
+
+
+def deploy(client: serve.Client, name: str, code: Any, replicas: int = 2, **config: Any) -> None:
+    client.create_backend(name, code, config={**ISOLATED, "num_replicas": replicas, **config})
+    client.create_endpoint(name, backend=name, route=f"/{name}")
+
+
+def test_children_answer_and_pass_on_what_is_not_theirs(client: serve.Client, url: str) -> None:
+    deploy(client, "who", who)
+    client.create_backend("second", second)
+    client.create_endpoint("second", backend="second", route="/second")
+    until_listening(url, 4)
+    replies = [fetch(f"{url}/who") for _ in range(30)]
+    assert {each.status for each in replies} == {200}
+    assert len({each.json[0] for each in replies}) == 2
+    assert {fetch(f"{url}/second").json[0] for _ in range(30)} == {"second"}
+    assert {fetch(f"{url}/nothing").status for _ in range(30)} == {404}
+
+
+class Load:
+    """Requests in turns by several threads, each on a connection of its own, until told to end."""
+
+    def __init__(self, url: str, threads: int = 8) -> None:
+        self.replies: list[Reply | Exception] = []
+        self._is_over = threading.Event()
+        self._pool = ThreadPoolExecutor(threads)
+        for _ in range(threads):
+            self._pool.submit(self._run, url)
+
+    def _run(self, url: str) -> None:
+        while not self._is_over.is_set():
+            try:
+                self.replies.append(fetch(url))
+            except Exception as error:
+                self.replies.append(error)
+
+    def end(self) -> list[Reply | Exception]:
+        self._is_over.set()
+        self._pool.shutdown()
+        return self.replies
+
+
+def failed(replies: list[Reply | Exception]) -> list[Any]:
+    return [each for each in replies if isinstance(each, Exception) or each.status != 200]
+
+
+def test_an_update_under_load_loses_no_request(client: serve.Client, url: str) -> None:
+    deploy(client, "who", who)
+    before = until_listening(url, 4)
+    load = Load(f"{url}/who")
+    try:
+        client.update_backend_config("who", {"num_replicas": 1})
+        until_listening(url, 3)
+        client.update_backend_config("who", {"num_replicas": 3})
+        after = until_listening(url, 5)
+    finally:
+        replies = load.end()
+    assert len(after - before) >= 1
+    assert len(replies) > 20
+    assert failed(replies) == []
+
+
+def test_a_killed_child_is_replaced_and_the_others_answer(client: serve.Client, url: str) -> None:
+    deploy(client, "who", who)
+    listening = until_listening(url, 4)
+    victim = fetch(f"{url}/who").json[0]
+    assert victim in listening
+    os.kill(victim, signal.SIGKILL)
+
+    def replaced() -> bool:
+        port = urlsplit(url).port
+        assert port is not None
+        now = listeners_of(port)
+        return victim not in now and len(now) == 4
+
+    poll_for(replaced, what="a new child that listens")
+    assert {fetch(f"{url}/who").status for _ in range(20)} == {200}
+
+
+def test_a_blocked_child_holds_up_only_its_own_connections(client: serve.Client, url: str) -> None:
+    deploy(client, "hold", hold, event_loop="worker")  # the loop that reads the connections, too
+    until_listening(url, 4)
+
+    def ask(query: str) -> tuple[int, float]:
+        reply = fetch(f"{url}/hold{query}")
+        assert reply.status == 200, reply
+        return int(reply.json[0]), time.monotonic()
+
+    with ThreadPoolExecutor(17) as pool:
+        blocking = pool.submit(ask, "?s=3")
+        asked = [pool.submit(ask, "") for _ in range(16)]
+        blocked, unblocked_at = blocking.result()
+        others = [at for pid, at in (each.result() for each in asked) if pid != blocked]
+    assert others
+    assert max(others) < unblocked_at
