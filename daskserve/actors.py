@@ -13,14 +13,14 @@ from daskserve.common.types import STORE_TAKEN, UNREADY, ActorRequest, BodyUse, 
 from daskserve.data.caller.calls.handle import routers_of
 from daskserve.data.replica.local_code import LocalCode
 from daskserve.data.replica.process.code import ChildCode
-from daskserve.data.replica.process.listening import listening_children
+from daskserve.data.replica.process.listening import Port, listening_children, with_children
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import BadRequestError, ServeError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ProxyStart, ReplicaStart, read_http
 from daskserve.payload.importing import call_imported
 from daskserve.proxies.listener import HTTPListener, Requests
-from daskserve.proxies.server.listen import can_share_ports, check_ports
+from daskserve.proxies.server.listen import check_ports
 from daskserve.telemetry.logs.records import LOGGING
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from daskserve.data.caller.routing.router import Routers
     from daskserve.data.replica.process.listening import ListeningChildren
     from daskserve.proxies.ingress.app import CallBackend, IngressApp
+    from daskserve.proxies.server.life import HTTPServer
 
 logger = logging.getLogger("daskserve.actors")
 
@@ -91,8 +92,9 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes_known = asyncio.Event()
         self._listener: HTTPListener | None = None
-        #: The children that listen beside this proxy; None if the options do not say so.
+        #: The children that listen beside this proxy, and from what; None if the options do not say so.
         self._children: ListeningChildren | None = None
+        self._port: Port | None = None
         self._watches: list[Any] = []
 
     async def start(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class ProxyActor:
             rng=context.rng,
             logs=context.logs,
         )
-        if options.replicas_listen and can_share_ports():
+        if options.replicas_listen:
             self._children = listening_children(self._cluster)
         watch = self._cluster.listener.watch
         self._watches = [
@@ -126,15 +128,18 @@ class ProxyActor:
             logger.warning("Listening without routes: the controller did not answer in %s s", ROUTES_S)
         listener.start()
         if self._children is not None:
-            self._open_children(self._children, routers, listener.server.port)
+            self._port = self._open_port(self._children, routers, listener.server)
         return {"port": listener.server.port, "urls": list(listener.server.urls)}
 
-    def _open_children(self, children: ListeningChildren, routers: Routers, port: int) -> None:
-        options = read_http({**vars(self._start.options), "port": port, "health_port": None})
-        start = replace(self._start, options=options, reuse_port=True, claims_port=False)
-        limit = options.max_body_bytes
-        rules_of = lambda endpoint: routers.router(endpoint).body_rules(limit)  # noqa: E731
-        children.open(self._context.spec.name, start.encode(), rules_of)
+    def _open_port(self, children: ListeningChildren, routers: Routers, server: HTTPServer) -> Port:
+        options = read_http({**vars(self._start.options), "health_port": None})
+        return children.open(
+            self._context.spec.name,
+            replace(self._start, options=options).encode(),
+            server.share(),
+            server.leave_to_others,
+            lambda endpoint: routers.router(endpoint).body_rules(options.max_body_bytes),
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Close the port, and let running requests finish for up to ``grace_s``.
@@ -145,20 +150,21 @@ class ProxyActor:
             stop_watching()
         self._watches = []
         stopping = [] if self._listener is None else [self._listener.stop(grace_s)]
-        if self._children is not None:
-            stopping.append(self._children.close(self._context.spec.name, grace_s))
+        if self._children is not None and self._port is not None:
+            stopping.append(self._children.close(self._port, grace_s))
         await asyncio.gather(*stopping)
 
     def health(self) -> dict[str, Any]:
         """Return how many requests are under way; a proxy does not check its own health."""
         ingress = self._ingress
-        return {} if ingress is None else {"ongoing": ingress.statistics().ongoing}
+        return {} if ingress is None else self._with_children({"ongoing": ingress.statistics().ongoing})
 
     def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second while somebody watches the live metrics."""
         if self._ingress is None:
             return {"ended": 0}
-        return {"ongoing": self._ingress.statistics().ongoing, **self._ingress.metrics.totals()}
+        counts = {"ongoing": self._ingress.statistics().ongoing, **self._ingress.metrics.totals()}
+        return self._with_children(counts)
 
     def handle(self, envelope: Envelope) -> ActorRequest:
         raise BadRequestError("A proxy takes its requests over HTTP.")
@@ -177,17 +183,22 @@ class ProxyActor:
             raise ServeError("The proxy is still starting.")
         counts = self._ingress.statistics()
         latency = self._ingress.metrics.latency
-        return {
+        found = {
             "ongoing": counts.ongoing,
             "responses": dict(counts.responses),
             "handled_total": latency.count,
             "latency_counts": list(latency.counts),
             "latency_sum_s": latency.sum,
         }
+        return self._with_children(found)
 
     def samples(self) -> list[MetricSample]:
         """Return the metrics; see `daskserve.telemetry.table.Source`."""
-        return [] if self._listener is None else self._listener.samples()
+        children = [] if self._port is None else self._port.samples()
+        return [*([] if self._listener is None else self._listener.samples()), *children]
+
+    def _with_children(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return counts if self._port is None else with_children(counts, self._port.samples())
 
     @property
     def _ingress(self) -> IngressApp | None:

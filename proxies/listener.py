@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import ssl
 from collections.abc import Awaitable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -127,8 +128,8 @@ class HTTPListener:
         self._health: HTTPServer | None = None
         self.ingress: IngressApp | None = None
 
-    async def bind(self, tracing: Tracing | None) -> None:
-        """Take the ports."""
+    async def bind(self, tracing: Tracing | None, sockets: list[socket.socket] | None = None) -> None:
+        """Take the ports, or the sockets of another process."""
         options, requests = self._start.options, self._requests
         middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
         if options.proxy_callback is not None:
@@ -167,6 +168,9 @@ class HTTPListener:
         )
         if self._access_log is not None:
             self.server.tell_refused(self._access_log.refused)
+        if sockets is not None:
+            self.server.adopt(sockets)
+            return
         await self.server.bind(may_move=self._start.may_move)
         self._health = health_server(ingress, options, **place)
         if self._health is not None:
@@ -179,15 +183,18 @@ class HTTPListener:
         if self._health is not None:
             self._health.start()
 
-    async def stop(self, grace_s: float) -> None:
-        """Close the ports, and let running requests finish for up to ``grace_s``; idempotent."""
+    async def stop(self, grace_s: float, *, has_successor: bool = False) -> None:
+        """Close the ports, and let running requests finish for up to ``grace_s``; idempotent.
+
+        With a successor on the same sockets, health checks on open connections succeed until their end.
+        """
         if self._health is not None:
             # First: who looks now finds another proxy of this host, or none.
             await self._health.drain(min(grace_s, HEALTH_GRACE_S))
             await self._health.stop()
         if self.server is not None:
             if grace_s > 0:
-                if self.ingress is not None:
+                if self.ingress is not None and not has_successor:
                     self.ingress.start_draining()
                 await self.server.drain(grace_s)
             await self.server.stop()

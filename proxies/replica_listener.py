@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from daskserve.cluster.protocols.base import Parent
 from daskserve.common.types import ActorRequest, BodyUse, Envelope, Receive, Send
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.internals.otlp_exporter import post_of
+from daskserve.loops.tasks import TaskSet
 from daskserve.options.start_messages import ProxyStart
 from daskserve.payload.importing import call_imported
 from daskserve.proxies.listener import HTTPListener
-from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.collector import plain_sample
 from daskserve.telemetry.tracing.enabling import enable
 
 logger = logging.getLogger("daskserve.proxies")
@@ -88,28 +90,28 @@ class ReplicaListeners:
     """All listeners of one replica's process, one for each proxy of its worker."""
 
     def __init__(
-        self,
-        handle: Callable[[Envelope], ActorRequest],
-        slots: Any,
-        context: Any,
-        to_worker: Callable[[str, Envelope], ActorRequest],
+        self, handle: Callable[[Envelope], ActorRequest], slots: Any, context: Any, parent: Parent
     ) -> None:
-        self.requests = ReplicaRequests(handle, slots, to_worker)
-        self._context = context
+        self.requests = ReplicaRequests(handle, slots, parent.request)
+        self._context, self._parent = context, parent
+        #: By the keys of their ports, as `daskserve.data.replica.process.listening.Port` has them.
         self._listeners: dict[str, HTTPListener] = {}
         self._lock = asyncio.Lock()
+        self._tasks = TaskSet(logger)
         self._is_left = False
 
     async def listen(self, wanted: Mapping[str, Any]) -> None:
         """Listen as wanted; idempotent."""
         self.requests.own = frozenset(wanted["own"])
         self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
-        async with self._lock:
-            for name, start in wanted["listeners"].items():
-                if name not in self._listeners and not self._is_left:
-                    await self._open(name, ProxyStart.decode(start), wanted)
         for listener in self._listeners.values():
             self._update(listener, wanted)
+        for key in self._listeners.keys() - wanted["listeners"].keys():
+            self._tasks.spawn(self.stop(key, 0), "left-listener")
+        async with self._lock:
+            for key, start in wanted["listeners"].items():
+                if key not in self._listeners and not self._is_left:
+                    await self._open(key, ProxyStart.decode(start), wanted)
 
     def _update(self, listener: HTTPListener, wanted: Mapping[str, Any]) -> None:
         listener.update_routes(wanted["routes"])
@@ -118,8 +120,9 @@ class ReplicaListeners:
         if "logging" in wanted:
             listener.configure_logs(wanted["logging"])
 
-    async def _open(self, name: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
+    async def _open(self, key: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
         context = self._context
+        name, _, _ = key.rpartition("#")
         listener = HTTPListener(
             start,
             self.requests,
@@ -130,20 +133,31 @@ class ReplicaListeners:
             logs=context.logs,
         )
         self._update(listener, wanted)
-        await listener.bind(enable(context, start.tracing, call_imported, post_of))
-        self._listeners[name] = listener
+        tracing = enable(context, start.tracing, call_imported, post_of)
+        await listener.bind(tracing, self._parent.take_sockets(key))
+        self._listeners[key] = listener
         listener.start()
 
-    async def stop(self, name: str, grace_s: float) -> None:
-        """Close one listener, or all of them for good if the name is empty."""
-        self._is_left = self._is_left or not name
+    async def stop(self, key: str, grace_s: float) -> dict[str, Any]:
+        """Close one listener, or all of them for good if the key is empty; return their last metrics."""
+        is_left = not key
+        self._is_left = self._is_left or is_left
         async with self._lock:
-            names = list(self._listeners) if not name else [name]
-            found = [self._listeners[each] for each in names if each in self._listeners]
-        await asyncio.gather(*(each.stop(grace_s) for each in found))
-        for each in names:
+            keys = list(self._listeners) if is_left else [key]
+            found = {each: self._listeners[each] for each in keys if each in self._listeners}
+        # If the proxy stays, its host is no less healthy than before.
+        stopping = [each.stop(grace_s, has_successor=is_left) for each in found.values()]
+        await asyncio.gather(*stopping)
+        counted = {key: plain_samples(each) for key, each in found.items()}
+        for each in found:
             self._listeners.pop(each, None)
+        return counted
 
-    def samples(self) -> list[MetricSample]:
-        """Return the metrics; see `daskserve.telemetry.table.Source`."""
-        return [sample for each in self._listeners.values() for sample in each.samples()]
+    def samples(self) -> dict[str, list[Any]]:
+        """Return the metrics of each listener, in plain values."""
+        return {key: plain_samples(each) for key, each in self._listeners.items()}
+
+
+def plain_samples(listener: HTTPListener) -> list[Any]:
+    """Return the metrics of a listener, in plain values."""
+    return [plain_sample(each) for each in listener.samples()]

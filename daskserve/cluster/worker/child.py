@@ -30,7 +30,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -137,9 +137,11 @@ class ChildProcess:
         lifeline: int,
         log: int,
         dump: int,
+        sockets: socket.socket,
         dispatch: Dispatch,
     ) -> None:
         self.name = name
+        self._sockets = sockets
         self._dump = dump
         self._log: int | None = log
         self._last_lines: tuple[str, ...] = ()
@@ -186,19 +188,19 @@ class ChildProcess:
         """
         log, dump = recent_log.open_file(), recent_log.open_file()
         ours, theirs = socket.socketpair()
+        sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
         lifeline_end, lifeline = os.pipe()
+        files = (log, dump, theirs_of_sockets.fileno())
         try:
-            spawning = asyncio.ensure_future(
-                _spawn(interpreter, name, theirs.fileno(), lifeline_end, (log, dump))
-            )
+            spawning = asyncio.ensure_future(_spawn(interpreter, name, theirs.fileno(), lifeline_end, files))
             try:
-                with theirs:
+                with theirs, theirs_of_sockets:
                     try:
                         await _finish(spawning)
                     finally:
                         os.close(lifeline_end)
                 process = spawning.result()
-                facts = await _greet(ours, interpreter, factory, (log, dump))
+                facts = await _greet(ours, interpreter, factory, files)
                 if facts is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(asyncio.shield(process.exited), EXIT_GRACE_S)
@@ -217,12 +219,13 @@ class ChildProcess:
                 raise
         except BaseException:
             ours.close()
+            sockets.close()
             os.close(lifeline)
             os.close(log)
             os.close(dump)
             raise
         transport = SocketTransport(ours, f"child://{name}")
-        return cls(name, process, transport, lifeline, log, dump, dispatch or _refuse)
+        return cls(name, process, transport, lifeline, log, dump, sockets, dispatch or _refuse)
 
     @property
     def pid(self) -> int:
@@ -268,6 +271,16 @@ class ChildProcess:
         """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
         return await control_call(partial(self.request, 0), verb, message, payload)
 
+    def hand_over(self, name: str, sockets: Sequence[int]) -> None:
+        """Give the child descriptors of listening sockets; `Parent.take_sockets` returns them by the name.
+
+        Raises
+        ------
+        OSError
+            The child has ended.
+        """
+        socket.send_fds(self._sockets, [name.encode()], list(sockets), socket.MSG_DONTWAIT)
+
     async def end(self) -> None:
         """Close the connection so that the process exits, kill it if it does not, and wait for its end."""
         self._channel.close()
@@ -312,6 +325,7 @@ class ChildProcess:
             raise
         finally:
             os.close(self._lifeline)
+            self._sockets.close()
             self._read_last()
             self._segments.close()
             self.ended.set()
@@ -320,7 +334,7 @@ class ChildProcess:
 
 
 async def _spawn(
-    interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int]
+    interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int, int]
 ) -> _Process:
     try:
         _, process = await asyncio.get_running_loop().subprocess_exec(
@@ -339,7 +353,7 @@ async def _spawn(
 
 
 async def _greet(
-    pair: socket.socket, interpreter: Interpreter, factory: str, files: tuple[int, int]
+    pair: socket.socket, interpreter: Interpreter, factory: str, files: tuple[int, int, int]
 ) -> dict[str, Any] | None:
     """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
@@ -356,6 +370,7 @@ async def _greet(
             "metrics": asdict(settings.metrics()),
             "log": files[0],
             "dump": files[1],
+            "sockets": files[2],
         }
         await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):

@@ -14,6 +14,7 @@ from daskserve.data.replica.process.listening import ListeningChildren, answers_
 from daskserve.errors import ActorLostError
 
 ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
+BACKEND = {"replicas": [["b#1", "tcp://w:1", 1]]}
 ROUTES = {"/b": {"endpoint": "e", "methods": ["GET"]}}
 
 

@@ -1,22 +1,31 @@
-"""Child processes that listen: each accepts connections of the port of the proxies of its worker.
+"""Child processes that listen: each accepts connections from the sockets of the proxies of its worker.
 
-The proxies of a worker say here on which ports they listen, and what they know: routes, and the rules of
-bodies. Each child that has started gets all of it, and again after each change. One task for each child
-compares what it has with what it should have, so a child that blocks delays itself only.
+The proxies of a worker say here on which sockets they listen, and what they know: routes, and the rules of
+bodies. Each child that has started gets the sockets and all of it, and again after each change. One task for
+each child compares what it has with what it should have, so a child that blocks delays itself only. While at
+least one child accepts from the sockets of a proxy, the proxy leaves connections to it.
+
+The counters of a child's listeners belong to the proxy (`Port.samples`), and stay when the child has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 from daskserve.cluster.protocols.base import Process, TaskRequest
 from daskserve.common.types import ActorRequest, Envelope, Load, Receive, Send
 from daskserve.errors import ActorLostError
 from daskserve.loops.tasks import TaskSet
+from daskserve.telemetry.collector import Key, merge, sample_of
 from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.table import METRICS, MetricSample
 
 logger = logging.getLogger("daskserve.replica")
 
@@ -26,67 +35,148 @@ KEY = "listening_children"
 RETRY_S = 1.0
 #: Time beyond the grace period for a child to say that it has closed a port.
 ANSWER_S = 1.0
+#: How long a change waits for a child to know it: one that is blocked may take any time.
+TOLD_S = 1.0
 
 CallChild = Callable[..., Awaitable[Any]]
+HandOver = Callable[[str, Sequence[int]], None]
 
 
-def answers_itself(endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any] | None, tag: str) -> bool:
+def answers_itself(
+    endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any] | None, backend_tag: str, replica_tag: str
+) -> bool:
     """Return whether a replica of a backend may answer any request of an endpoint.
 
     Other requests need a router: to draw a backend or a version, to send copies, or because an option of the
-    backend chooses among replicas or orders requests.
+    backend chooses among replicas or orders requests. So do those of a replica that gets no requests now.
     """
     if not endpoint or not backend:
         return False
     traffic = [each for each, weight in endpoint["traffic"].items() if weight > 0]
-    if traffic != [tag] or endpoint["shadows"]:
+    if traffic != [backend_tag] or endpoint["shadows"]:
+        return False
+    if replica_tag not in [tag for tag, *_ in backend["replicas"]]:
         return False
     return not any(backend.get(each) for each in ("router", "order", "hedging", "rollout"))
+
+
+class Port:
+    """The sockets of a proxy from which children accept, and what their listeners have counted.
+
+    Parameters
+    ----------
+    key : str
+        Names this port among all that the process has had.
+    start : bytes
+        The encoded `daskserve.options.start_messages.ProxyStart` of a child's listener.
+    sockets : list of int
+        The descriptors of the listening sockets.
+    leave_to_others : callable
+        Has the proxy leave connections to children, or no longer.
+    """
+
+    def __init__(
+        self, key: str, start: bytes, sockets: Sequence[int], leave_to_others: Callable[[bool], None]
+    ) -> None:
+        self.key, self.start, self.sockets = key, start, sockets
+        self.leave_to_others = leave_to_others
+        self._reported: dict[ListeningChild, list[MetricSample]] = {}
+        #: The totals of children that have ended.
+        self._ended: dict[Key, float | HistogramCounts] = {}
+
+    def report(self, child: ListeningChild, samples: Iterable[Any]) -> None:
+        """Record the metrics of a child's listener, in plain values."""
+        self._reported[child] = [sample_of(each) for each in samples]
+
+    def fold(self, child: ListeningChild) -> None:
+        """Keep the totals of a child that listens no more."""
+        for name, labels, value in self._reported.pop(child, ()):
+            if METRICS[name].is_folded:
+                merge(self._ended, (name, labels), value)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metrics of the listeners of all children, as last read."""
+        ended = [(name, labels, value) for (name, labels), value in list(self._ended.items())]
+        return [*ended, *(sample for each in list(self._reported.values()) for sample in each)]
 
 
 class ListeningChild:
     """One child: what it was told last, and the task that tells it."""
 
-    def __init__(self, tag: str, call: CallChild, cluster: Process) -> None:
-        self.tag = tag
-        self._call, self._cluster = call, cluster
-        self._wanted: Mapping[str, Any] | None = None
-        #: Whether it may listen.
-        self.was_told = False
+    def __init__(
+        self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver, cluster: Process
+    ) -> None:
+        self.backend_tag, self.replica_tag = backend_tag, replica_tag
+        self._call, self._hand_over, self._cluster = call, hand_over, cluster
+        self._wanted: dict[str, Any] = {}
+        self._ports: Sequence[Port] = ()
+        #: The keys of the ports whose sockets it has, and of those from which it accepts.
+        self._given: set[str] = set()
+        self.accepts: set[str] = set()
+        #: Called when it begins or ends to accept.
+        self.on_change: Callable[[], object] = bool
         self._changed, self.told = asyncio.Event(), asyncio.Event()
         self.told.set()
 
-    def tell(self, wanted: Mapping[str, Any]) -> None:
+    def tell(self, wanted: dict[str, Any], ports: Sequence[Port]) -> None:
         """Note what the child should have."""
-        self._wanted = wanted
-        self.was_told = True
+        self._wanted, self._ports = wanted, ports
         self.told.clear()
         self._changed.set()
 
     async def run(self) -> None:
         """Tell the child each change until it ends."""
         errors = ErrorLog(logger)
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            wanted = self._wanted
-            try:
-                await self._call("listen", wanted=wanted)
-            except ActorLostError:
-                self.told.set()
-                return
-            except Exception as error:
-                errors.log(error, "The process of a replica of %s cannot listen", self.tag)
-                await self._cluster.clock.sleep(RETRY_S)
-                self._changed.set()
-                continue
-            if not self._changed.is_set():
-                self.told.set()
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                try:
+                    await self._listen()
+                except ActorLostError:
+                    return
+                except Exception as error:
+                    errors.log(error, "The process of %s cannot listen", self.replica_tag)
+                    await self._cluster.clock.sleep(RETRY_S)
+                    self._changed.set()
+                    continue
+                if not self._changed.is_set():
+                    self.told.set()
+        finally:
+            self.told.set()
+            self.accepts.clear()
+            self.on_change()
 
-    async def leave(self, name: str, grace_s: float) -> None:
-        """Have the child close a port, or all of them, and wait until it has."""
-        leaving = self._call("stop_listening", name=name, grace_s=grace_s)
-        await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S)
+    async def _listen(self) -> None:
+        ports = self._ports
+        for port in ports:
+            if port.key not in self._given:
+                self._hand_over(port.key, port.sockets)
+                self._given.add(port.key)
+        await self._call(
+            "listen", wanted={**self._wanted, "listeners": {each.key: each.start for each in ports}}
+        )
+        self.accepts.update(each.key for each in ports)
+        self.on_change()
+
+    async def leave(self, port: Port | None, grace_s: float) -> None:
+        """Have the child close a port, or all of them, and return when its connections have ended."""
+        key = "" if port is None else port.key
+        self.accepts.difference_update(self._given if port is None else [key])
+        self.on_change()
+        if not self._given:
+            return
+        ports = self._ports if port is None else (port,)
+        leaving = self._call("stop_listening", key=key, grace_s=grace_s)
+        with suppress(ActorLostError, TimeoutError):  # it has ended already, or does not answer
+            found = await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S)
+            self.report(found, ports)
+
+    def report(self, listeners: Mapping[str, Any], ports: Iterable[Port]) -> None:
+        """Record the metrics of the child's listeners, by their ports' keys."""
+        for port in ports:
+            if port.key in listeners:
+                port.report(self, listeners[port.key])
 
 
 class ListeningChildren:
@@ -94,9 +184,9 @@ class ListeningChildren:
 
     def __init__(self, cluster: Process) -> None:
         self._cluster = cluster
-        self._children: dict[CallChild, tuple[ListeningChild, asyncio.Task[None]]] = {}
-        #: The start messages of the proxies, by their names.
-        self._listeners: dict[str, bytes] = {}
+        self._children: dict[ListeningChild, asyncio.Task[None]] = {}
+        self._ports: dict[str, Port] = {}
+        self._count = 0
         self._facts: dict[str, Any] = {}
         self._published: dict[str, Any] = {}
         self._watches: dict[str, Callable[[], None]] = {}
@@ -106,22 +196,34 @@ class ListeningChildren:
     @property
     def is_open(self) -> bool:
         """Whether the children listen anywhere."""
-        return bool(self._listeners)
+        return bool(self._ports)
 
-    def open(self, name: str, start: bytes, rules_of: Callable[[str], Any]) -> None:
-        """Have the children listen on the port of a proxy."""
-        self._listeners[name] = start
+    def open(
+        self,
+        name: str,
+        start: bytes,
+        sockets: Sequence[int],
+        leave_to_others: Callable[[bool], None],
+        rules_of: Callable[[str], Any],
+    ) -> Port:
+        """Have the children accept from the sockets of a proxy; see `Port`."""
+        self._count += 1
+        port = Port(f"{name}#{self._count}", start, sockets, leave_to_others)
+        self._ports[port.key] = port
         self._rules_of = rules_of
-        for child, _ in self._children.values():
-            self._watch_key(f"backend/{child.tag}")
+        for child in self._children:
+            self._watch_key(f"backend/{child.backend_tag}")
         self._tell()
+        return port
 
-    async def close(self, name: str, grace_s: float) -> None:
-        """Have the children leave the port of a proxy, and wait until they have."""
-        if self._listeners.pop(name, None) is None:
+    async def close(self, port: Port, grace_s: float) -> None:
+        """Have the children leave a port, and wait until they have."""
+        if self._ports.pop(port.key, None) is None:
             return
-        leaving = [child.leave(name, grace_s) for child, _ in self._children.values()]
-        await asyncio.gather(*leaving, return_exceptions=True)
+        port.leave_to_others(False)
+        await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children)))
+        for child in list(self._children):
+            port.fold(child)
 
     def note(self, **facts: Any) -> None:
         """Note what proxies know: routes and others, in plain values."""
@@ -130,32 +232,49 @@ class ListeningChildren:
             self._watch_endpoints()
         self._tell()
 
-    def add(self, tag: str, call: CallChild) -> None:
+    def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> ListeningChild:
         """Begin to tell a child."""
-        child = ListeningChild(tag, call, self._cluster)
-        self._children[call] = child, self._tasks.spawn(child.run(), "listening-child")
+        child = ListeningChild(backend_tag, replica_tag, call, hand_over, self._cluster)
+        child.on_change = self._note_accepting
+        self._children[child] = self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
-            self._watch_key(f"backend/{tag}")
-            child.tell(self._wanted(tag))
+            self._watch_key(f"backend/{backend_tag}")
+            child.tell(*self._wanted(child))
+        return child
 
-    async def remove(self, call: CallChild, grace_s: float) -> None:
+    def report(self, child: ListeningChild, listeners: Mapping[str, Any]) -> None:
+        """Record the metrics of a child's listeners."""
+        if child in self._children:
+            child.report(listeners, self._ports.values())
+
+    async def remove(self, child: ListeningChild | None, grace_s: float) -> None:
         """Have a child stop to accept connections; return when those that it has have ended."""
-        found = self._children.pop(call, None)
-        if found is None:
+        if child is None or (task := self._children.pop(child, None)) is None:
             return
-        child, task = found
         task.cancel()
-        if not child.was_told:
-            return
-        try:
-            await child.leave("", grace_s)
-        except (ActorLostError, TimeoutError):
-            pass  # it has ended already, or does not answer
+        await child.leave(None, grace_s)
+        for port in self._ports.values():
+            port.fold(child)
+
+    def forget(self, child: ListeningChild) -> None:
+        """Note that a child has ended."""
+        if (task := self._children.pop(child, None)) is not None:
+            task.cancel()
+            self._note_accepting()
+            for port in self._ports.values():
+                port.fold(child)
 
     async def wait_until_told(self) -> None:
-        """Return when all children have what is known now."""
-        for child, _ in list(self._children.values()):
-            await child.told.wait()
+        """Return when all children have what is known now, or do not answer."""
+        waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=TOLD_S)
+            for each in late:
+                each.cancel()
+
+    def _note_accepting(self) -> None:
+        for key, port in self._ports.items():
+            port.leave_to_others(any(key in child.accepts for child in self._children))
 
     def _watch_endpoints(self) -> None:
         keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
@@ -175,28 +294,25 @@ class ListeningChildren:
             # It may call `update` at once, which watches nothing.
             self._watches[key] = self._cluster.listener.watch(key, update)
 
-    def _wanted(self, tag: str) -> dict[str, Any]:
+    def _wanted(self, child: ListeningChild) -> tuple[dict[str, Any], list[Port]]:
         routes = self._facts.get("routes") or {}
         endpoints = {fields["endpoint"] for fields in routes.values()}
-        backend = self._published.get(f"backend/{tag}")
+        backend = self._published.get(f"backend/{child.backend_tag}")
         own = [
             each
             for each in endpoints
-            if answers_itself(self._published.get(f"endpoint/{each}"), backend, tag)
+            if answers_itself(
+                self._published.get(f"endpoint/{each}"), backend, child.backend_tag, child.replica_tag
+            )
         ]
-        rules = {each: found for each in endpoints if (found := self._rules_of(each)) is not None}
-        return {
-            "listeners": dict(self._listeners) if self._facts.get("routes") is not None else {},
-            "own": own,
-            "rules": {each: list(found) for each, found in rules.items()},
-            **self._facts,
-        }
+        rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}
+        ports = list(self._ports.values()) if self._facts.get("routes") is not None else []
+        return {"own": own, "rules": rules, **self._facts}, ports
 
     def _tell(self) -> None:
-        if not self.is_open:
-            return
-        for child, _ in self._children.values():
-            child.tell(self._wanted(child.tag))
+        if self.is_open:
+            for child in self._children:
+                child.tell(*self._wanted(child))
 
 
 def listening_children(cluster: Process) -> ListeningChildren:
@@ -215,3 +331,57 @@ def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) ->
         return Load()
 
     return TaskRequest(respond)
+
+
+def with_children(own: Mapping[str, Any], samples: Iterable[MetricSample]) -> dict[str, Any]:
+    """Return the counts of a proxy with those of the listeners of its children, from their metrics."""
+    more = totals_of(samples)
+    return {key: _added(value, more[key]) if key in more else value for key, value in own.items()}
+
+
+def _added(own: Any, more: Any) -> Any:
+    if isinstance(own, Mapping):
+        return {
+            **more,
+            **{key: _added(each, more[key]) if key in more else each for key, each in own.items()},
+        }
+    if isinstance(own, list):
+        return [sum(each) for each in zip_longest(own, more, fillvalue=0)]
+    return own + more
+
+
+def totals_of(samples: Iterable[MetricSample]) -> dict[str, Any]:
+    """Return the requests that listeners have under way and have ended, from their metrics."""
+    responses: Counter[str] = Counter()
+    endpoints: dict[str, list[int]] = {}
+    ended = failed = ongoing = 0
+    latency: HistogramCounts | None = None
+    for name, labels, value in samples:
+        if name == "http_request_duration_seconds":
+            assert isinstance(value, HistogramCounts)
+            if latency is None:
+                latency = value.copy()
+            else:
+                latency.add(value.counts, value.sum)
+        elif name == "http_ongoing_requests":
+            ongoing += int(value)  # type: ignore[arg-type]
+        elif name == "http_requests":
+            assert not isinstance(value, HistogramCounts)
+            endpoint, status, count = labels[2], labels[4], int(value)
+            responses[f"{status[0]}xx"] += count
+            ended += count
+            failed += count if status >= "500" else 0
+            if endpoint:
+                known = endpoints.setdefault(endpoint, [0, 0])
+                known[0] += count
+                known[1] += count if status >= "500" else 0
+    return {
+        "ongoing": ongoing,
+        "responses": dict(responses),
+        "ended": ended,
+        "failed": failed,
+        "endpoints": endpoints,
+        "handled_total": 0 if latency is None else sum(latency.counts),
+        "latency_counts": [] if latency is None else list(latency.counts),
+        "latency_sum_s": 0.0 if latency is None else latency.sum,
+    }

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, ToParent, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, Parent, TaskRequest, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
@@ -34,7 +34,6 @@ from daskserve.data.replica.replica import Replica
 from daskserve.errors import UnavailableError
 from daskserve.loops.threads import StartThread
 from daskserve.payload.pickling import load_bytes
-from daskserve.telemetry.collector import plain_sample
 from daskserve.telemetry.logs.process import process_logs
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.process import disable
@@ -112,9 +111,9 @@ class ChildReplica(Replica):
 class ReplicaServer:
     """Serves one replica to its actor."""
 
-    def __init__(self, start_thread: StartThread, to_parent: ToParent) -> None:
+    def __init__(self, start_thread: StartThread, parent: Parent) -> None:
         self._start_thread = start_thread
-        self._to_parent = to_parent
+        self._parent = parent
         #: Made when the replica is to listen.
         self._listeners: Any = None
         self._replica: ChildReplica | None = None
@@ -196,21 +195,23 @@ class ReplicaServer:
             module, _, name = LISTENERS.partition(":")
             make = getattr(await asyncio.to_thread(importlib.import_module, module), name)
             replica = self._started()
-            self._listeners = make(replica.handle, replica.slots, self._context, self._to_parent)
+            self._listeners = make(replica.handle, replica.slots, self._context, self._parent)
         await self._listeners.listen(wanted)
 
     @verb
-    async def stop_listening(self, name: str, grace_s: float) -> None:
-        """Close the port of a proxy, or all, and return when the requests of its connections have ended."""
-        if self._listeners is not None:
-            await self._listeners.stop(name, grace_s)
+    async def stop_listening(self, key: str, grace_s: float) -> dict[str, Any]:
+        """Close a port, or all, wait for the requests of its connections, and return the last metrics."""
+        if self._listeners is None:
+            return {}
+        found: dict[str, Any] = await self._listeners.stop(key, grace_s)
+        return found
 
     @verb
     async def statistics(self, **message: Any) -> dict[str, Any]:
         """Return the replica's counts and metrics, and those of its listeners."""
         found: dict[str, Any] = await self._started().statistics(**message)
         if self._listeners is not None:
-            found["samples"] += map(plain_sample, self._listeners.samples())
+            found["listeners"] = self._listeners.samples()
             found["direct"] = self._listeners.requests.ongoing, self._listeners.requests.ended
         return found
 
@@ -227,8 +228,8 @@ class ReplicaServer:
 
 
 def served_replica(
-    start_thread: StartThread, to_parent: ToParent
+    start_thread: StartThread, parent: Parent
 ) -> tuple[Callable[[str, int, Envelope], ActorRequest], Callable[[], None]]:
     """Return how one replica is served; a `daskserve.cluster.worker.child_main.Factory`."""
-    server = ReplicaServer(start_thread, to_parent)
+    server = ReplicaServer(start_thread, parent)
     return server.dispatch, server.leave
