@@ -10,8 +10,8 @@
    ``add_accept_handler`` would try again in each turn of the event loop.
 4. Several processes may accept from the same sockets. One that is handed them takes one connection in each
    turn of its event loop, so that the others get theirs. The process that has bound them leaves connections
-   to those others, and looks again after `LEFT_S`: what waits longer than that, it takes. So nothing waits
-   for a process that is blocked or was killed.
+   to those others. If one waits each of the `LOOKS` times that it looks, the others are blocked, were killed
+   or have too much to do, and it accepts as well.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ IDLE_S = 1.0
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
-#: How long a connection is left to the other processes that accept from the same socket.
-LEFT_S = 0.05
-#: For how long no connection is left to them after several have waited that long one after the other.
+#: How often, and how many times, the process that has bound a socket looks whether others accept from it.
+LOOK_S, LOOKS = 0.01, 5
+#: For how long no connection is left to them after one waited each time.
 BLOCKED_S = 1.0
 #: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
 #: its connections are closed then: one of so many that are open, and this number at most.
@@ -138,9 +138,10 @@ class Acceptor:
         self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
         self._at_once = _ACCEPT_AT_ONCE
-        #: Whether other processes accept from these sockets; whether they had left a connection when that was
-        #: last seen; and until when none is left to them.
-        self._has_others = self._was_left = False
+        #: Whether other processes accept from these sockets; how often a connection waited since one came;
+        #: and until when none is left to them.
+        self._has_others = False
+        self._looks = 0
         self._others_blocked_until = float("-inf")
         self._cause = ""  # why accepting pauses, or paused when it was last tried
         self._logged = SparseLog(_LOG_AGAIN_S)
@@ -208,26 +209,26 @@ class Acceptor:
             self._loop.remove_reader(sock)
 
     def _find(self, listening: socket.socket) -> None:
-        """Accept connections that wait, or leave them to others at first."""
+        """Accept connections that wait, or leave them to other processes at first."""
         if self._has_others and self._loop.time() >= self._others_blocked_until:
             self._unwatch()
-            self._pause = self._loop.call_later(LEFT_S, self._accept_left)
+            self._looks = 0
+            self._pause = self._loop.call_later(LOOK_S, self._look)
         else:
             self._accept(listening)
 
-    def _accept_left(self) -> None:
-        """Accept one connection that others have left, or all if that happens again."""
-        left = [each for each in self._sockets if is_readable([each])]
-        if left and self._was_left:
+    def _look(self) -> None:
+        """Leave connections to other processes for longer, unless they leave some each time."""
+        if is_readable(self._sockets):
+            self._looks += 1
+            if self._looks < LOOKS:
+                self._pause = self._loop.call_later(LOOK_S, self._look)
+                return
             self._others_blocked_until = self._loop.time() + BLOCKED_S
-        self._was_left = bool(left)
         self._go_on()
-        for each in left:
-            if self._pause is None:
-                self._accept(each, 1)
 
-    def _accept(self, listening: socket.socket, at_once: int | None = None) -> None:
-        for _ in range(at_once or self._at_once):
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(self._at_once):
             close_idle = None
             if self.open >= (limit := self._limit()):
                 close_idle = self._find_idle()

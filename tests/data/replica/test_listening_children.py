@@ -7,10 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tables import each_case
 
 from daskserve.common.clock import LoopClock
-from daskserve.data.replica.process.listening import ListeningChildren, answers_itself
+from daskserve.data.replica.process.listening import ListeningChildren, answers_itself, with_children
 from daskserve.errors import ActorLostError
 
 ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
@@ -21,23 +22,24 @@ ROUTES = {"/b": {"endpoint": "e", "methods": ["GET"]}}
 @each_case(
     ("endpoint", "backend", "expected"),
     [
-        (ENDPOINT, {"router": None}, True),
-        ({**ENDPOINT, "traffic": {"b": 1.0, "c": 0.0}}, {"x": 1}, True),
-        ({**ENDPOINT, "traffic": {"c": 1.0}}, {"x": 1}, False),
-        ({**ENDPOINT, "traffic": {"b": 0.5, "c": 0.5}}, {"x": 1}, False),
-        ({**ENDPOINT, "shadows": {"c": 0.1}}, {"x": 1}, False),
-        (ENDPOINT, {"router": "prefix"}, False),
-        (ENDPOINT, {"order": "priority"}, False),
-        (ENDPOINT, {"hedging": {"percentile": 99}}, False),
-        (ENDPOINT, {"rollout": {"new": {}}}, False),
-        (None, {"x": 1}, False),  # not published yet
+        (ENDPOINT, BACKEND, True),
+        ({**ENDPOINT, "traffic": {"b": 1.0, "c": 0.0}}, BACKEND, True),
+        ({**ENDPOINT, "traffic": {"c": 1.0}}, BACKEND, False),
+        ({**ENDPOINT, "traffic": {"b": 0.5, "c": 0.5}}, BACKEND, False),
+        ({**ENDPOINT, "shadows": {"c": 0.1}}, BACKEND, False),
+        (ENDPOINT, {**BACKEND, "router": "prefix"}, False),
+        (ENDPOINT, {**BACKEND, "order": "priority"}, False),
+        (ENDPOINT, {**BACKEND, "hedging": {"percentile": 99}}, False),
+        (ENDPOINT, {**BACKEND, "rollout": {"new": {}}}, False),
+        (ENDPOINT, {"replicas": [["b#2", "tcp://w:1", 1]]}, False),  # it stops, or is not healthy
+        (None, BACKEND, False),  # not published yet
         (ENDPOINT, None, False),  # deleted
     ],
 )
 def test_a_replica_answers_itself_only_what_needs_no_router(
     endpoint: Any, backend: Any, expected: bool
 ) -> None:
-    assert answers_itself(endpoint, backend, "b") is expected
+    assert answers_itself(endpoint, backend, "b", "b#1") is expected
 
 
 class Published:
@@ -57,70 +59,132 @@ class Published:
 class Child:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.given: list[tuple[str, list[int]]] = []
         self.is_lost = False
+        #: What the listeners of the child have counted, by port.
+        self.counted: dict[str, Any] = {}
 
-    async def call(self, verb: str, **message: Any) -> None:
+    async def call(self, verb: str, **message: Any) -> Any:
         if self.is_lost:
             raise ActorLostError("gone", begun=False)
         self.calls.append((verb, message))
+        return self.counted if verb == "stop_listening" else None
+
+    def hand_over(self, key: str, sockets: Any) -> None:
+        self.given.append((key, list(sockets)))
 
     @property
     def wanted(self) -> dict[str, Any]:
-        return self.calls[-1][1]["wanted"]
+        return self.calls[-1][1]["wanted"]  # type: ignore[no-any-return]
 
 
-async def open_children(cluster: Any, child: Child) -> ListeningChildren:
-    children = ListeningChildren(cluster)
-    children.add("b", child.call)
-    children.note(routes=ROUTES)
-    children.open("proxy", b"start", lambda endpoint: ("stream", 10))
-    await children.wait_until_told()
-    return children
+class Opened:
+    """The children of a process with one child, and the port of one proxy."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.child = Child()
+        self.children = ListeningChildren(cluster)
+        self.listening = self.children.add("b", "b#1", self.child.call, self.child.hand_over)
+        self.children.note(routes=ROUTES)
+        #: Whether the proxy leaves connections to children, each time that it was told.
+        self.left: list[bool] = []
+        self.port = self.children.open(
+            "proxy", b"start", [7], self.left.append, lambda endpoint: ("stream", 10)
+        )
+
+
+async def opened(cluster: Any) -> Opened:
+    found = Opened(cluster)
+    await found.children.wait_until_told()
+    return found
+
+
+def counted(count: int, ongoing: int = 0) -> list[Any]:
+    return [
+        ["http_requests", ["i", "/b", "e", "GET", "200"], count],
+        ["http_requests", ["i", "/b", "e", "GET", "500"], 1],
+        ["http_ongoing_requests", ["i"], ongoing],
+    ]
 
 
 async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> None:
     cluster, child = Published(), Child()
     children = ListeningChildren(cluster)  # type: ignore[arg-type]
-    children.add("b", child.call)
+    listening = children.add("b", "b#1", child.call, child.hand_over)
     await children.wait_until_told()
     await asyncio.sleep(0)
-    assert child.calls == []
     assert cluster.watchers == {}
-    await children.remove(child.call, 0)
-    assert child.calls == []
+    await children.remove(listening, 0)
+    assert child.calls == child.given == []
 
 
-async def test_a_child_is_told_ports_routes_and_what_is_its_own() -> None:
-    cluster, child = Published(), Child()
-    children = await open_children(cluster, child)
-    assert child.wanted["listeners"] == {"proxy": b"start"}
+async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_own() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    child, key = found.child, found.port.key
+    assert child.given == [(key, [7])]
+    assert child.wanted["listeners"] == {key: b"start"}
     assert child.wanted["own"] == []
     assert child.wanted["rules"] == {"e": ["stream", 10]}
     cluster.watchers["endpoint/e"](ENDPOINT)
-    cluster.watchers["backend/b"]({"router": None})
-    await children.wait_until_told()
+    cluster.watchers["backend/b"](BACKEND)
+    await found.children.wait_until_told()
     assert child.wanted["own"] == ["e"]
-    children.note(routes={})
-    await children.wait_until_told()
+    found.children.note(routes={})
+    await found.children.wait_until_told()
     assert child.wanted["routes"] == {}
     assert "endpoint/e" not in cluster.watchers
-    await children.remove(child.call, 0)
+    assert child.given == [(key, [7])]
+    await found.children.remove(found.listening, 0)
 
 
-async def test_a_child_leaves_the_port_of_a_proxy_that_stops() -> None:
-    cluster, child = Published(), Child()
-    children = await open_children(cluster, child)
-    await children.close("proxy", 5.0)
-    assert child.calls[-1] == ("stop_listening", {"name": "proxy", "grace_s": 5.0})
-    assert not children.is_open
-    await children.remove(child.call, 0)
+@pytest.mark.parametrize("how", ["close", "remove", "forget"])
+async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str) -> None:
+    found = await opened(Published())
+    assert found.left[-1]
+    if how == "close":
+        await found.children.close(found.port, 5.0)
+        assert found.child.calls[-1] == ("stop_listening", {"key": found.port.key, "grace_s": 5.0})
+    elif how == "remove":
+        await found.children.remove(found.listening, 5.0)
+        assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0})
+    else:
+        found.children.forget(found.listening)
+    assert not found.left[-1]
+    await found.children.remove(found.listening, 0)
+
+
+@pytest.mark.parametrize("how", ["close", "remove", "forget"])
+async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> None:
+    found = await opened(Published())
+    key = found.port.key
+    found.children.report(found.listening, {key: counted(3, ongoing=2)})
+    found.child.counted = {key: counted(5, ongoing=1)}
+    own = {"ongoing": 1, "responses": {"2xx": 2}, "ended": 2, "failed": 0, "endpoints": {}}
+    assert with_children(own, found.port.samples()) == {
+        "ongoing": 3,
+        "responses": {"2xx": 5, "5xx": 1},
+        "ended": 6,
+        "failed": 1,
+        "endpoints": {"e": [4, 1]},
+    }
+    if how == "close":
+        await found.children.close(found.port, 0)
+    elif how == "remove":
+        await found.children.remove(found.listening, 0)
+    else:  # killed: what it was last asked for
+        found.children.forget(found.listening)
+    found.children.report(found.listening, {key: counted(9)})  # read before it ended
+    total = with_children(own, found.port.samples())
+    assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
+    await found.children.remove(found.listening, 0)
 
 
 async def test_a_lost_child_holds_up_nothing() -> None:
-    cluster, child = Published(), Child()
-    children = await open_children(cluster, child)
-    child.is_lost = True
-    children.note(unready=["b"])
-    await children.wait_until_told()
-    await children.close("proxy", 0)
-    await children.remove(child.call, 0)
+    found = await opened(Published())
+    found.child.is_lost = True
+    found.children.note(unready=["b"])
+    await found.children.wait_until_told()
+    assert not found.left[-1]
+    await found.children.close(found.port, 0)
+    await found.children.remove(found.listening, 0)
