@@ -183,10 +183,15 @@ class HTTPListener:
         if self._health is not None:
             self._health.start()
 
-    async def stop(self, grace_s: float, *, has_successor: bool = False) -> None:
+    async def stop(self, grace_s: float, *, is_last: bool = True, sends_away: bool = True) -> None:
         """Close the ports, and let running requests finish for up to ``grace_s``; idempotent.
 
-        With a successor on the same sockets, health checks on open connections succeed until their end.
+        Parameters
+        ----------
+        is_last : bool
+            Whether health checks on open connections fail from now on, because nothing listens here any more.
+        sends_away : bool
+            As for `daskserve.proxies.server.life.HTTPServer.drain`.
         """
         if self._health is not None:
             # First: who looks now finds another proxy of this host, or none.
@@ -194,9 +199,9 @@ class HTTPListener:
             await self._health.stop()
         if self.server is not None:
             if grace_s > 0:
-                if self.ingress is not None and not has_successor:
+                if self.ingress is not None and is_last:
                     self.ingress.start_draining()
-                await self.server.drain(grace_s)
+                await self.server.drain(grace_s, sends_away=sends_away)
             await self.server.stop()
         if self._access_log is not None:
             self._access_log.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,6 @@ from daskserve.cluster.protocols.base import Parent
 from daskserve.common.types import ActorRequest, BodyUse, Envelope, Receive, Send
 from daskserve.errors import ActorLostError, ReplicaBusyError
 from daskserve.internals.otlp_exporter import post_of
-from daskserve.loops.tasks import TaskSet
 from daskserve.options.start_messages import ProxyStart
 from daskserve.payload.importing import call_imported
 from daskserve.proxies.listener import HTTPListener
@@ -96,8 +96,8 @@ class ReplicaListeners:
         self._context, self._parent = context, parent
         #: By the keys of their ports, as `daskserve.data.replica.process.listening.Port` has them.
         self._listeners: dict[str, HTTPListener] = {}
+        self._sockets: dict[str, list[socket.socket]] = {}
         self._lock = asyncio.Lock()
-        self._tasks = TaskSet(logger)
         self._is_left = False
 
     async def listen(self, wanted: Mapping[str, Any]) -> None:
@@ -106,8 +106,6 @@ class ReplicaListeners:
         self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
         for listener in self._listeners.values():
             self._update(listener, wanted)
-        for key in self._listeners.keys() - wanted["listeners"].keys():
-            self._tasks.spawn(self.stop(key, 0), "left-listener")
         async with self._lock:
             for key, start in wanted["listeners"].items():
                 if key not in self._listeners and not self._is_left:
@@ -134,19 +132,29 @@ class ReplicaListeners:
         )
         self._update(listener, wanted)
         tracing = enable(context, start.tracing, call_imported, post_of)
-        await listener.bind(tracing, self._parent.take_sockets(key))
+        # A second attempt has the sockets of the first.
+        if key not in self._sockets:
+            self._sockets[key] = self._parent.take_sockets(key)
+        await listener.bind(tracing, self._sockets[key])
+        del self._sockets[key]
         self._listeners[key] = listener
         listener.start()
 
-    async def stop(self, key: str, grace_s: float) -> dict[str, Any]:
-        """Close one listener, or all of them for good if the key is empty; return their last metrics."""
+    async def stop(self, key: str, grace_s: float, *, sends_away: bool = True) -> dict[str, Any]:
+        """Close one listener, or all of them for good if the key is empty; return their last metrics.
+
+        ``sends_away`` is that of `daskserve.proxies.server.life.HTTPServer.drain`.
+        """
         is_left = not key
         self._is_left = self._is_left or is_left
         async with self._lock:
             keys = list(self._listeners) if is_left else [key]
             found = {each: self._listeners[each] for each in keys if each in self._listeners}
         # If the proxy stays, its host is no less healthy than before.
-        stopping = [each.stop(grace_s, has_successor=is_left) for each in found.values()]
+        stopping = [
+            each.stop(grace_s, is_last=sends_away and not is_left, sends_away=sends_away)
+            for each in found.values()
+        ]
         await asyncio.gather(*stopping)
         counted = {key: plain_samples(each) for key, each in found.items()}
         for each in found:

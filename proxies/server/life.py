@@ -217,11 +217,16 @@ class HTTPServer:
         self._paces.start()
         log.info("Listening on %s", self.urls[0])
 
-    async def drain(self, grace_s: float) -> None:
+    async def drain(self, grace_s: float, *, sends_away: bool = True) -> None:
         """Stop accepting connections, and wait up to ``grace_s`` for requests in flight.
 
         Responses close their connections from now on. Connections in the backlog are accepted first, because
         closing the socket would reset them; those of another process's socket are left to it.
+
+        Parameters
+        ----------
+        sends_away : bool
+            Whether WebSockets are closed, with code 1001.
         """
         self.state.is_draining = True
         self._acceptor.leave_to_others(False)
@@ -230,7 +235,7 @@ class HTTPServer:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
-        for session in list(self.state.sockets):
+        for session in list(self.state.sockets) if sends_away else ():
             session.leave()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
             if self.state.tasks:

@@ -11,11 +11,13 @@ import pytest
 from tables import each_case
 
 from daskserve.common.clock import LoopClock
-from daskserve.data.replica.process.listening import ListeningChildren, answers_itself, with_children
+from daskserve.data.replica.process.listening import LEAVE_S, ListeningChildren, answers_itself, with_children
 from daskserve.errors import ActorLostError
 
 ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
 BACKEND = {"replicas": [["b#1", "tcp://w:1", 1]]}
+#: The first listener of a child.
+KEY = "proxy#1"
 ROUTES = {"/b": {"endpoint": "e", "methods": ["GET"]}}
 
 
@@ -47,12 +49,15 @@ class Published:
 
     def __init__(self) -> None:
         self.watchers: dict[str, Callable[[Any], None]] = {}
+        self.published: dict[str, Any] = {}
         self.clock = LoopClock()
         self.shared: dict[str, Any] = {}
         self.listener = SimpleNamespace(watch=self._watch)
 
     def _watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
         self.watchers[key] = watcher
+        if key in self.published:
+            watcher(self.published[key])
         return lambda: self.watchers.pop(key) and None
 
 
@@ -85,6 +90,7 @@ class Opened:
         self.child = Child()
         self.children = ListeningChildren(cluster)
         self.listening = self.children.add("b", "b#1", self.child.call, self.child.hand_over)
+        cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
         #: Whether the proxy leaves connections to children, each time that it was told.
         self.left: list[bool] = []
@@ -121,20 +127,36 @@ async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> Non
 async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_own() -> None:
     cluster = Published()
     found = await opened(cluster)
-    child, key = found.child, found.port.key
-    assert child.given == [(key, [7])]
-    assert child.wanted["listeners"] == {key: b"start"}
-    assert child.wanted["own"] == []
-    assert child.wanted["rules"] == {"e": ["stream", 10]}
-    cluster.watchers["endpoint/e"](ENDPOINT)
-    cluster.watchers["backend/b"](BACKEND)
-    await found.children.wait_until_told()
+    child = found.child
+    assert child.given == [(KEY, [7])]
+    assert child.wanted["listeners"] == {KEY: b"start"}
     assert child.wanted["own"] == ["e"]
+    assert child.wanted["rules"] == {"e": ["stream", 10]}
+    found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
+    await found.children.wait_until_told()
+    assert child.wanted["routes"].keys() == {"/b", "/other"}
+    assert child.given == [(KEY, [7])]
+    await found.children.remove(found.listening, 0)
+
+
+async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    child = found.child
+    cluster.watchers["endpoint/e"]({**ENDPOINT, "traffic": {"c": 1.0}})
+    await found.children.wait_until_told()
+    await asyncio.sleep(0)
+    left = {"key": KEY, "grace_s": LEAVE_S, "sends_away": False}
+    assert ("stop_listening", left) in child.calls
+    assert not found.left[-1]
+    cluster.watchers["endpoint/e"](ENDPOINT)
+    await found.children.wait_until_told()
+    assert found.left[-1]
+    assert [key for key, _ in child.given] == [KEY, "proxy#2"]
+    assert child.wanted["listeners"] == {"proxy#2": b"start"}
     found.children.note(routes={})
     await found.children.wait_until_told()
-    assert child.wanted["routes"] == {}
     assert "endpoint/e" not in cluster.watchers
-    assert child.given == [(key, [7])]
     await found.children.remove(found.listening, 0)
 
 
@@ -144,10 +166,10 @@ async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str
     assert found.left[-1]
     if how == "close":
         await found.children.close(found.port, 5.0)
-        assert found.child.calls[-1] == ("stop_listening", {"key": found.port.key, "grace_s": 5.0})
+        assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "grace_s": 5.0, "sends_away": True})
     elif how == "remove":
         await found.children.remove(found.listening, 5.0)
-        assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0})
+        assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0, "sends_away": True})
     else:
         found.children.forget(found.listening)
     assert not found.left[-1]
@@ -157,9 +179,8 @@ async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str
 @pytest.mark.parametrize("how", ["close", "remove", "forget"])
 async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> None:
     found = await opened(Published())
-    key = found.port.key
-    found.children.report(found.listening, {key: counted(3, ongoing=2)})
-    found.child.counted = {key: counted(5, ongoing=1)}
+    found.listening.report({KEY: counted(3, ongoing=2)})
+    found.child.counted = {KEY: counted(5, ongoing=1)}
     own = {"ongoing": 1, "responses": {"2xx": 2}, "ended": 2, "failed": 0, "endpoints": {}}
     assert with_children(own, found.port.samples()) == {
         "ongoing": 3,
@@ -174,7 +195,7 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
         await found.children.remove(found.listening, 0)
     else:  # killed: what it was last asked for
         found.children.forget(found.listening)
-    found.children.report(found.listening, {key: counted(9)})  # read before it ended
+    found.listening.report({KEY: counted(9)})  # read before it ended
     total = with_children(own, found.port.samples())
     assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
     await found.children.remove(found.listening, 0)

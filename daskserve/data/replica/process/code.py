@@ -350,7 +350,7 @@ class ChildCode:
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         listeners = found.pop("listeners", {})
         if self._listening is not None:
-            self._children.report(self._listening, listeners)
+            self._listening.report(listeners)
         self._stats.record(found.pop("custom", {}))
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")

@@ -11,6 +11,7 @@ The counters of a child's listeners belong to the proxy (`Port.samples`), and st
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ KEY = "listening_children"
 RETRY_S = 1.0
 #: Time beyond the grace period for a child to say that it has closed a port.
 ANSWER_S = 1.0
+#: How long connections may stay open at a child that has no endpoint of its own any more.
+LEAVE_S = 86_400.0
 #: How long a change waits for a child to know it: one that is blocked may take any time.
 TOLD_S = 1.0
 
@@ -65,8 +68,8 @@ class Port:
 
     Parameters
     ----------
-    key : str
-        Names this port among all that the process has had.
+    name : str
+        The name of the proxy.
     start : bytes
         The encoded `daskserve.options.start_messages.ProxyStart` of a child's listener.
     sockets : list of int
@@ -76,21 +79,21 @@ class Port:
     """
 
     def __init__(
-        self, key: str, start: bytes, sockets: Sequence[int], leave_to_others: Callable[[bool], None]
+        self, name: str, start: bytes, sockets: Sequence[int], leave_to_others: Callable[[bool], None]
     ) -> None:
-        self.key, self.start, self.sockets = key, start, sockets
+        self.name, self.start, self.sockets = name, start, sockets
         self.leave_to_others = leave_to_others
-        self._reported: dict[ListeningChild, list[MetricSample]] = {}
-        #: The totals of children that have ended.
+        self._reported: dict[str, list[MetricSample]] = {}
+        #: The totals of listeners that have ended.
         self._ended: dict[Key, float | HistogramCounts] = {}
 
-    def report(self, child: ListeningChild, samples: Iterable[Any]) -> None:
+    def report(self, key: str, samples: Iterable[Any]) -> None:
         """Record the metrics of a child's listener, in plain values."""
-        self._reported[child] = [sample_of(each) for each in samples]
+        self._reported[key] = [sample_of(each) for each in samples]
 
-    def fold(self, child: ListeningChild) -> None:
-        """Keep the totals of a child that listens no more."""
-        for name, labels, value in self._reported.pop(child, ()):
+    def fold(self, key: str) -> None:
+        """Keep the totals of a listener that has ended."""
+        for name, labels, value in self._reported.pop(key, ()):
             if METRICS[name].is_folded:
                 merge(self._ended, (name, labels), value)
 
@@ -101,7 +104,10 @@ class Port:
 
 
 class ListeningChild:
-    """One child: what it was told last, and the task that tells it."""
+    """One child: what it was told last, and the task that tells it.
+
+    It accepts connections while an endpoint is its own; others would only pass through it.
+    """
 
     def __init__(
         self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver, cluster: Process
@@ -110,16 +116,20 @@ class ListeningChild:
         self._call, self._hand_over, self._cluster = call, hand_over, cluster
         self._wanted: dict[str, Any] = {}
         self._ports: Sequence[Port] = ()
-        #: The keys of the ports whose sockets it has, and of those from which it accepts.
-        self._given: set[str] = set()
-        self.accepts: set[str] = set()
+        #: The keys of the listeners that it should have, and the ports of all that it has, by their keys.
+        self._keys: dict[Port, str] = {}
+        self._open: dict[str, Port] = {}
+        self._numbers = itertools.count(1)
+        #: The ports from which it accepts.
+        self.accepts: set[Port] = set()
         #: Called when it begins or ends to accept.
         self.on_change: Callable[[], object] = bool
         self._changed, self.told = asyncio.Event(), asyncio.Event()
         self.told.set()
+        self._leaving = TaskSet(logger)
 
     def tell(self, wanted: dict[str, Any], ports: Sequence[Port]) -> None:
-        """Note what the child should have."""
+        """Note what the child should have, and the ports from which it should accept."""
         self._wanted, self._ports = wanted, ports
         self.told.clear()
         self._changed.set()
@@ -149,34 +159,60 @@ class ListeningChild:
 
     async def _listen(self) -> None:
         ports = self._ports
+        for port in [each for each in self._keys if each not in ports]:
+            self._leaving.spawn(self.leave(port, LEAVE_S, sends_away=False), "listening-leave")
         for port in ports:
-            if port.key not in self._given:
-                self._hand_over(port.key, port.sockets)
-                self._given.add(port.key)
-        await self._call(
-            "listen", wanted={**self._wanted, "listeners": {each.key: each.start for each in ports}}
-        )
-        self.accepts.update(each.key for each in ports)
-        self.on_change()
-
-    async def leave(self, port: Port | None, grace_s: float) -> None:
-        """Have the child close a port, or all of them, and return when its connections have ended."""
-        key = "" if port is None else port.key
-        self.accepts.difference_update(self._given if port is None else [key])
-        self.on_change()
-        if not self._given:
+            if port not in self._keys:
+                key = f"{port.name}#{next(self._numbers)}"
+                self._hand_over(key, port.sockets)
+                self._keys[port] = key
+                self._open[key] = port
+        if not self._open:
             return
-        ports = self._ports if port is None else (port,)
-        leaving = self._call("stop_listening", key=key, grace_s=grace_s)
-        with suppress(ActorLostError, TimeoutError):  # it has ended already, or does not answer
-            found = await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S)
-            self.report(found, ports)
+        listeners = {self._keys[each]: each.start for each in ports}
+        await self._call("listen", wanted={**self._wanted, "listeners": listeners})
+        self.accepts.update(each for each in ports if each in self._keys)
+        self.on_change()
 
-    def report(self, listeners: Mapping[str, Any], ports: Iterable[Port]) -> None:
-        """Record the metrics of the child's listeners, by their ports' keys."""
-        for port in ports:
-            if port.key in listeners:
-                port.report(self, listeners[port.key])
+    async def leave(self, port: Port, grace_s: float, *, sends_away: bool = True) -> None:
+        """Have the child close a port, and return when its connections have ended."""
+        self.accepts.discard(port)
+        self.on_change()
+        key = self._keys.pop(port, None)
+        if key is not None:
+            await self._stop(key, grace_s, sends_away=sends_away)
+            self._fold([key])
+
+    async def end(self, grace_s: float) -> None:
+        """Have the child close all ports for good, and return when its connections have ended."""
+        self.accepts.clear()
+        self.on_change()
+        if self._open:
+            await self._stop("", grace_s, sends_away=True)
+        self.lose()
+
+    def lose(self) -> None:
+        """Note that the child has ended."""
+        self._fold(list(self._open))
+
+    async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
+        leaving = self._call("stop_listening", key=key, grace_s=grace_s, sends_away=sends_away)
+        with suppress(ActorLostError, TimeoutError):  # it has ended already, or does not answer
+            self.report(await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S))
+
+    def report(self, listeners: Mapping[str, Any]) -> None:
+        """Record the metrics of the child's listeners, by their keys."""
+        for key, samples in listeners.items():
+            if key in self._open:
+                self._open[key].report(self._name(key), samples)
+
+    def _fold(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key in self._open:
+                self._open.pop(key).fold(self._name(key))
+
+    def _name(self, key: str) -> str:
+        return f"{self.replica_tag} {key}"
 
 
 class ListeningChildren:
@@ -185,8 +221,7 @@ class ListeningChildren:
     def __init__(self, cluster: Process) -> None:
         self._cluster = cluster
         self._children: dict[ListeningChild, asyncio.Task[None]] = {}
-        self._ports: dict[str, Port] = {}
-        self._count = 0
+        self._ports: list[Port] = []
         self._facts: dict[str, Any] = {}
         self._published: dict[str, Any] = {}
         self._watches: dict[str, Callable[[], None]] = {}
@@ -207,9 +242,8 @@ class ListeningChildren:
         rules_of: Callable[[str], Any],
     ) -> Port:
         """Have the children accept from the sockets of a proxy; see `Port`."""
-        self._count += 1
-        port = Port(f"{name}#{self._count}", start, sockets, leave_to_others)
-        self._ports[port.key] = port
+        port = Port(name, start, sockets, leave_to_others)
+        self._ports.append(port)
         self._rules_of = rules_of
         for child in self._children:
             self._watch_key(f"backend/{child.backend_tag}")
@@ -218,12 +252,11 @@ class ListeningChildren:
 
     async def close(self, port: Port, grace_s: float) -> None:
         """Have the children leave a port, and wait until they have."""
-        if self._ports.pop(port.key, None) is None:
+        if port not in self._ports:
             return
+        self._ports.remove(port)
         port.leave_to_others(False)
         await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children)))
-        for child in list(self._children):
-            port.fold(child)
 
     def note(self, **facts: Any) -> None:
         """Note what proxies know: routes and others, in plain values."""
@@ -242,27 +275,19 @@ class ListeningChildren:
             child.tell(*self._wanted(child))
         return child
 
-    def report(self, child: ListeningChild, listeners: Mapping[str, Any]) -> None:
-        """Record the metrics of a child's listeners."""
-        if child in self._children:
-            child.report(listeners, self._ports.values())
-
     async def remove(self, child: ListeningChild | None, grace_s: float) -> None:
         """Have a child stop to accept connections; return when those that it has have ended."""
         if child is None or (task := self._children.pop(child, None)) is None:
             return
         task.cancel()
-        await child.leave(None, grace_s)
-        for port in self._ports.values():
-            port.fold(child)
+        await child.end(grace_s)
 
     def forget(self, child: ListeningChild) -> None:
         """Note that a child has ended."""
         if (task := self._children.pop(child, None)) is not None:
             task.cancel()
+            child.lose()
             self._note_accepting()
-            for port in self._ports.values():
-                port.fold(child)
 
     async def wait_until_told(self) -> None:
         """Return when all children have what is known now, or do not answer."""
@@ -273,8 +298,8 @@ class ListeningChildren:
                 each.cancel()
 
     def _note_accepting(self) -> None:
-        for key, port in self._ports.items():
-            port.leave_to_others(any(key in child.accepts for child in self._children))
+        for port in self._ports:
+            port.leave_to_others(any(port in child.accepts for child in self._children))
 
     def _watch_endpoints(self) -> None:
         keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
@@ -306,8 +331,7 @@ class ListeningChildren:
             )
         ]
         rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}
-        ports = list(self._ports.values()) if self._facts.get("routes") is not None else []
-        return {"own": own, "rules": rules, **self._facts}, ports
+        return {"own": own, "rules": rules, **self._facts}, list(self._ports) if own else []
 
     def _tell(self) -> None:
         if self.is_open:

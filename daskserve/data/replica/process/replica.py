@@ -199,11 +199,11 @@ class ReplicaServer:
         await self._listeners.listen(wanted)
 
     @verb
-    async def stop_listening(self, key: str, grace_s: float) -> dict[str, Any]:
+    async def stop_listening(self, key: str, grace_s: float, sends_away: bool = True) -> dict[str, Any]:
         """Close a port, or all, wait for the requests of its connections, and return the last metrics."""
         if self._listeners is None:
             return {}
-        found: dict[str, Any] = await self._listeners.stop(key, grace_s)
+        found: dict[str, Any] = await self._listeners.stop(key, grace_s, sends_away=sends_away)
         return found
 
     @verb
