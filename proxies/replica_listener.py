@@ -12,17 +12,16 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from daskserve.cluster.protocols.base import Parent
 from daskserve.common.types import ActorRequest, BodyUse, Envelope, Receive, Send
 from daskserve.errors import ActorLostError, ReplicaBusyError
-from daskserve.internals.otlp_exporter import post_of
 from daskserve.options.start_messages import ProxyStart
-from daskserve.payload.importing import call_imported
 from daskserve.proxies.listener import HTTPListener
 from daskserve.telemetry.collector import plain_sample
-from daskserve.telemetry.tracing.enabling import enable
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.process import Tracing
 
 logger = logging.getLogger("daskserve.proxies")
 
@@ -43,8 +42,8 @@ class ReplicaRequests:
         self._to_worker = to_worker
         self.own: frozenset[str] = frozenset()
         self.rules: Mapping[str, tuple[BodyUse, int]] = {}
-        #: How many requests of these listeners run in the replica, and how many have ended there.
-        self.ongoing = self.ended = 0
+        #: How many requests of these listeners run in the replica, and how many it has begun.
+        self.ongoing = self.begun = 0
 
     @property
     def largest_body_bytes(self) -> float:
@@ -53,17 +52,18 @@ class ReplicaRequests:
     async def send(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         if self.may_answer(endpoint, envelope):
             self.ongoing += 1
+            self.begun += 1
             try:
                 await self._handle(envelope).respond(receive, send)
                 return
             except ReplicaBusyError:
-                pass  # it has not begun
+                self.begun -= 1  # it has not begun
             except ActorLostError as error:
                 if error.begun:
                     raise
+                self.begun -= 1
             finally:
                 self.ongoing -= 1
-                self.ended += 1
         await self._to_worker(endpoint, replace(envelope, is_direct=False)).respond(receive, send)
 
     def may_answer(self, endpoint: str, envelope: Envelope) -> bool:
@@ -90,10 +90,18 @@ class ReplicaListeners:
     """All listeners of one replica's process, one for each proxy of its worker."""
 
     def __init__(
-        self, handle: Callable[[Envelope], ActorRequest], slots: Any, context: Any, parent: Parent
+        self,
+        handle: Callable[[Envelope], ActorRequest],
+        slots: Any,
+        context: Any,
+        *,
+        to_worker: Callable[[str, Envelope], ActorRequest],
+        take_sockets: Callable[[str], list[socket.socket]],
+        trace: Callable[[Mapping[str, Any]], Tracing | None],
     ) -> None:
-        self.requests = ReplicaRequests(handle, slots, parent.request)
-        self._context, self._parent = context, parent
+        self.requests = ReplicaRequests(handle, slots, to_worker)
+        self._context = context
+        self._take_sockets, self._trace = take_sockets, trace
         #: By the keys of their ports, as `daskserve.data.replica.process.listening.Port` has them.
         self._listeners: dict[str, HTTPListener] = {}
         self._sockets: dict[str, list[socket.socket]] = {}
@@ -131,11 +139,10 @@ class ReplicaListeners:
             logs=context.logs,
         )
         self._update(listener, wanted)
-        tracing = enable(context, start.tracing, call_imported, post_of)
         # A second attempt has the sockets of the first.
         if key not in self._sockets:
-            self._sockets[key] = self._parent.take_sockets(key)
-        await listener.bind(tracing, self._sockets[key])
+            self._sockets[key] = self._take_sockets(key)
+        await listener.bind(self._trace(start.tracing), self._sockets[key])
         del self._sockets[key]
         self._listeners[key] = listener
         listener.start()

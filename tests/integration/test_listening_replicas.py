@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,14 +48,15 @@ def url(client: serve.Client) -> str:
 
 
 def listeners_of(port: int) -> set[int]:
-    """Return the processes that listen on a port."""
-    import psutil
-
-    return {
-        each.pid
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None
-    }
+    """Return the processes that have a listening socket of a port, which several may share."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+    found = set()
+    for each in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(each) in sockets:
+                found.add(int(each.parts[2]))
+    return found
 
 
 def until_listening(url: str, count: int) -> set[int]:

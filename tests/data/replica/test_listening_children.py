@@ -89,7 +89,7 @@ class Opened:
     def __init__(self, cluster: Any) -> None:
         self.child = Child()
         self.children = ListeningChildren(cluster)
-        self.listening = self.children.add("b", "b#1", self.child.call, self.child.hand_over)
+        self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
         #: Whether the proxy leaves connections to children, each time that it was told.
@@ -116,11 +116,11 @@ def counted(count: int, ongoing: int = 0) -> list[Any]:
 async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> None:
     cluster, child = Published(), Child()
     children = ListeningChildren(cluster)  # type: ignore[arg-type]
-    listening = children.add("b", "b#1", child.call, child.hand_over)
+    children.add("b", "b#1", child.call, child.hand_over)
     await children.wait_until_told()
     await asyncio.sleep(0)
     assert cluster.watchers == {}
-    await children.remove(listening, 0)
+    await children.remove("b#1", 0)
     assert child.calls == child.given == []
 
 
@@ -136,7 +136,7 @@ async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_
     await found.children.wait_until_told()
     assert child.wanted["routes"].keys() == {"/b", "/other"}
     assert child.given == [(KEY, [7])]
-    await found.children.remove(found.listening, 0)
+    await found.children.remove("b#1", 0)
 
 
 async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
@@ -157,7 +157,7 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     found.children.note(routes={})
     await found.children.wait_until_told()
     assert "endpoint/e" not in cluster.watchers
-    await found.children.remove(found.listening, 0)
+    await found.children.remove("b#1", 0)
 
 
 @pytest.mark.parametrize("how", ["close", "remove", "forget"])
@@ -168,18 +168,18 @@ async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str
         await found.children.close(found.port, 5.0)
         assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "grace_s": 5.0, "sends_away": True})
     elif how == "remove":
-        await found.children.remove(found.listening, 5.0)
+        await found.children.remove("b#1", 5.0)
         assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0, "sends_away": True})
     else:
-        found.children.forget(found.listening)
+        found.children.forget("b#1")
     assert not found.left[-1]
-    await found.children.remove(found.listening, 0)
+    await found.children.remove("b#1", 0)
 
 
 @pytest.mark.parametrize("how", ["close", "remove", "forget"])
 async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> None:
     found = await opened(Published())
-    found.listening.report({KEY: counted(3, ongoing=2)})
+    found.children.report("b#1", {KEY: counted(3, ongoing=2)})
     found.child.counted = {KEY: counted(5, ongoing=1)}
     own = {"ongoing": 1, "responses": {"2xx": 2}, "ended": 2, "failed": 0, "endpoints": {}}
     assert with_children(own, found.port.samples()) == {
@@ -192,13 +192,13 @@ async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> N
     if how == "close":
         await found.children.close(found.port, 0)
     elif how == "remove":
-        await found.children.remove(found.listening, 0)
+        await found.children.remove("b#1", 0)
     else:  # killed: what it was last asked for
-        found.children.forget(found.listening)
-    found.listening.report({KEY: counted(9)})  # read before it ended
+        found.children.forget("b#1")
+    found.children.report("b#1", {KEY: counted(9)})  # read before it ended
     total = with_children(own, found.port.samples())
     assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
-    await found.children.remove(found.listening, 0)
+    await found.children.remove("b#1", 0)
 
 
 async def test_a_lost_child_holds_up_nothing() -> None:
@@ -208,4 +208,4 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     await found.children.wait_until_told()
     assert not found.left[-1]
     await found.children.close(found.port, 0)
-    await found.children.remove(found.listening, 0)
+    await found.children.remove("b#1", 0)

@@ -41,7 +41,7 @@ from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.logs import speaking_for
 from daskserve.data.replica.models import Models
 from daskserve.data.replica.process.inspection import ChildInspection
-from daskserve.data.replica.process.listening import ListeningChild, listening_children, pass_on
+from daskserve.data.replica.process.listening import listening_children, pass_on
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
@@ -163,8 +163,6 @@ class ChildCode:
         #: The pickled argument with which the user's `reconfigure` was called last.
         self._user_config = start.user_config
         self._child: ChildProcess | None = None
-        self._children = listening_children(context.cluster)
-        self._listening: ListeningChild | None = None
         self._runner: ChildRunner | None = None
         self._queued = 0
         self._reported = ReportedMetrics()
@@ -218,7 +216,7 @@ class ChildCode:
         child = self._child = await ChildProcess.start(
             start.replica_tag, interpreter, FACTORY, partial(pass_on, self._context.cluster)
         )
-        children = self._children
+        children = listening_children(self._context.cluster)
         self._runner = ChildRunner(child, self._explain, lambda: children.is_open)
         child.on_end = self._note_end
         if (logs := self._context.logs) is not None:
@@ -234,7 +232,7 @@ class ChildCode:
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
-        self._listening = children.add(start.backend_tag, start.replica_tag, self._call, child.hand_over)
+        children.add(start.backend_tag, start.replica_tag, self._call, child.hand_over)
         return {**facts, "child_pid": child.pid}
 
     @property
@@ -288,8 +286,7 @@ class ChildCode:
         return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
 
     def _note_end(self) -> None:
-        if self._listening is not None:
-            self._children.forget(self._listening)
+        listening_children(self._context.cluster).forget(self._start.replica_tag)
         if not self.slots.is_open or self._child is None:
             return
         self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
@@ -348,9 +345,7 @@ class ChildCode:
     async def _ask(self) -> dict[str, Any]:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
-        listeners = found.pop("listeners", {})
-        if self._listening is not None:
-            self._listening.report(listeners)
+        listening_children(self._context.cluster).report(self._start.replica_tag, found.pop("listeners", {}))
         self._stats.record(found.pop("custom", {}))
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
@@ -418,7 +413,7 @@ class ChildCode:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
-        await self._children.remove(self._listening, grace_s)
+        await listening_children(self._context.cluster).remove(self._start.replica_tag, grace_s)
         if not self.loss and grace_s > 0 and self._child is not None:
             await self.send_away()
             self._has_last_metrics = True
@@ -443,7 +438,7 @@ class ChildCode:
 
     async def close(self) -> None:
         """End the child and its process group."""
-        await self._children.remove(self._listening, 0)
+        await listening_children(self._context.cluster).remove(self._start.replica_tag, 0)
         if self._waiting is not None:
             self._waiting.cancel()
         if self._child is not None and self._runner is not None:

@@ -124,6 +124,8 @@ class ListeningChild:
         self.accepts: set[Port] = set()
         #: Called when it begins or ends to accept.
         self.on_change: Callable[[], object] = bool
+        #: The task of `run`.
+        self.telling: asyncio.Task[None] | None = None
         self._changed, self.told = asyncio.Event(), asyncio.Event()
         self.told.set()
         self._leaving = TaskSet(logger)
@@ -185,6 +187,8 @@ class ListeningChild:
 
     async def end(self, grace_s: float) -> None:
         """Have the child close all ports for good, and return when its connections have ended."""
+        if self.telling is not None:
+            self.telling.cancel()
         self.accepts.clear()
         self.on_change()
         if self._open:
@@ -193,6 +197,8 @@ class ListeningChild:
 
     def lose(self) -> None:
         """Note that the child has ended."""
+        if self.telling is not None:
+            self.telling.cancel()
         self._fold(list(self._open))
 
     async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
@@ -220,7 +226,8 @@ class ListeningChildren:
 
     def __init__(self, cluster: Process) -> None:
         self._cluster = cluster
-        self._children: dict[ListeningChild, asyncio.Task[None]] = {}
+        #: By the tags of their replicas.
+        self._children: dict[str, ListeningChild] = {}
         self._ports: list[Port] = []
         self._facts: dict[str, Any] = {}
         self._published: dict[str, Any] = {}
@@ -245,7 +252,7 @@ class ListeningChildren:
         port = Port(name, start, sockets, leave_to_others)
         self._ports.append(port)
         self._rules_of = rules_of
-        for child in self._children:
+        for child in self._children.values():
             self._watch_key(f"backend/{child.backend_tag}")
         self._tell()
         return port
@@ -256,7 +263,7 @@ class ListeningChildren:
             return
         self._ports.remove(port)
         port.leave_to_others(False)
-        await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children)))
+        await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children.values())))
 
     def note(self, **facts: Any) -> None:
         """Note what proxies know: routes and others, in plain values."""
@@ -265,33 +272,35 @@ class ListeningChildren:
             self._watch_endpoints()
         self._tell()
 
-    def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> ListeningChild:
+    def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
         """Begin to tell a child."""
         child = ListeningChild(backend_tag, replica_tag, call, hand_over, self._cluster)
         child.on_change = self._note_accepting
-        self._children[child] = self._tasks.spawn(child.run(), "listening-child")
+        self._children[replica_tag] = child
+        child.telling = self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
             self._watch_key(f"backend/{backend_tag}")
             child.tell(*self._wanted(child))
-        return child
 
-    async def remove(self, child: ListeningChild | None, grace_s: float) -> None:
+    def report(self, replica_tag: str, listeners: Mapping[str, Any]) -> None:
+        """Record the metrics of a child's listeners, by their keys."""
+        if (child := self._children.get(replica_tag)) is not None:
+            child.report(listeners)
+
+    async def remove(self, replica_tag: str, grace_s: float) -> None:
         """Have a child stop to accept connections; return when those that it has have ended."""
-        if child is None or (task := self._children.pop(child, None)) is None:
-            return
-        task.cancel()
-        await child.end(grace_s)
+        if (child := self._children.pop(replica_tag, None)) is not None:
+            await child.end(grace_s)
 
-    def forget(self, child: ListeningChild) -> None:
+    def forget(self, replica_tag: str) -> None:
         """Note that a child has ended."""
-        if (task := self._children.pop(child, None)) is not None:
-            task.cancel()
+        if (child := self._children.pop(replica_tag, None)) is not None:
             child.lose()
             self._note_accepting()
 
     async def wait_until_told(self) -> None:
         """Return when all children have what is known now, or do not answer."""
-        waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children]
+        waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children.values()]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=TOLD_S)
             for each in late:
@@ -299,7 +308,7 @@ class ListeningChildren:
 
     def _note_accepting(self) -> None:
         for port in self._ports:
-            port.leave_to_others(any(port in child.accepts for child in self._children))
+            port.leave_to_others(any(port in child.accepts for child in self._children.values()))
 
     def _watch_endpoints(self) -> None:
         keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
@@ -335,7 +344,7 @@ class ListeningChildren:
 
     def _tell(self) -> None:
         if self.is_open:
-            for child in self._children:
+            for child in self._children.values():
                 child.tell(*self._wanted(child))
 
 

@@ -32,10 +32,13 @@ from daskserve.data.replica.environment.working_dir import archives_folder
 from daskserve.data.replica.process.metrics import tell
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import UnavailableError
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.loops.threads import StartThread
+from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.telemetry.logs.process import process_logs
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.enabling import enable
 from daskserve.telemetry.tracing.process import disable
 
 #: How long the export of the last spans may take, after which the process ends.
@@ -195,7 +198,15 @@ class ReplicaServer:
             module, _, name = LISTENERS.partition(":")
             make = getattr(await asyncio.to_thread(importlib.import_module, module), name)
             replica = self._started()
-            self._listeners = make(replica.handle, replica.slots, self._context, self._parent)
+            context, parent = self._context, self._parent
+            self._listeners = make(
+                replica.handle,
+                replica.slots,
+                context,
+                to_worker=parent.request,
+                take_sockets=parent.take_sockets,
+                trace=lambda options: enable(context, options, call_imported, post_of),
+            )
         await self._listeners.listen(wanted)
 
     @verb
@@ -212,7 +223,8 @@ class ReplicaServer:
         found: dict[str, Any] = await self._started().statistics(**message)
         if self._listeners is not None:
             found["listeners"] = self._listeners.samples()
-            found["direct"] = self._listeners.requests.ongoing, self._listeners.requests.ended
+            requests = self._listeners.requests
+            found["direct"] = requests.ongoing, requests.begun - requests.ongoing
         return found
 
     @verb
