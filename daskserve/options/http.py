@@ -55,9 +55,8 @@ class HTTPOptions(Options):
     )
     replicas_listen: bool = Field(
         False,
-        description='Whether the processes of replicas with ``isolation="process"`` accept connections of '
-        "the port of the proxies of their worker, too, and answer requests to their own deployment without "
-        "their worker. It needs a platform with ``SO_REUSEPORT``.",
+        description='Whether the processes of replicas with ``isolation="process"`` accept connections in '
+        "place of the proxy of their worker, and answer requests to their own deployment without it.",
     )
     root_path: str = Field("", description="Path prefix under which a reverse proxy publishes daskserve.")
     request_timeout_s: float | None = Field(

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from dask_processes import ExternalCluster, Reply, fetch, poll_for
+from dask_processes import PATIENCE_S, ExternalCluster, Reply, fetch, poll_for
+from distributed import Client
 
 import daskserve as serve
 
@@ -59,16 +61,22 @@ def listeners_of(port: int) -> set[int]:
     return found
 
 
-def until_listening(url: str, count: int) -> set[int]:
-    """Return the processes that listen, once there are so many."""
+def port_of(url: str) -> int:
     port = urlsplit(url).port
     assert port is not None
+    return port
+
+
+def until_listening(url: str, count: int) -> set[int]:
+    """Return the processes that listen, once there are so many."""
+    port = port_of(url)
 
     def found() -> set[int] | None:
         pids = listeners_of(port)
         return pids if len(pids) == count else None
 
-    return poll_for(found, what=lambda: f"{listeners_of(port)} listen")
+    pids: set[int] = poll_for(found, what=lambda: f"{listeners_of(port)} listen", every_s=0.05)
+    return pids
 
 
 def deploy(client: serve.Client, name: str, code: Any, replicas: int = 2, **config: Any) -> None:
@@ -89,21 +97,30 @@ def test_children_answer_and_pass_on_what_is_not_theirs(client: serve.Client, ur
 
 
 class Load:
-    """Requests in turns by several threads, each on a connection of its own, until told to end."""
+    """Requests in turns by several threads until told to end; half of them keep their connections."""
 
     def __init__(self, url: str, threads: int = 8) -> None:
         self.replies: list[Reply | Exception] = []
+        self._place = urlsplit(url)
         self._is_over = threading.Event()
         self._pool = ThreadPoolExecutor(threads)
-        for _ in range(threads):
-            self._pool.submit(self._run, url)
+        for number in range(threads):
+            self._pool.submit(self._run, number % 2 == 0)
 
-    def _run(self, url: str) -> None:
+    def _run(self, keeps: bool) -> None:
+        # After a response that closes the connection, the next request opens another.
+        connection = HTTPConnection(self._place.hostname or "", self._place.port, timeout=PATIENCE_S)
         while not self._is_over.is_set():
             try:
-                self.replies.append(fetch(url))
+                connection.request("GET", self._place.path)
+                answer = connection.getresponse()
+                self.replies.append(Reply(answer.status, dict(answer.getheaders()), answer.read()))
             except Exception as error:
                 self.replies.append(error)
+                connection.close()
+            if not keeps:
+                connection.close()
+        connection.close()
 
     def end(self) -> list[Reply | Exception]:
         self._is_over.set()
@@ -111,24 +128,48 @@ class Load:
         return self.replies
 
 
+def counted(client: Client) -> float:
+    """Return how many requests with the status 200 all workers have counted."""
+
+    def count() -> float:
+        from daskserve.telemetry.collector import PROCESS
+
+        found = [each for each in PROCESS.collect() if each.name == "daskserve_http_requests"]
+        return sum(each.value for family in found for each in family.samples if "200" in each.labels.values())
+
+    return sum(client.run(count).values())
+
+
 def failed(replies: list[Reply | Exception]) -> list[Any]:
     return [each for each in replies if isinstance(each, Exception) or each.status != 200]
 
 
-def test_an_update_under_load_loses_no_request(client: serve.Client, url: str) -> None:
+def test_changes_under_load_lose_no_request_and_no_count(
+    client: serve.Client, url: str, external: ExternalCluster
+) -> None:
     deploy(client, "who", who)
     before = until_listening(url, 4)
+    client.create_backend("other", who, config={**ISOLATED, "num_replicas": 2})
     load = Load(f"{url}/who")
     try:
         client.update_backend_config("who", {"num_replicas": 1})
         until_listening(url, 3)
         client.update_backend_config("who", {"num_replicas": 3})
         after = until_listening(url, 5)
+        client.set_traffic("who", {"other": 1.0})  # the three leave the port, and those of the other open it
+        poll_for(lambda: len(listeners_of(port_of(url)) - after - before) == 2, what="others that listen")
+        client.delete_backend("who")
+        until_listening(url, 4)
     finally:
         replies = load.end()
     assert len(after - before) >= 1
     assert len(replies) > 20
     assert failed(replies) == []
+    poll_for(
+        lambda: counted(external.client) >= len(replies),
+        what=lambda: f"{counted(external.client)} of {len(replies)}",
+    )
+    assert counted(external.client) == len(replies)
 
 
 def test_a_killed_child_is_replaced_and_the_others_answer(client: serve.Client, url: str) -> None:
@@ -139,9 +180,7 @@ def test_a_killed_child_is_replaced_and_the_others_answer(client: serve.Client, 
     os.kill(victim, signal.SIGKILL)
 
     def replaced() -> bool:
-        port = urlsplit(url).port
-        assert port is not None
-        now = listeners_of(port)
+        now = listeners_of(port_of(url))
         return victim not in now and len(now) == 4
 
     poll_for(replaced, what="a new child that listens")
