@@ -55,8 +55,8 @@ class Model:
         self.rows[slots] = np.tanh(self.rows[slots] @ self.matrix)
         return [int(each) for each in self.rows[slots].argmax(axis=1)]
 
-    @serve.continuous_batch(max_slots=SLOTS)
-    def continuous(self, active: list[serve.ActiveRequest]) -> list[int]:
+    @serve.batching.continuous_batch(max_slots=SLOTS)
+    def continuous(self, active: list[serve.batching.ActiveRequest]) -> list[int]:
         tokens = self.step([each.slot for each in active])
         for each in active:
             if len(each.outputs) + 1 == each.args[0]:
@@ -64,7 +64,7 @@ class Model:
         return tokens
 
     @continuous.prefill
-    def _prefill(self, new: list[serve.ActiveRequest]) -> None:
+    def _prefill(self, new: list[serve.batching.ActiveRequest]) -> None:
         for each in new:
             self.begin(each.slot, each.args[0])
 
@@ -83,12 +83,12 @@ class Model:
 class Idle:
     """A model that does nothing."""
 
-    @serve.continuous_batch(max_slots=64)
-    def in_thread(self, active: list[serve.ActiveRequest]) -> list[int]:
+    @serve.batching.continuous_batch(max_slots=64)
+    def in_thread(self, active: list[serve.batching.ActiveRequest]) -> list[int]:
         return [1] * len(active)
 
-    @serve.continuous_batch(max_slots=64)
-    async def on_loop(self, active: list[serve.ActiveRequest]) -> list[int]:
+    @serve.batching.continuous_batch(max_slots=64)
+    async def on_loop(self, active: list[serve.batching.ActiveRequest]) -> list[int]:
         return [1] * len(active)
 
 

@@ -66,7 +66,7 @@ if __name__ == "__main__":
 class Echo:
     """Returns what it gets."""
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def echo(self, value: int) -> int:
         return value
 
@@ -135,8 +135,8 @@ def measure_floor(folder: str, count: int, batch: int) -> None:
 
 def measure(name: str, kept: Any, count: int, batch: int = 1) -> None:
     """Print what one kind of queue does with tasks that are submitted one by one, or in batches."""
-    config = serve.TaskProcessorConfig(queue_name=f"bench{batch}", adapter_config=kept)
-    tasks: Any = serve.instantiate_adapter_from_config(config)
+    config = serve.tasks.TaskProcessorConfig(queue_name=f"bench{batch}", adapter_config=kept)
+    tasks: Any = serve.tasks.instantiate_adapter_from_config(config)
 
     def done() -> int:
         return int(tasks.get_metrics_sync()["SUCCESS"])
@@ -149,7 +149,7 @@ def measure(name: str, kept: Any, count: int, batch: int = 1) -> None:
     began = time.perf_counter()
     submit()
     submitted = time.perf_counter() - began
-    consumer = serve.task_consumer(task_processor_config=config)(Echo)
+    consumer = serve.tasks.task_consumer(task_processor_config=config)(Echo)
     app = serve.deployment(num_replicas=2, max_ongoing_requests=CONCURRENCY)(consumer).bind()
     began = time.perf_counter()
     serve.run(app, name="bench", route_prefix=None)
@@ -203,9 +203,9 @@ def main() -> None:
                     measure_floor(place, options.tasks, batch)
                     path = os.path.join(place, f"tasks{batch}.sqlite")
                     kinds = {
-                        "SQLite": serve.SQLiteAdapterConfig(path=path),
-                        "instance": serve.InstanceAdapterConfig(),
-                        "Redis": serve.RedisAdapterConfig(url=url, prefix=f"bench{batch}"),
+                        "SQLite": serve.tasks.SQLiteAdapterConfig(path=path),
+                        "instance": serve.tasks.InstanceAdapterConfig(),
+                        "Redis": serve.tasks.RedisAdapterConfig(url=url, prefix=f"bench{batch}"),
                     }
                     for name, kept in kinds.items():
                         measure(f"{name}, by {batch}", kept, options.tasks, batch)

@@ -30,7 +30,7 @@ def make_writer(step_s: float) -> type:
     """Return the served class."""
 
     class Writer:
-        @serve.continuous_batch(max_slots=SLOTS)
+        @serve.batching.continuous_batch(max_slots=SLOTS)
         def generate(self, active: list[Any]) -> list[str]:
             time.sleep(step_s)
             for each in active:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from daskserve._version import __version__
 
 if TYPE_CHECKING:
-    from daskserve import classic, context, errors, metrics
-    from daskserve.autoscaling.context import AutoscalingContext, Decision
+    from daskserve import autoscaling, batching, classic, config, context, errors, handle, metrics, tasks
     from daskserve.client.client import AsyncClient, Client
     from daskserve.client.definitions.deployments import Application, Deployment
     from daskserve.client.functions.applications import (
@@ -50,53 +49,20 @@ if TYPE_CHECKING:
         status,
         status_async,
     )
-    from daskserve.client.functions.task_queues import instantiate_adapter_from_config
     from daskserve.client.verbs.applications import RunTarget
-    from daskserve.client.views.explanation import Explanation
     from daskserve.client.views.status import Status
-    from daskserve.common.types import ReplicaRank
     from daskserve.context import (
-        GangContext,
-        PlacementBundle,
-        PlacementGroup,
-        ReplicaContext,
         get_deployment_actor_context,
         get_model,
         get_multiplexed_model_id,
         get_replica_context,
     )
-    from daskserve.data.batching.continuous.decorator import continuous_batch
-    from daskserve.data.batching.continuous.request import ActiveRequest
     from daskserve.data.batching.decorator import batch
     from daskserve.data.caller.calls.deployment_actor import get_deployment_actor
     from daskserve.data.caller.calls.handle import Handle
-    from daskserve.data.caller.calls.response import Response
-    from daskserve.data.caller.calls.response_stream import ResponseGenerator
-    from daskserve.data.caller.calls.resuming import resume_stream
     from daskserve.data.multiplexing.decorator import multiplexed
     from daskserve.data.replica.user_code.class_app import ingress
-    from daskserve.data.tasks.config import (
-        InstanceAdapterConfig,
-        RedisAdapterConfig,
-        SQLiteAdapterConfig,
-        TaskProcessorConfig,
-        TaskResult,
-        TaskSchedule,
-    )
-    from daskserve.data.tasks.current import TaskContext, get_task_context
-    from daskserve.data.tasks.decorator import task_consumer, task_handler
-    from daskserve.data.tasks.http import task_api
-    from daskserve.data.tasks.sources import SourceItem, source
-    from daskserve.errors import ServeError
-    from daskserve.options.actor import ActorOptions
-    from daskserve.options.autoscaling import AutoscalingConfig
-    from daskserve.options.backend import BackendConfig
-    from daskserve.options.deployment_actor import DeploymentActorConfig
-    from daskserve.options.environment import Environment
     from daskserve.options.http import HTTPOptions
-    from daskserve.options.logging import LoggingConfig
-    from daskserve.options.placement import GangSchedulingConfig
-    from daskserve.options.tracing import TracingConfig
     from daskserve.telemetry.tracing.current import get_trace_context
 
 #: The public names by module. Loaded on first use: importing daskserve must cost little and start nothing.
@@ -110,93 +76,59 @@ _NAMES: Mapping[str, str] = {
     "client.functions.deployment": "deployment",
     "client.client": "Client AsyncClient",
     "client.views.status": "Status",
-    "client.views.explanation": "Explanation",
     "client.verbs.applications": "RunTarget",
     "client.definitions.deployments": "Deployment Application",
     "options.http": "HTTPOptions",
-    "options.logging": "LoggingConfig",
-    "options.backend": "BackendConfig",
-    "options.actor": "ActorOptions",
-    "options.autoscaling": "AutoscalingConfig",
-    "options.deployment_actor": "DeploymentActorConfig",
-    "options.placement": "GangSchedulingConfig",
-    "options.tracing": "TracingConfig",
     "telemetry.tracing.current": "get_trace_context",
-    "options.environment": "Environment",
-    "autoscaling": "AutoscalingContext Decision",
     "data.caller.calls.handle": "Handle",
-    "data.caller.calls.response": "Response",
-    "data.caller.calls.response_stream": "ResponseGenerator",
-    "data.caller.calls.resuming": "resume_stream",
     "data.caller.calls.deployment_actor": "get_deployment_actor",
     "data.batching.decorator": "batch",
     "data.multiplexing.decorator": "multiplexed",
-    "data.batching.continuous.decorator": "continuous_batch",
-    "data.batching.continuous.request": "ActiveRequest",
     "data.replica.user_code.class_app": "ingress",
-    "client.functions.task_queues": "instantiate_adapter_from_config",
-    "data.tasks.config": "InstanceAdapterConfig RedisAdapterConfig SQLiteAdapterConfig TaskProcessorConfig "
-    "TaskResult TaskSchedule",
-    "data.tasks.current": "TaskContext get_task_context",
-    "data.tasks.http": "task_api",
-    "data.tasks.sources": "SourceItem source",
-    "data.tasks.decorator": "task_handler",
-    "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context "
-    "ReplicaContext GangContext PlacementBundle PlacementGroup",
-    "common.types": "ReplicaRank",
-    "errors": "ServeError",
-    # Modules; the last six have the names of those of Ray Serve. That of task_consumer can be called.
-    "": "classic context errors metrics config exceptions handle request_router schema task_consumer",
+    "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context",
+    "": "autoscaling batching classic config context errors handle metrics tasks",
 }
-_HOMES: Mapping[str, str] = {name: home for home, names in _NAMES.items() for name in names.split()}
+#: Names that stood here before they had a public module. Programs may go on using them here.
+_MOVED: Mapping[str, str] = {
+    "autoscaling": "AutoscalingContext Decision",
+    "batching": "ActiveRequest continuous_batch",
+    "config": "ActorOptions AutoscalingConfig BackendConfig DeploymentActorConfig Environment "
+    "GangSchedulingConfig LoggingConfig TracingConfig",
+    "context": "GangContext PlacementBundle PlacementGroup ReplicaContext ReplicaRank",
+    "errors": "ServeError",
+    "handle": "Response ResponseGenerator resume_stream",
+    "schema": "Explanation",
+    "tasks": "InstanceAdapterConfig RedisAdapterConfig SQLiteAdapterConfig SourceItem TaskContext "
+    "TaskProcessorConfig TaskResult TaskSchedule get_task_context instantiate_adapter_from_config source "
+    "task_api task_handler",
+    # Modules with the names of those of Ray Serve. That of task_consumer can be called.
+    "": "exceptions request_router schema task_consumer",
+}
+_HOMES: Mapping[str, str] = {
+    name: home for table in (_NAMES, _MOVED) for home, names in table.items() for name in names.split()
+}
 
 #: Private names of Ray Serve that programs use for their argument ``_blocking``.
 _PRIVATE_NAMES = frozenset({"_run", "_run_many"})
 
 __all__ = [
-    "ActiveRequest",
-    "ActorOptions",
     "Application",
     "AsyncClient",
-    "AutoscalingConfig",
-    "AutoscalingContext",
-    "BackendConfig",
     "Client",
-    "Decision",
     "Deployment",
-    "DeploymentActorConfig",
-    "Environment",
-    "Explanation",
-    "GangContext",
-    "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
-    "InstanceAdapterConfig",
-    "LoggingConfig",
-    "PlacementBundle",
-    "PlacementGroup",
-    "RedisAdapterConfig",
-    "ReplicaContext",
-    "ReplicaRank",
-    "Response",
-    "ResponseGenerator",
     "RunTarget",
-    "SQLiteAdapterConfig",
-    "ServeError",
-    "SourceItem",
     "Status",
-    "TaskContext",
-    "TaskProcessorConfig",
-    "TaskResult",
-    "TaskSchedule",
-    "TracingConfig",
     "__version__",
+    "autoscaling",
     "batch",
+    "batching",
     "classic",
+    "config",
     "connect",
     "connect_async",
     "context",
-    "continuous_batch",
     "delete",
     "delete_async",
     "deployment",
@@ -214,15 +146,13 @@ __all__ = [
     "get_model",
     "get_multiplexed_model_id",
     "get_replica_context",
-    "get_task_context",
     "get_trace_context",
+    "handle",
     "history",
     "history_async",
     "ingress",
-    "instantiate_adapter_from_config",
     "metrics",
     "multiplexed",
-    "resume_stream",
     "rollback",
     "rollback_async",
     "run",
@@ -235,14 +165,11 @@ __all__ = [
     "set_target_capacity_async",
     "shutdown",
     "shutdown_async",
-    "source",
     "start",
     "start_async",
     "status",
     "status_async",
-    "task_api",
-    "task_consumer",
-    "task_handler",
+    "tasks",
 ]
 
 
@@ -250,7 +177,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in _PRIVATE_NAMES:
         return getattr(importlib.import_module(__name__), name.removeprefix("_"))
-    # The classic functions were here before they had a module; programs may go on using them here.
+    # The classic functions stood here, too.
     if (
         home is None
         and not name.startswith("_")

@@ -5,9 +5,9 @@ Its names are those of Ray Serve before applications. They work beside `daskserv
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from daskserve.options.fields.lazy_names import LazyNames
 
 if TYPE_CHECKING:
     from daskserve.client.client import AsyncClient, Client
@@ -113,37 +113,26 @@ __all__ = [
     "wait_for_goal_async",
 ]
 
-#: The names by module, of other modules than `daskserve.client.functions.classic`. Loaded on first use, as in
-#: `daskserve`: a replica's first request must not load a whole client to know its replica's tag.
-_NAMES: Mapping[str, str] = {
-    "client.client": "AsyncClient Client",
-    "client.functions.deployment": "deployment",
-    "client.functions.finding": "connect connect_async",
-    "client.functions.instances": "shutdown shutdown_async start start_async",
-    "context": "get_current_backend_tag get_current_replica_tag get_replica_context",
-    "data.batching.decorator": "batch",
-    "data.replica.requests.accept_batch": "accept_batch",
-    "data.replica.user_code.class_app": "ingress",
-    "data.replica.user_code.request_objects": "ServeRequest",
-    "options.actor": "ActorOptions",
-    "options.backend": "BackendConfig",
-    "options.environment": "CondaEnv",
-    "options.http": "HTTPOptions",
-}
-_HOMES: Mapping[str, str] = dict.fromkeys(__all__, "client.functions.classic") | {
-    name: home for home, names in _NAMES.items() for name in names.split()
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        from daskserve.options.fields.ray_names import missing_name
-
-        raise missing_name(__name__, name)
-    value = getattr(importlib.import_module(f"daskserve.{home}"), name)
-    globals()[name] = value
-    return value
+#: Loaded on first use: a replica's first request must not load a whole client to know its replica's tag.
+__getattr__ = LazyNames(
+    globals(),
+    {
+        "client.functions.classic": " ".join(__all__),
+        "client.client": "AsyncClient Client",
+        "client.functions.deployment": "deployment",
+        "client.functions.finding": "connect connect_async",
+        "client.functions.instances": "shutdown shutdown_async start start_async",
+        "context": "get_current_backend_tag get_current_replica_tag get_replica_context",
+        "data.batching.decorator": "batch",
+        "data.replica.requests.accept_batch": "accept_batch",
+        "data.replica.user_code.class_app": "ingress",
+        "data.replica.user_code.request_objects": "ServeRequest",
+        "options.actor": "ActorOptions",
+        "options.backend": "BackendConfig",
+        "options.environment": "CondaEnv",
+        "options.http": "HTTPOptions",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
-"""The classes of options under the names that Ray Serve has for them.
+"""The classes of options. Where a function takes one of them, it takes a dict of its fields, too.
 
-``from daskserve.config import HTTPOptions`` is for programs that move from Ray Serve; ``daskserve`` has the
-same classes.
+The names are those of Ray Serve; `ActorOptions`, `BackendConfig` and `Environment` are daskserve's own.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ from typing import Any
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.common.types import Location as ProxyLocation
+from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
+from daskserve.options.environment import Environment
 from daskserve.options.fields.ray_names import missing_name
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
@@ -20,9 +22,12 @@ from daskserve.options.routing.request_router import RequestRouterConfig
 from daskserve.options.tracing import TracingConfig
 
 __all__ = [
+    "ActorOptions",
     "AutoscalingConfig",
     "AutoscalingContext",
+    "BackendConfig",
     "DeploymentActorConfig",
+    "Environment",
     "GangSchedulingConfig",
     "HTTPOptions",
     "LoggingConfig",

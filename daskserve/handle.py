@@ -1,7 +1,6 @@
-"""The classes of handles and responses under the names that Ray Serve has for them.
+"""Handles and their responses.
 
-``from daskserve.handle import DeploymentHandle`` is for annotations in programs that move from Ray Serve; the
-classes themselves have the shorter names of ``daskserve``.
+The names that start with ``Deployment`` are those of Ray Serve for the same classes.
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from daskserve.data.caller.calls.broadcast import BroadcastResponse as DeploymentBroadcastResponse
-from daskserve.data.caller.calls.handle import Handle as DeploymentHandle
+from daskserve.data.caller.calls.handle import Handle
 from daskserve.data.caller.calls.replica_choice import ReplicaSelection
-from daskserve.data.caller.calls.response import Response as DeploymentResponse
-from daskserve.data.caller.calls.response_stream import ResponseGenerator as DeploymentResponseGenerator
+from daskserve.data.caller.calls.response import Response
+from daskserve.data.caller.calls.response_stream import ResponseGenerator
+from daskserve.data.caller.calls.resuming import resume_stream
 from daskserve.options.fields.ray_names import missing_name
 
 __all__ = [
@@ -20,8 +20,16 @@ __all__ = [
     "DeploymentHandle",
     "DeploymentResponse",
     "DeploymentResponseGenerator",
+    "Handle",
     "ReplicaSelection",
+    "Response",
+    "ResponseGenerator",
+    "resume_stream",
 ]
+
+DeploymentHandle = Handle
+DeploymentResponse = Response
+DeploymentResponseGenerator = ResponseGenerator
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Classes under the names that `ray.serve.schema` has for them, for programs that move from Ray Serve.
 
-Those of the status are what `daskserve.status` returns. Those of the configuration file check its values as
-`daskserve.config_file.reading.read` checks a file.
+Those of the status are what `daskserve.status` returns, and `Explanation` is what `daskserve.explain`
+returns. Those of the configuration file check its values as `daskserve.config_file.reading.read` checks a
+file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from daskserve.client.views.explanation import Explanation
 from daskserve.client.views.status import ApplicationStatus as ApplicationStatusOverview
 from daskserve.client.views.status import DeploymentStatus as DeploymentStatusOverview
 from daskserve.client.views.status import Status as ServeStatus
@@ -27,6 +29,7 @@ __all__ = [
     "CeleryAdapterConfig",
     "DeploymentSchema",
     "DeploymentStatusOverview",
+    "Explanation",
     "LoggingConfig",
     "ServeApplicationSchema",
     "ServeDeploySchema",

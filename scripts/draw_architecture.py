@@ -24,7 +24,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "client": ("start, deploy, inspect", BLUE),
     "openai": ("models as OpenAI serves them", BLUE),
     "cli": ("command line", BLUE),
-    "handle": ("and others: Ray Serve's names", BLUE),
+    "handle": ("and others: public names", BLUE),
     "stores": ("back up, restore, check", BLUE),
     "metrics": ("metrics of user code", BLUE),
     "actors": ("wires the actors together", BLUE),

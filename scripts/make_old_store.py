@@ -37,7 +37,7 @@ def fill(client):
     client.deploy("named", "builtins.repr", version="1")
     client.deploy("named", "builtins.repr", version="2")
     scaling = {"min_replicas": 1, "max_replicas": 3}
-    if "autoscaling_config" in serve.BackendConfig.model_fields:
+    if "autoscaling_config" in serve.config.BackendConfig.model_fields:
         client.create_backend("scaled", "builtins.repr", config={"autoscaling_config": scaling})
     if hasattr(client, "set_target_capacity"):
         client.set_target_capacity(100.0)

@@ -94,7 +94,7 @@ def draw_page(folder: Path, *, has_all_sizes: bool = False, load_s: float = LOAD
         client = stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
         client.run(Shop.bind(Features.bind(), Model.bind(), Audit.bind()), name="shop", route_prefix="/shop")
         client.run(Search.bind(), name="search", route_prefix="/search")
-        with suppress(serve.ServeError):
+        with suppress(serve.errors.ServeError):
             client.run(Broken.bind(), name="broken", route_prefix="/broken")
         ended = threading.Event()
         stack.callback(ended.set)

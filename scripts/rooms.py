@@ -1,7 +1,7 @@
 """The rooms of the code and the imports between them, as a graph that is read from the sources.
 
 A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``. The
-modules with Ray Serve's names are one room, ``handle``.
+modules that re-export public names are one room, ``handle``.
 An arrow is an import from one room into another. A floor is one more than the highest floor that a room
 imports.
 """
@@ -16,10 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "daskserve"
-#: Modules that re-export classes under Ray Serve's names.
-RAY_SERVE = frozenset(
-    "classic config exceptions handle request_router schema task_consumer task_processor".split()
-)
+#: Modules that re-export public names, many of them Ray Serve's.
+PUBLIC = {"batching", "classic", "config", "exceptions", "handle", "request_router", "schema", "tasks"}
+PUBLIC |= {"task_consumer", "task_processor"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Plan:
 def room_of(parts: tuple[str, ...]) -> str:
     """Return the room of a dotted name that starts with the package; the root package is a room, too."""
     room = parts[1] if len(parts) > 1 else "__init__"
-    return "handle" if room in RAY_SERVE else room
+    return "handle" if room in PUBLIC else room
 
 
 def read_plan(root: Path = ROOT) -> Plan:

@@ -41,7 +41,7 @@ def test_every_attribute_of_the_context_exists() -> None:
     rows = " ".join(re.findall(r"^\| (`.*?) \|", section("What a replica knows"), re.MULTILINE))
     names = re.findall(r"`(\w+)`", rows)
     assert len(names) > 5
-    assert [name for name in names if not hasattr(serve.ReplicaContext, name)] == []
+    assert [name for name in names if not hasattr(serve.context.ReplicaContext, name)] == []
 
 
 def test_every_translated_name_is_listed_and_every_resource_is_an_option() -> None:

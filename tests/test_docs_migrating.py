@@ -66,4 +66,6 @@ def test_every_public_name_of_ray_serve_is_here_or_said_not_to_be() -> None:
                 "ExternalScalerDisabledError",
                 *(name for name in request_router.__all__ if "Router" in name),
                 *("DeploymentID", "RequestMetadata"),
+                *("Handle", "Response", "ResponseGenerator", "resume_stream", "Explanation"),
+                *("ActorOptions", "BackendConfig", "Environment"),
             }

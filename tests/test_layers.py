@@ -56,6 +56,7 @@ EDGE_MODULES = frozenset(
     {
         "__main__",
         "actors",
+        "batching",
         "classic",
         "config",
         "exceptions",
@@ -65,6 +66,7 @@ EDGE_MODULES = frozenset(
         "stores",
         "task_consumer",
         "task_processor",
+        "tasks",
         "testing",
     }
 )

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tables import each_case
@@ -15,51 +16,29 @@ import daskserve as serve
 from daskserve.options.http import HTTPOptions
 
 PUBLIC = {
-    "ActiveRequest",
-    "ActorOptions",
     "Application",
     "AsyncClient",
-    "AutoscalingConfig",
-    "AutoscalingContext",
-    "BackendConfig",
     "Client",
-    "Decision",
     "Deployment",
-    "DeploymentActorConfig",
-    "Environment",
-    "Explanation",
-    "GangContext",
-    "GangSchedulingConfig",
     "HTTPOptions",
     "Handle",
-    "LoggingConfig",
-    "PlacementBundle",
-    "PlacementGroup",
-    "Response",
-    "ResponseGenerator",
     "RunTarget",
-    "InstanceAdapterConfig",
-    "RedisAdapterConfig",
-    "SQLiteAdapterConfig",
-    "ServeError",
-    "SourceItem",
     "Status",
-    "TaskContext",
-    "TaskProcessorConfig",
-    "TaskResult",
-    "TaskSchedule",
-    "TracingConfig",
     "__version__",
+    "autoscaling",
     "batch",
+    "batching",
     "classic",
+    "config",
     "connect",
     "connect_async",
-    "continuous_batch",
+    "context",
     "delete",
     "delete_async",
-    "context",
     "deployment",
     "errors",
+    "events",
+    "events_async",
     "explain",
     "explain_async",
     "get_app_handle",
@@ -68,24 +47,18 @@ PUBLIC = {
     "get_deployment_actor_context",
     "get_deployment_handle",
     "get_deployment_handle_async",
-    "ingress",
-    "instantiate_adapter_from_config",
     "get_model",
     "get_multiplexed_model_id",
     "get_replica_context",
-    "get_task_context",
     "get_trace_context",
+    "handle",
     "history",
     "history_async",
-    "events",
-    "events_async",
-    "resume_stream",
-    "rollback",
-    "rollback_async",
-    "ReplicaContext",
-    "ReplicaRank",
+    "ingress",
     "metrics",
     "multiplexed",
+    "rollback",
+    "rollback_async",
     "run",
     "run_async",
     "run_many",
@@ -96,14 +69,11 @@ PUBLIC = {
     "set_target_capacity_async",
     "shutdown",
     "shutdown_async",
-    "source",
     "start",
     "start_async",
     "status",
     "status_async",
-    "task_api",
-    "task_consumer",
-    "task_handler",
+    "tasks",
 }
 
 
@@ -112,18 +82,16 @@ def test_the_public_names_are_exactly_these() -> None:
     assert dir(serve) == sorted(PUBLIC)
 
 
-def test_type_checkers_and_the_site_find_every_public_name_where_it_is() -> None:
+@each_case("module", [serve, serve.classic, serve.tasks])
+def test_type_checkers_and_the_site_find_every_public_name_where_it_is(module: ModuleType) -> None:
     """They read the imports; the names are loaded by a table."""
-    tree = ast.parse(Path(serve.__file__).read_text())
+    tree = ast.parse(Path(str(module.__file__)).read_text())
     imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
     found = {alias.asname or alias.name: each.module for each in imports for alias in each.names}
-    for name in PUBLIC - {
-        "__version__",
-        "task_consumer",
-    }:  # that is a module, too, and called like its function
+    for name in module.__all__:
         assert name in found, name
         place = importlib.import_module(str(found[name]))
-        assert getattr(place, name) is getattr(serve, name), name
+        assert getattr(place, name) is getattr(module, name), name
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
@@ -133,17 +101,50 @@ def test_every_public_name_exists_and_is_documented() -> None:
         assert name == "__version__" or value.__doc__, name
 
 
-def test_the_classic_names_are_in_a_module_and_go_on_working_from_the_package(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_the_classic_names_are_in_a_module() -> None:
     assert {"create_backend", "set_traffic", "get_handle", "accept_batch", "CondaEnv", "ServeRequest"} <= set(
         serve.classic.__all__
     )
-    for name in serve.classic.__all__:
-        value = getattr(serve.classic, name)
+
+
+@each_case(
+    ("module", "names"),
+    [
+        ("classic", " ".join(serve.classic.__all__)),
+        ("autoscaling", "AutoscalingContext Decision"),
+        ("batching", "ActiveRequest batch continuous_batch"),
+        (
+            "config",
+            "ActorOptions AutoscalingConfig BackendConfig DeploymentActorConfig Environment HTTPOptions",
+        ),
+        ("config", "GangSchedulingConfig LoggingConfig TracingConfig"),
+        ("context", "GangContext PlacementBundle PlacementGroup ReplicaContext ReplicaRank"),
+        ("errors", "ServeError"),
+        ("handle", "Handle Response ResponseGenerator resume_stream"),
+        ("schema", "Explanation"),
+        ("tasks", "InstanceAdapterConfig RedisAdapterConfig SQLiteAdapterConfig SourceItem TaskContext"),
+        (
+            "tasks",
+            "TaskProcessorConfig TaskResult TaskSchedule get_task_context source task_api task_handler",
+        ),
+        ("tasks", "instantiate_adapter_from_config"),
+    ],
+)
+def test_names_of_public_modules_go_on_working_from_the_package(
+    recwarn: pytest.WarningsRecorder, module: str, names: str
+) -> None:
+    for name in names.split():
+        value = getattr(getattr(serve, module), name)
         assert value.__doc__
         assert getattr(serve, name) is value
     assert not recwarn.list
+
+
+def test_the_decorator_of_task_consumers_goes_on_working_from_the_package() -> None:
+    """Python sets the name to the module ``daskserve.task_consumer`` once that is imported."""
+    with pytest.raises(TypeError, match="task_processor_config"):
+        serve.task_consumer()
+    assert serve.task_consumer.task_consumer is serve.tasks.task_consumer
 
 
 def test_ray_serves_modules_are_attributes() -> None:
@@ -229,6 +230,7 @@ def test_a_classic_name_loads_no_more_than_its_home() -> None:
     code = (
         "import sys, daskserve as serve\n"
         "serve.get_current_replica_tag, serve.accept_batch, serve.ServeRequest\n"
+        "serve.tasks.task_consumer, serve.task_consumer, serve.task_handler\n"
         "print('daskserve.client' in sys.modules, 'get_current_replica_tag' in vars(serve))\n"
     )
     done = subprocess.run(
@@ -249,8 +251,8 @@ def test_no_public_name_is_hidden_by_a_submodule() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    # The module task_consumer is callable, like the decorator of this name.
-    assert done.stdout.strip() == "['classic', 'context', 'errors', 'metrics', 'task_consumer']"
+    modules = "autoscaling batching classic config context errors handle metrics tasks"
+    assert done.stdout.strip() == str(modules.split())
 
 
 def test_errors_say_whether_a_retry_may_help() -> None:

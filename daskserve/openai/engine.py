@@ -133,8 +133,9 @@ class EmbeddingRequest:
 class Engine(Protocol):
     """Makes the tokens of a model. Each replica constructs one, with the ``args`` of its model.
 
-    ``generate`` is an async generator, or a method with ``@serve.continuous_batch``. It is closed when the
-    answer is complete, when the client leaves, and when it takes too long. All that follows is optional:
+    ``generate`` is an async generator, or a method with ``@serve.batching.continuous_batch``. It is closed
+    when the answer is complete, when the client leaves, and when it takes too long. All that follows is
+    optional:
 
     ``count_tokens(request)``
         Returns the length of the prompt. With an attribute ``context_length``, the server refuses prompts
@@ -155,4 +156,5 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    return "".join(str(each.get("text", "")) for each in parts if isinstance(each, Mapping))
+    texts = (each.get("text") for each in parts if isinstance(each, Mapping))
+    return "".join(each for each in texts if isinstance(each, str))

@@ -67,7 +67,7 @@ class ChatEngine:
         vectors = self._model.embed(texts, dimensions).tolist()
         return Embeddings(vectors, sum(len(self._model.tokens(each)) for each in texts))
 
-    @serve.continuous_batch(
+    @serve.batching.continuous_batch(
         max_slots=8,
         max_queued=200,
         # Waiting costs what was asked for: the replicas are scaled by the tokens that wait.
@@ -75,7 +75,7 @@ class ChatEngine:
         cost_per_step=0,
         user_fn=lambda request: request.user,
     )
-    def generate(self, active: list[serve.ActiveRequest]) -> list[Token]:
+    def generate(self, active: list[serve.batching.ActiveRequest]) -> list[Token]:
         """Make one token for each active request."""
         began = time.perf_counter()
         rows = self._model.steps([each.state.writing for each in active])
@@ -84,7 +84,7 @@ class ChatEngine:
         return tokens
 
     @generate.prefill
-    def _read(self, new: list[serve.ActiveRequest]) -> list[Answer]:
+    def _read(self, new: list[serve.batching.ActiveRequest]) -> list[Answer]:
         return [self._answer(each.args[0], each.outputs) for each in new]
 
     def _answer(self, request: GenerationRequest, outputs: Sequence[Token]) -> Answer:
@@ -99,7 +99,7 @@ class ChatEngine:
         seed = None if request.seed is None else request.seed % 2**64
         return Answer(writing, np.random.default_rng(seed))
 
-    def _token(self, active: serve.ActiveRequest, row: Numbers) -> Token:
+    def _token(self, active: serve.batching.ActiveRequest, row: Numbers) -> Token:
         request: GenerationRequest = active.args[0]
         answer: Answer = active.state
         chosen = int(answer.rng.choice(len(row), p=tempered(row, request)))

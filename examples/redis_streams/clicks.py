@@ -20,7 +20,7 @@ STREAM, GROUP = "clicks", "counters"
 CLAIM_MS = 5000
 
 
-async def messages(client: Any, consumer: str) -> AsyncIterator[serve.SourceItem]:
+async def messages(client: Any, consumer: str) -> AsyncIterator[serve.tasks.SourceItem]:
     """Yield the messages of the stream: first those of consumers that were lost, then new ones."""
     try:
         await client.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
@@ -31,7 +31,7 @@ async def messages(client: Any, consumer: str) -> AsyncIterator[serve.SourceItem
         _, lost, *_ = await client.xautoclaim(STREAM, GROUP, consumer, CLAIM_MS, count=10)
         new = await client.xreadgroup(GROUP, consumer, {STREAM: ">"}, count=10, block=500)
         for key, fields in [*lost, *(new[0][1] if new else [])]:
-            yield serve.SourceItem((key, fields), ack=partial(client.xack, STREAM, GROUP, key))
+            yield serve.tasks.SourceItem((key, fields), ack=partial(client.xack, STREAM, GROUP, key))
 
 
 class Clicks:
@@ -40,8 +40,8 @@ class Clicks:
     def __init__(self) -> None:
         self.client: Any = redis.from_url(URL, decode_responses=True)
 
-    @serve.source("count", max_in_flight=20)
-    async def clicks(self) -> AsyncIterator[serve.SourceItem]:
+    @serve.tasks.source("count", max_in_flight=20)
+    async def clicks(self) -> AsyncIterator[serve.tasks.SourceItem]:
         async for item in messages(self.client, str(serve.get_replica_context().replica_id)):
             yield item
 

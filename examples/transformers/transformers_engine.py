@@ -73,7 +73,7 @@ class TransformersEngine:
         )
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    @serve.continuous_batch(
+    @serve.batching.continuous_batch(
         max_slots=8,
         max_queued=200,
         cost_fn=lambda request: len(request.tokens) + (request.max_tokens or 0),
@@ -81,12 +81,12 @@ class TransformersEngine:
         user_fn=lambda request: request.user,
     )
     @torch.inference_mode()
-    def generate(self, active: list[serve.ActiveRequest]) -> list[Token]:
+    def generate(self, active: list[serve.batching.ActiveRequest]) -> list[Token]:
         """Make one token for each active request."""
         return [self._step(each) for each in active]
 
     @generate.prefill
-    def _read(self, new: list[serve.ActiveRequest]) -> list[Writing]:
+    def _read(self, new: list[serve.batching.ActiveRequest]) -> list[Writing]:
         return [self._writing(each.args[0], each.outputs) for each in new]
 
     def _writing(self, request: GenerationRequest, outputs: Sequence[Token]) -> Writing:
@@ -96,7 +96,7 @@ class TransformersEngine:
         made = [each.data for each in outputs]  # it was preempted, and goes on
         return Writing([*request.tokens, *made], generator)
 
-    def _step(self, active: serve.ActiveRequest) -> Token:
+    def _step(self, active: serve.batching.ActiveRequest) -> Token:
         request: GenerationRequest = active.args[0]
         writing: Writing = active.state
         # At first all tokens, and then only the last one: the others are in the cache.

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 import daskserve as serve
 
-queue = serve.TaskProcessorConfig(
+queue = serve.tasks.TaskProcessorConfig(
     queue_name="videos",
-    adapter_config=serve.SQLiteAdapterConfig(path=str(Path.cwd() / "videos.sqlite"), lease_s=10),
+    adapter_config=serve.tasks.SQLiteAdapterConfig(path=str(Path.cwd() / "videos.sqlite"), lease_s=10),
     max_retries=2,
     failed_task_queue_name="failed-videos",
 )
@@ -33,14 +33,14 @@ def load_video(seed: int, frames: int) -> npt.NDArray[np.uint8]:
     return video
 
 
-@serve.task_consumer(task_processor_config=queue)
+@serve.tasks.task_consumer(task_processor_config=queue)
 class Videos:
     """Finds the square in each frame."""
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def track(self, seed: int, frames: int) -> dict[str, Any]:
         """Return the path of the square."""
-        task = serve.get_task_context()
+        task = serve.tasks.get_task_context()
         path = []
         for number, frame in enumerate(load_video(seed, frames)):
             rows, columns = np.nonzero(frame > 200)
@@ -54,7 +54,7 @@ def main(videos: int = 6, frames: int = 200) -> None:
     """Submit videos, and print how far each is until all are done."""
     serve.start(http_options={"location": "NoServer"})
     serve.run(serve.deployment(num_replicas=2, max_ongoing_requests=2)(Videos).bind())
-    tasks = serve.instantiate_adapter_from_config(queue)
+    tasks = serve.tasks.instantiate_adapter_from_config(queue)
     # The id makes a video one task, however often this program is started.
     ids = [
         tasks.enqueue_task_sync("track", [seed, frames], id=f"video-{seed}-{frames}").id

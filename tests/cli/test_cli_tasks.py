@@ -40,12 +40,12 @@ def queue(client: serve.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield client
 
     monkeypatch.setattr(command, "connected", connected)
-    return filled(serve.InstanceAdapterConfig(poll_interval_s=0.01), client=client)
+    return filled(serve.tasks.InstanceAdapterConfig(poll_interval_s=0.01), client=client)
 
 
 def filled(kept: Any, **options: Any) -> Any:
-    config = serve.TaskProcessorConfig(queue_name="mail", adapter_config=kept, max_retries=0)
-    tasks: Any = serve.instantiate_adapter_from_config(config, **options)
+    config = serve.tasks.TaskProcessorConfig(queue_name="mail", adapter_config=kept, max_retries=0)
+    tasks: Any = serve.tasks.instantiate_adapter_from_config(config, **options)
     tasks.register_task_handle(lambda x: 1 // x, "divide")
     for id, value in (("good", 1), ("bad", 0)):
         if tasks.enqueue_task_sync("divide", [value], id=id).status == "PENDING":
@@ -92,8 +92,10 @@ def test_tasks_are_cancelled_and_queued_again(queue: Any) -> None:
 def test_requeue_takes_each_task_once_that_the_queue_still_knows(
     client: serve.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = serve.TaskProcessorConfig(queue_name="again", adapter_config=serve.InstanceAdapterConfig())
-    tasks: Any = serve.instantiate_adapter_from_config(config, client=client)
+    config = serve.tasks.TaskProcessorConfig(
+        queue_name="again", adapter_config=serve.tasks.InstanceAdapterConfig()
+    )
+    tasks: Any = serve.tasks.instantiate_adapter_from_config(config, client=client)
     now = time_of_day()
     for number, ended_at in enumerate([now - 9.0] * 4 + [now + 900.0]):
         lives_s = 0.0 if number == 1 else 1000.0
@@ -128,11 +130,11 @@ def test_a_queue_in_a_file_is_found_by_the_import_path_of_its_config(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "tasks.sqlite"
-    filled(serve.SQLiteAdapterConfig(path=str(path), poll_interval_s=0.01)).shutdown()
+    filled(serve.tasks.SQLiteAdapterConfig(path=str(path), poll_interval_s=0.01)).shutdown()
     (tmp_path / "mail_queue_of_test.py").write_text(
         "import daskserve as serve\n"
-        f"kept = serve.SQLiteAdapterConfig(path={str(path)!r})\n"
-        "queue = serve.TaskProcessorConfig(queue_name='mail', adapter_config=kept)\n"
+        f"kept = serve.tasks.SQLiteAdapterConfig(path={str(path)!r})\n"
+        "queue = serve.tasks.TaskProcessorConfig(queue_name='mail', adapter_config=kept)\n"
     )
     folder = ("-d", str(tmp_path))
     assert len(call("list", "mail_queue_of_test:queue", *folder).splitlines()) == 4

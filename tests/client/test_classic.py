@@ -169,7 +169,7 @@ class TestFunctions:
         async def main() -> Any:
             handle = serve.get_handle("e", sync=False)
             response = await handle.remote(1)
-            assert isinstance(response, serve.Response)
+            assert isinstance(response, serve.handle.Response)
             changed = handle.options(shard_key="k")
             assert type(changed) is AsyncHandle
             relayed = await serve.get_handle("relay", sync=False).remote(changed)

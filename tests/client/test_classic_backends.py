@@ -121,7 +121,7 @@ def test_an_update_keeps_options_that_it_does_not_name(client: serve.Client) -> 
     client.create_backend("merged", Configured, config={"user_config": {"value": 1}})
     client.update_backend_config("merged", {"num_replicas": 2})
     assert len(replicas_of(client, "merged")) == 2
-    client.update_backend_config("merged", serve.BackendConfig(max_concurrent_queries=3))
+    client.update_backend_config("merged", serve.config.BackendConfig(max_concurrent_queries=3))
     config = client.get_backend_config("merged")
     assert config.user_config == {"value": 1}
     assert (config.num_replicas, config.max_concurrent_queries) == (2, 3)
@@ -161,11 +161,11 @@ def test_user_config_reaches_the_running_replicas(client: serve.Client, url: str
 
 def test_a_user_config_without_reconfigure_is_refused(client: serve.Client) -> None:
     """CL24: creation and updates raise a ServeError that names the reason; a running backend is unchanged."""
-    with pytest.raises(serve.ServeError, match="reconfigure"):
+    with pytest.raises(serve.errors.ServeError, match="reconfigure"):
         client.create_backend("none", "served.Counter", config={"user_config": 1})
     assert client.list_backends() == {}
     client.create_backend("none", "served.Counter")
-    with pytest.raises(serve.ServeError, match="reconfigure"):
+    with pytest.raises(serve.errors.ServeError, match="reconfigure"):
         client.update_backend_config("none", {"user_config": 1})
     assert client.get_backend_config("none").user_config is None
 
@@ -174,7 +174,7 @@ def test_a_failing_reconfigure_raises_and_is_rolled_back(client: serve.Client, u
     """CL24: the caller gets the error of user code, and the old config stays."""
     client.create_backend("conf", Configured, config={"user_config": {"value": "good"}})
     client.create_endpoint("conf", backend="conf", route="/conf")
-    with pytest.raises(serve.ServeError, match="KeyError: 'value'") as caught:
+    with pytest.raises(serve.errors.ServeError, match="KeyError: 'value'") as caught:
         client.update_backend_config("conf", {"user_config": {"wrong": 1}})
     assert "in reconfigure" in caught.value.user_traceback
     assert client.get_backend_config("conf").user_config == {"value": "good"}
@@ -183,7 +183,9 @@ def test_a_failing_reconfigure_raises_and_is_rolled_back(client: serve.Client, u
 
 def test_configs_round_trip(client: serve.Client) -> None:
     """CL25: configs are returned as they were set, one at a time and in the list; an unknown tag raises."""
-    config = serve.BackendConfig(num_replicas=2, max_concurrent_queries=5, user_config={"value": [1, 2]})
+    config = serve.config.BackendConfig(
+        num_replicas=2, max_concurrent_queries=5, user_config={"value": [1, 2]}
+    )
     client.create_backend("round", Configured, config=config)
     client.create_backend("other", "served.echo")
     found = client.get_backend_config("round")
@@ -238,7 +240,7 @@ def test_a_forced_delete_does_not_wait(client: serve.Client, tmp_path: Path) -> 
     client.delete_backend("waiting", force=True)
     assert time.monotonic() - started < 3
     assert client.list_backends() == {}
-    with pytest.raises(serve.ServeError):
+    with pytest.raises(serve.errors.ServeError):
         response.result(5)
     (tmp_path / "go").touch()
 

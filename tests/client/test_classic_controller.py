@@ -154,7 +154,7 @@ def test_only_public_methods_can_be_called_by_name(client: serve.Client) -> None
     assert handle.other.remote("hi").result(10) == "hi"
     with pytest.raises(AttributeError, match="has no method '_private'"):
         _ = handle._private
-    with pytest.raises(serve.ServeError):
+    with pytest.raises(serve.errors.ServeError):
         handle.options(method_name="_private").remote().result(10)
 
 

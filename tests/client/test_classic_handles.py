@@ -68,7 +68,7 @@ def test_get_handle_warns_about_the_wrong_kind(client: serve.Client, echo: serve
 def test_handle_and_http_give_the_same_answer(echo: serve.Handle, url: str) -> None:
     """CL32: ``remote()`` returns at once; its result, blocking or awaited, is the HTTP answer."""
     response = echo.remote(text="hi")
-    assert isinstance(response, serve.Response)
+    assert isinstance(response, serve.handle.Response)
     by_handle = response.result(10)
     assert response.done()
     by_http = fetch(f"{url}/echo?text=hi").json
@@ -132,7 +132,7 @@ def test_options_return_a_new_handle(echo: serve.Handle) -> None:
         _ = echo.other
     with pytest.raises(TypeError, match="no option 'method'"):
         echo.options(method="other")
-    with pytest.raises(serve.ServeError, match="no public method 'missing'"):
+    with pytest.raises(serve.errors.ServeError, match="no public method 'missing'"):
         echo.options(method_name="missing").remote().result(10)
 
 
@@ -144,7 +144,7 @@ def test_a_call_by_handle_arrives_as_a_serve_request(client: serve.Client) -> No
         for name in ("json", "form"):
             try:
                 found[name] = await getattr(request, name)()
-            except serve.ServeError as error:
+            except serve.errors.ServeError as error:
                 found[name] = str(error)
         return found
 
@@ -199,5 +199,5 @@ def test_replica_context_inside_and_outside_a_replica(client: serve.Client, url:
         assert made_as == replica
         assert re.fullmatch("who#[A-Za-z]{6}", replica)
     for getter in (serve.get_current_backend_tag, serve.get_current_replica_tag):
-        with pytest.raises(serve.ServeError, match="does not run in a daskserve replica"):
+        with pytest.raises(serve.errors.ServeError, match="does not run in a daskserve replica"):
             getter()

@@ -35,7 +35,9 @@ class AsyncCounter:
 
 
 @serve.deployment(
-    deployment_actors=[serve.DeploymentActorConfig(name="counter", actor_class=Counter, init_args=(10,))]
+    deployment_actors=[
+        serve.config.DeploymentActorConfig(name="counter", actor_class=Counter, init_args=(10,))
+    ]
 )
 class Model:
     def __init__(self) -> None:

@@ -9,7 +9,9 @@ from daskserve.testing import local_instance
 
 
 @serve.deployment(
-    num_replicas=4, gang_scheduling_config=serve.GangSchedulingConfig(gang_size=2), max_concurrent_queries=1
+    num_replicas=4,
+    gang_scheduling_config=serve.config.GangSchedulingConfig(gang_size=2),
+    max_concurrent_queries=1,
 )
 class Part:
     def __call__(self) -> Any:

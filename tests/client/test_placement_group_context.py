@@ -38,7 +38,7 @@ def test_a_replica_knows_its_bundles() -> None:
 
 
 def test_tasks_are_told_of_declared_resources_only() -> None:
-    bundle = serve.PlacementBundle("tcp://w1", {"CPU": 2, "memory": 5, "GPU": 1, "license": 2})
+    bundle = serve.context.PlacementBundle("tcp://w1", {"CPU": 2, "memory": 5, "GPU": 1, "license": 2})
     assert bundle.dask_resources == {"GPU": 1, "license": 2}
 
 

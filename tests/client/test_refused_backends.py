@@ -74,7 +74,7 @@ def test_a_bad_import_path_is_refused(client: serve.Client) -> None:
         ("", "'pkg.mod.Name'"),
         ("served.__doc__", "must name something to serve"),
     ):
-        with pytest.raises(serve.ServeError, match=message), within(5):
+        with pytest.raises(serve.errors.ServeError, match=message), within(5):
             client.create_backend("tag", path)
         assert_nothing_created(client)
     assert_works(client, "tag")
@@ -116,7 +116,7 @@ def test_a_slow_constructor_times_out(client: serve.Client, tmp_path: Path) -> N
         def __call__(self, request: Any) -> str:
             return "never"
 
-    with pytest.raises(serve.ServeError, match=r"'tag'.*within 0.5 s.*larger timeout_s"), within(4):
+    with pytest.raises(serve.errors.ServeError, match=r"'tag'.*within 0.5 s.*larger timeout_s"), within(4):
         client.create_backend("tag", Slow, timeout_s=0.5)
     assert client.list_backends() == {}
     assert_works(client, "tag")

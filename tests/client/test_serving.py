@@ -95,7 +95,7 @@ def test_an_end_says_what_it_waits_for_and_a_second_signal_ends_it(
             client.serve_until_interrupted()
         sending.join()
         assert time.monotonic() - began < 10
-        with pytest.raises(serve.ServeError):
+        with pytest.raises(serve.errors.ServeError):
             response.result(10)
     (line,) = [each for each in lines if "Stopping" in each]
     assert line.partition(" ")[2] == (

@@ -99,7 +99,7 @@ def test_a_killed_caller_leaves_no_result_behind(dask: Client, client: serve.Cli
     poll_for(lambda: kept(dask) == 0, what=lambda: kept(dask))
 
 
-def failure_of_reading(client: serve.Client, made: serve.Response) -> str:
+def failure_of_reading(client: serve.Client, made: serve.handle.Response) -> str:
     """Return the error of a call with a lost result; nothing if its own replica was lost with that."""
     with pytest.raises(UnavailableError) as caught:
         client.get_handle("reader").remote(made).result(30)

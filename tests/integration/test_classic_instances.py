@@ -89,7 +89,7 @@ def test_a_second_detached_instance_is_refused(external: ExternalCluster) -> Non
     with serve.start(detached=True, http_options={"port": 0}, dask_client=external.client) as first:
         serve_text(first, "first")
         with pytest.raises(
-            serve.ServeError, match=r"detached instance is already running.*serve\.connect\(\)"
+            serve.errors.ServeError, match=r"detached instance is already running.*serve\.connect\(\)"
         ):
             serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
         assert fetch(f"{first.http_urls()[0]}/text").text == "first"
@@ -161,7 +161,7 @@ def test_every_worker_shares_one_port(external: ExternalCluster) -> None:
 
 def test_connect_without_a_detached_instance(external: ExternalCluster) -> None:
     """CL07: it finds the only instance of a program; without any, the error says to start a detached one."""
-    with pytest.raises(serve.ServeError, match=r"serve\.start\(detached=True\)"):
+    with pytest.raises(serve.errors.ServeError, match=r"serve\.start\(detached=True\)"):
         serve.connect(dask_client=external.client)
     options: dict[str, Any] = {"dask_client": external.client, "http_options": {"port": 0}}
     with serve.start(name="first", **options) as first:
@@ -227,10 +227,10 @@ def test_shutdown_is_idempotent_and_frees_the_port(external: ExternalCluster) ->
         lambda: client.create_backend("a", lambda request: "a"),
         lambda: client.get_handle("text"),
     ):
-        with pytest.raises(serve.ServeError, match=r"Client has already been shut down\."):
+        with pytest.raises(serve.errors.ServeError, match=r"Client has already been shut down\."):
             call()
     assert client.status() == serve.Status()
-    with pytest.raises(serve.ServeError, match="has been shut down"):
+    with pytest.raises(serve.errors.ServeError, match="has been shut down"):
         handle.remote().result(5)
     with serve.start(http_options={"port": port}, dask_client=external.client) as again:
         serve_text(again, "again")
@@ -293,8 +293,8 @@ def test_a_client_reports_a_shutdown_by_another_client(external: ExternalCluster
     """CL09: the first client of a detached instance reports that another client has ended it."""
     first = serve.start(detached=True, http_options={"port": 0}, dask_client=external.client)
     serve.connect(dask_client=external.client).shutdown()
-    with pytest.raises(serve.ServeError, match="has been shut down"):
+    with pytest.raises(serve.errors.ServeError, match="has been shut down"):
         first.list_backends()
     first.shutdown()
-    with pytest.raises(serve.ServeError, match="already been shut down"):
+    with pytest.raises(serve.errors.ServeError, match="already been shut down"):
         first.list_backends()

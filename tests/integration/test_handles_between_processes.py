@@ -48,7 +48,7 @@ def test_a_handle_works_inside_a_dask_task(external: ExternalCluster, echo: serv
 def test_an_unpickled_handle_uses_the_default_client(external: ExternalCluster, echo: serve.Handle) -> None:
     """CL35: without a default client, the error names the remedy."""
     copy = pickle.loads(pickle.dumps(echo.options(method_name="other")))
-    with pytest.raises(serve.ServeError, match=r"create a distributed\.Client"):
+    with pytest.raises(serve.errors.ServeError, match=r"create a distributed\.Client"):
         copy.remote(text="x")
     with external.client.as_current():
         assert copy.remote(text="x").result(10) == "other x"

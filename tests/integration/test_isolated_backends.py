@@ -65,7 +65,7 @@ def pid_of(url: str) -> int:
 def test_an_isolated_backend_answers_from_a_process_that_ends_with_it(
     client: serve.Client, url: str, external: ExternalCluster
 ) -> None:
-    client.create_backend("model", Model, config=serve.BackendConfig(**ISOLATED))
+    client.create_backend("model", Model, config=serve.config.BackendConfig(**ISOLATED))
     client.create_endpoint("model", backend="model", route="/model")
     pid = pid_of(f"{url}/model")
     workers = worker_pids(external)

@@ -45,8 +45,10 @@ class Counter:
     def __init__(self) -> None:
         self.held: set[int] = set()
 
-    @serve.continuous_batch(max_slots=200, max_queued=50, max_cost=20_000, cost_fn=lambda count, **_: count)
-    async def generate(self, active: list[serve.ActiveRequest]) -> list[int]:
+    @serve.batching.continuous_batch(
+        max_slots=200, max_queued=50, max_cost=20_000, cost_fn=lambda count, **_: count
+    )
+    async def generate(self, active: list[serve.batching.ActiveRequest]) -> list[int]:
         await asyncio.sleep(0.02)
         for each in active:
             if len(each.outputs) + 1 >= each.args[0]:
@@ -54,11 +56,11 @@ class Counter:
         return [len(each.outputs) for each in active]
 
     @generate.prefill
-    def _hold(self, new: list[serve.ActiveRequest]) -> None:
+    def _hold(self, new: list[serve.batching.ActiveRequest]) -> None:
         self.held |= {each.number for each in new}
 
     @generate.release
-    def _free(self, left: list[serve.ActiveRequest]) -> None:
+    def _free(self, left: list[serve.batching.ActiveRequest]) -> None:
         self.held -= {each.number for each in left}
 
     async def load(self) -> tuple[int, int, int]:
@@ -115,7 +117,7 @@ def test_a_replica_killed_in_the_middle_of_200_streams() -> None:
                 ends.append("whole" if count == 150 else f"short: {count}")
 
         async def resumed() -> None:
-            found = [each async for each in serve.resume_stream(handle.generate, 150, max_resumes=10)]
+            found = [each async for each in serve.handle.resume_stream(handle.generate, 150, max_resumes=10)]
             ends.append("resumed" if found == list(range(150)) else f"wrong: {found}")
 
         async def main() -> None:
@@ -143,7 +145,7 @@ def test_after_random_joins_cancellations_and_kills_nothing_is_left() -> None:
             loop = asyncio.get_running_loop()
             while loop.time() < ends:
                 count = rng.randrange(1, 200)
-                stream = serve.resume_stream(handle.generate, count, max_resumes=20)
+                stream = serve.handle.resume_stream(handle.generate, count, max_resumes=20)
                 found = []
                 leaves = rng.random() < 0.3
                 try:

@@ -187,7 +187,7 @@ def test_an_instance_can_be_restarted_after_another_program_ended_it(external: E
         other = external.run_program(CONNECTING)
         assert other.wait() == 0, other.report()
         assert other.output == f"answer {text}\n"
-        with pytest.raises(serve.ServeError, match="has been shut down"):
+        with pytest.raises(serve.errors.ServeError, match="has been shut down"):
             handle.remote().result(10)
 
 

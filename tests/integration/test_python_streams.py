@@ -85,7 +85,7 @@ def test_streams_cross_processes(client: serve.Client, isolation: str) -> None:
     assert [item[0] for item in streams.plain.remote(300)] == list(range(300))
 
     async def scenario() -> None:
-        async def collect(stream: serve.ResponseGenerator) -> list[int]:
+        async def collect(stream: serve.handle.ResponseGenerator) -> list[int]:
             return [item[0] async for item in stream]
 
         many = [each.remote(100) for each in (streams.plain, streams.on_loop) for _ in range(10)]

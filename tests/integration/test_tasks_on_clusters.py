@@ -30,26 +30,26 @@ class Notes:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def note(self, number: int) -> int:
-        context = serve.get_task_context()
+        context = serve.tasks.get_task_context()
         with open(self.path, "a") as file:
             file.write(f"{context.id}\n")
         time.sleep(0.02)
         return 2 * number
 
 
-def run(client: serve.Client, config: serve.TaskProcessorConfig, folder: Path, **options: Any) -> Path:
+def run(client: serve.Client, config: serve.tasks.TaskProcessorConfig, folder: Path, **options: Any) -> Path:
     notes = folder / "notes.txt"
-    consumer = serve.task_consumer(task_processor_config=config)(type("Notes", (Notes,), {}))
+    consumer = serve.tasks.task_consumer(task_processor_config=config)(type("Notes", (Notes,), {}))
     made = serve.deployment(max_ongoing_requests=5, **options)(consumer)
     client.run(made.bind(str(notes)), route_prefix=None)
     return notes
 
 
-def submitted(config: serve.TaskProcessorConfig, count: int = COUNT, **options: Any) -> Any:
+def submitted(config: serve.tasks.TaskProcessorConfig, count: int = COUNT, **options: Any) -> Any:
     """Submit tasks, twice, and return their adapter."""
-    tasks: Any = serve.instantiate_adapter_from_config(config, **options)
+    tasks: Any = serve.tasks.instantiate_adapter_from_config(config, **options)
     many = [{"task_name": "note", "args": [number], "id": f"t{number}"} for number in range(count)]
     for start in range(0, count, 500):
         assert all(each.is_new for each in tasks.submit_many(many[start : start + 500]))
@@ -105,14 +105,14 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
     with ExitStack() as stack:
         quick = {"lease_s": LEASE_S, "poll_interval_s": 0.05, "max_losses": 1000}
         server: RedisServer | None = None
-        kept: Any = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), **quick)
+        kept: Any = serve.tasks.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), **quick)
         if kind == "redis":
             server = RedisServer(tmp_path)
             stack.callback(lambda: server and server.kill())
-            kept = serve.RedisAdapterConfig(url=server.url, **quick)
+            kept = serve.tasks.RedisAdapterConfig(url=server.url, **quick)
         elif kind == "instance":
-            kept = serve.InstanceAdapterConfig(**quick)
-        config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
+            kept = serve.tasks.InstanceAdapterConfig(**quick)
+        config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept)
         dask = stack.enter_context(nannied_cluster(3))
         client = stack.enter_context(serve.start(dask_client=dask, http_options={"port": 0}))
         tasks = submitted(config, client=client)
@@ -142,11 +142,11 @@ def test_killed_and_frozen_workers_and_servers_lose_no_task(kind: str, tmp_path:
 @pytest.mark.limit_s(600)
 @pytest.mark.parametrize("kind", ["sqlite", "instance", "instance in memory"])
 def test_tasks_run_on_after_the_scheduler_was_killed(kind: str, tmp_path: Path) -> None:
-    kept: Any = serve.InstanceAdapterConfig(lease_s=LEASE_S)
+    kept: Any = serve.tasks.InstanceAdapterConfig(lease_s=LEASE_S)
     if kind == "sqlite":
-        kept = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
+        kept = serve.tasks.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
     store = f"sqlite:///{tmp_path}/serve.db" if kind == "instance" else "memory://"
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -183,8 +183,8 @@ def test_tasks_run_on_after_the_scheduler_was_killed(kind: str, tmp_path: Path) 
 @pytest.mark.nightly
 @pytest.mark.limit_s(600)
 def test_an_isolated_replica_whose_process_dies_loses_no_task(tmp_path: Path) -> None:
-    kept = serve.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
+    kept = serve.tasks.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept)
     with nannied_cluster(2) as dask, serve.start(dask_client=dask, http_options={"port": 0}) as client:
         tasks = submitted(config, 300)
         notes = run(client, config, tmp_path, num_replicas=1, isolation="process")

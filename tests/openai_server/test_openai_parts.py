@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tables import each_case
 
 from daskserve.errors import BadRequestError, RequestTimeoutError
-from daskserve.openai import GenerationRequest, Token, ToolCall, build_app
+from daskserve.openai import GenerationRequest, Token, ToolCall, build_app, text_of
 from daskserve.openai.completions import as_piece
 from daskserve.openai.errors import InvalidRequestError, invalid_request
 from daskserve.openai.generation import Piece, pieces
@@ -273,6 +273,13 @@ def test_a_response_becomes_a_conversation() -> None:
     assert request.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert request.tool_choice == {"type": "function", "function": {"name": "f"}}
     assert request.response_format == {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}
+
+
+def test_the_text_of_a_message_is_that_of_its_parts_which_have_one() -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    content = [{"type": "text", "text": "a"}, image, {"type": "text", "text": None}, {"text": "b"}]
+    assert text_of({"role": "user", "content": content}) == "ab"
+    assert text_of({"role": "assistant", "content": None}) == ""
 
 
 def test_calls_made_at_once_become_one_message() -> None:

@@ -91,7 +91,7 @@ def test_a_deployment_accepts_the_same_options() -> None:
 
 
 def test_a_function_is_sent_as_bytes_that_only_the_controller_unpickles() -> None:
-    def two(context: serve.AutoscalingContext) -> int:
+    def two(context: serve.autoscaling.AutoscalingContext) -> int:
         return 2
 
     sealed, user_config = split_config(BackendConfig(autoscaling_config={"policy": two}))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_function_is_sent_as_bytes_that_only_the_controller_unpickles() -> Non
 def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     items = (each for each in [1, 2])
 
-    def locked(context: serve.AutoscalingContext) -> int:
+    def locked(context: serve.autoscaling.AutoscalingContext) -> int:
         return next(items)
 
     with pytest.raises(BadRequestError, match=r"policy cannot be pickled.*'items' is of type generator"):

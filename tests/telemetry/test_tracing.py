@@ -86,18 +86,18 @@ class Front:
 class Steps:
     """Answers two calls at once, in steps that each have a span of the user's."""
 
-    @serve.continuous_batch(max_slots=2)
-    def in_thread(self, active: list[serve.ActiveRequest]) -> list[str]:
+    @serve.batching.continuous_batch(max_slots=2)
+    def in_thread(self, active: list[serve.batching.ActiveRequest]) -> list[str]:
         return self.step(active)
 
     @in_thread.prefill
-    def _read(self, new: list[serve.ActiveRequest]) -> None: ...
+    def _read(self, new: list[serve.batching.ActiveRequest]) -> None: ...
 
-    @serve.continuous_batch(max_slots=2)
-    async def on_loop(self, active: list[serve.ActiveRequest]) -> list[str]:
+    @serve.batching.continuous_batch(max_slots=2)
+    async def on_loop(self, active: list[serve.batching.ActiveRequest]) -> list[str]:
         return self.step(active)
 
-    def step(self, active: list[serve.ActiveRequest]) -> list[str]:
+    def step(self, active: list[serve.batching.ActiveRequest]) -> list[str]:
         with trace.get_tracer("mine").start_as_current_span("step"):
             for each in active:
                 if len(each.outputs) == each.args[0] - 1:

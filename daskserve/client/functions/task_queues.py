@@ -42,7 +42,7 @@ def instantiate_adapter_from_config(
     Examples
     --------
     >>> config = TaskProcessorConfig(queue_name="mail")  # doctest: +SKIP
-    >>> adapter = serve.instantiate_adapter_from_config(config)  # doctest: +SKIP
+    >>> adapter = serve.tasks.instantiate_adapter_from_config(config)  # doctest: +SKIP
     >>> adapter.enqueue_task_sync("send", args=["Ann"], id="mail-1").status  # doctest: +SKIP
     'PENDING'
     """
@@ -59,7 +59,7 @@ async def _find_instance(form: Form[Client]) -> InstanceConnection:
     if found is None:
         raise NotRunningError(
             "The queue is kept by an instance, and none runs here. Connect with serve.connect(), or give the "
-            "queue a place of its own with adapter_config=serve.RedisAdapterConfig(...)."
+            "queue a place of its own with adapter_config=serve.tasks.RedisAdapterConfig(...)."
         )
     return found
 

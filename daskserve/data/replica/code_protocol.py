@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from daskserve.common.types import ActorRequest, Envelope, RankInfo
 from daskserve.data.replica.inspection import Inspection
@@ -13,20 +13,12 @@ from daskserve.data.replica.user_code.construction import Stage
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserSample
 
+if TYPE_CHECKING:  # a child process does not load what starts children
+    from daskserve.cluster.worker.child import ChildProcess
+
 #: The time for user code to handle its cancellation, and again for the end of its threads. Its destructor has
 #: as long, or what is left of the grace period.
 CLOSE_GRACE_S = 1.0
-
-
-class LoggingProcess(Protocol):
-    """The process of user code, as far as its logs matter."""
-
-    @property
-    def log_file(self) -> int | None:
-        """The descriptor of the file to which it logs; None once it has ended."""
-
-    def last_lines(self) -> tuple[str, ...]:
-        """Return the last lines that it has logged, also after its end."""
 
 
 class UserCode(Protocol):
@@ -62,7 +54,7 @@ class UserCode(Protocol):
         """How many times user code was found blocking its event loop."""
 
     @property
-    def process(self) -> LoggingProcess | None:
+    def process(self) -> ChildProcess | None:
         """Its own process; None if it has none of its own, or none yet."""
 
     async def start(self) -> Mapping[str, Any]:

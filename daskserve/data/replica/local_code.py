@@ -32,7 +32,7 @@ from daskserve.context import (
     current_replica,
 )
 from daskserve.data.batching.limits import BatchLimits
-from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.errors.log import FailureLog, keep_loggers_enabled, log_error
 from daskserve.data.replica.errors.rules import rule_in
 from daskserve.data.replica.execution.executor import UserExecutor
@@ -100,7 +100,7 @@ class LocalCode:
     """A `daskserve.data.replica.code_protocol.UserCode` that runs behind an executor in this process."""
 
     loss = ""
-    process: LoggingProcess | None = None
+    process: None = None
     is_leaving = False
     stage_since = 0.0
 

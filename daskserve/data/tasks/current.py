@@ -64,7 +64,7 @@ def get_task_context() -> TaskContext:
     facts: Any = None if request is None else request.task
     if facts is None:
         raise NotInReplicaError(
-            "This code does not run a task; call it from a method with @serve.task_handler, in a task."
+            "This code does not run a task; call it from a method with @serve.tasks.task_handler, in a task."
         )
     id, name, queue, attempt = facts
     replica = current_replica.get()

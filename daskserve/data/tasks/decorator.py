@@ -36,9 +36,9 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[Cl
     Examples
     --------
     >>> @serve.deployment(max_ongoing_requests=5)
-    ... @serve.task_consumer(task_processor_config=serve.TaskProcessorConfig(queue_name="mail"))
+    ... @serve.tasks.task_consumer(task_processor_config=serve.tasks.TaskProcessorConfig(queue_name="mail"))
     ... class Mail:
-    ...     @serve.task_handler
+    ...     @serve.tasks.task_handler
     ...     def send(self, address: str) -> str:
     ...         return f"sent to {address}"
     """
@@ -67,7 +67,9 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[Cl
                 )
             handlers[name] = method
         if not handlers:
-            raise ValueError(f"{cls.__name__} has no handlers; mark its methods with @serve.task_handler")
+            raise ValueError(
+                f"{cls.__name__} has no handlers; mark its methods with @serve.tasks.task_handler"
+            )
         unknown = {each.task for each in task_processor_config.schedules.values()} - set(handlers)
         if unknown:
             raise ValueError(

@@ -182,7 +182,7 @@ def task_api(consumer: type[Any] | TaskProcessorConfig | TaskProcessorAdapter) -
 
     Examples
     --------
-    >>> serve.run(serve.task_api(Mail), name="mail-api", route_prefix="/mail")  # doctest: +SKIP
+    >>> serve.run(serve.tasks.task_api(Mail), name="mail-api", route_prefix="/mail")  # doctest: +SKIP
     """
     if isinstance(consumer, TaskProcessorConfig):
         return TaskAPI(consumer)
@@ -192,7 +192,7 @@ def task_api(consumer: type[Any] | TaskProcessorConfig | TaskProcessorAdapter) -
     spec = getattr(consumer if is_class else getattr(consumer, "definition", None), CONSUMER, None)
     if spec is None:
         raise TypeError(
-            f"task_api takes a class with @serve.task_consumer, or its config; got {consumer!r:.100}"
+            f"task_api takes a class with @serve.tasks.task_consumer, or its config; got {consumer!r:.100}"
         )
     return TaskAPI(spec.config, tuple(sorted(spec.handlers)))
 

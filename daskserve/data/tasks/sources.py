@@ -110,15 +110,15 @@ def source(
     --------
     >>> @serve.deployment(num_replicas=3)
     ... class Clicks:
-    ...     @serve.source("count")
+    ...     @serve.tasks.source("count")
     ...     async def clicks(self):
     ...         async for message in subscribe("clicks"):
-    ...             yield serve.SourceItem(message.data, ack=message.ack)
+    ...             yield serve.tasks.SourceItem(message.data, ack=message.ack)
     ...
     ...     async def count(self, click): ...
     """
     if not isinstance(handler, str):
-        raise TypeError('source takes the name of a method: @serve.source("handle")')
+        raise TypeError('source takes the name of a method: @serve.tasks.source("handle")')
     if max_in_flight is not None and (not isinstance(max_in_flight, int) or max_in_flight < 1):
         raise ValueError(f"max_in_flight is {max_in_flight!r}; give a whole number, at least 1")
     if not 0 < backoff_s <= max_backoff_s:

@@ -39,11 +39,11 @@ OTHER_NAMES: Mapping[str, str] = {
     "get_replica_rank": "use serve.get_replica_context().rank",
     "get_world_size": "use serve.get_replica_context().world_size",
     "DeploymentHandle": "use serve.Handle, or daskserve.handle.DeploymentHandle",
-    "DeploymentResponse": "use serve.Response, or daskserve.handle.DeploymentResponse",
-    "DeploymentResponseGenerator": "use serve.ResponseGenerator",
+    "DeploymentResponse": "use daskserve.handle.DeploymentResponse",
+    "DeploymentResponseGenerator": "use serve.handle.ResponseGenerator",
     "RayServeHandle": "use serve.Handle",
     "RayServeSyncHandle": "use serve.Handle",
-    "RayServeException": "use serve.ServeError",
+    "RayServeException": "use serve.errors.ServeError",
     "build": "`daskserve build module:app` writes the configuration file of an application",
     "init": "use serve.start()",
     "llm": "daskserve.openai.build_app serves models in OpenAI's form, by engines of your choice",
@@ -85,9 +85,9 @@ OTHER_NAMES: Mapping[str, str] = {
     "gRPCOptionsSchema": _NO_GRPC,
     "AggregationFunction": "write 'mean', 'max' or 'min' as 'aggregation_function' of autoscaling_config",
     "DeploymentID": "the keys that a policy gets have a name and an app_name; leave the annotation out",
-    "gang": "use serve.GangContext",
+    "gang": "use serve.context.GangContext",
     "dag": "give the bound deployments to .bind() of the ingress",
-    "RayActorOptionsSchema": "use serve.ActorOptions",
+    "RayActorOptionsSchema": "use serve.config.ActorOptions",
 }
 
 

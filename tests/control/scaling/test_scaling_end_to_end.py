@@ -98,8 +98,8 @@ def test_a_request_at_zero_that_times_out_gets_408() -> None:
 
 
 def test_a_user_policy_runs_in_the_controller(client: serve.Client) -> None:
-    def two(context: serve.AutoscalingContext) -> serve.Decision:
-        return serve.Decision(2, "two are company")
+    def two(context: serve.autoscaling.AutoscalingContext) -> serve.autoscaling.Decision:
+        return serve.autoscaling.Decision(2, "two are company")
 
     config = {**QUICK, "min_replicas": 1, "upscale_delay_s": 0, "policy": two}
     client.create_backend("b", answer, config={"autoscaling_config": config})

@@ -538,7 +538,10 @@ class Shared:
         self.order: list[Any] = []
 
     @continuous_batch(
-        max_slots=1, user_fn=lambda user, **_: user, priority_fn=lambda user, level=0, **_: level
+        max_slots=1,
+        user_fn=lambda user, **_: user,
+        priority_fn=lambda user, level=0, **_: level,
+        cost_fn=lambda user, **_: 1e6 if user == "a" else 0.0,  # shares are steps, whatever a request holds
     )
     async def one(self, active: list[ActiveRequest]) -> list[Any]:
         self.order.append((active[0].args[0], active[0].priority))

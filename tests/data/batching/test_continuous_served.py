@@ -32,8 +32,8 @@ class Plain:
         self.metrics = serve.get_replica_context().metrics
         type(self).models = [self]
 
-    @serve.continuous_batch(max_slots=4, max_queued=4, cost_fn=len)
-    def generate(self, active: list[serve.ActiveRequest]) -> list[Any]:
+    @serve.batching.continuous_batch(max_slots=4, max_queued=4, cost_fn=len)
+    def generate(self, active: list[serve.batching.ActiveRequest]) -> list[Any]:
         if active[0].args[0] == [0]:
             self.go.wait(20)
         time.sleep(0.001)
@@ -43,7 +43,7 @@ class Plain:
         return [each.args[0][len(each.outputs)] for each in active]
 
     @generate.release
-    def _release(self, left: list[serve.ActiveRequest]) -> None:
+    def _release(self, left: list[serve.batching.ActiveRequest]) -> None:
         self.released += [len(each.args[0]) for each in left]
         self.made = sum(len(each.outputs) for each in left)
 

@@ -107,8 +107,10 @@ async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_la
     await warm(answers)
     answers.hedging._saved = 0.0
     answers.took_s = lambda _: 10.0
-    late = [asyncio.create_task(answers.send()) for _ in range(2)]
-    await asyncio.sleep(0.5)
+    late = []
+    for _ in range(2):
+        late.append(asyncio.create_task(answers.send()))
+        await asyncio.sleep(0.25)
     answers.took_s = lambda _: 0.01
     assert len(answers.stage.replicas.asked) == 2
     for _ in range(18):  # with the late ones, the budget of one second try
@@ -118,6 +120,25 @@ async def test_one_that_is_late_while_the_budget_is_spent_gets_its_second_try_la
     for _ in range(20):
         await answers.send()
     await asyncio.wait_for(late[1], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "begins_s"), [(9.0, 0.0101), (5.0, 0.0101), (2.5, 0.01515), (1.0, 0.01818)]
+)
+async def test_the_less_of_the_budget_is_left_the_later_a_second_try_begins(
+    saved: float, begins_s: float
+) -> None:
+    answers = Answers(lambda _: 0.01, hedging=HEDGED)
+    await warm(answers)
+    answers.hedging._saved = saved - 0.05  # which the request adds
+    answers.took_s = lambda _: 9.0
+    began = asyncio.get_running_loop().time()
+    sending = asyncio.create_task(answers.send())
+    while len(answers.stage.replicas.asked) < 2:  # noqa: ASYNC110  # no event tells
+        await asyncio.sleep(0.0001)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(begins_s, abs=0.0003)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
 
 
 @pytest.mark.parametrize("envelope", [CALL, POST, GET], ids=["call", "post", "with body"])

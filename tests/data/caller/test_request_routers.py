@@ -131,6 +131,13 @@ async def test_no_replica_has_more_than_its_share_of_a_session_that_is_everybody
     assert len({replica.tag for replica, _ in stage.open}) >= 7
 
 
+async def test_without_a_bound_a_session_stays_with_its_replica_until_that_is_full() -> None:
+    stage = Stage("ConsistentHash", 3, concurrency=20, bound=float("inf"))
+    assert len({stage.take(call("same")) for _ in range(20)}) == 1
+    assert len({stage.take(call("same")) for _ in range(20)}) == 1  # the next one on the ring
+    assert len({replica.tag for replica, _ in stage.open}) == 2
+
+
 async def test_a_session_may_be_bound_to_few_replicas_and_then_waits_for_them() -> None:
     stage = Stage("ConsistentHash", 8, concurrency=1, fallback_replicas=1)
     first = [stage.take(call("same")) for _ in range(3)]

@@ -179,7 +179,7 @@ def test_what_a_format_cannot_hold_is_refused(echo: serve.Handle) -> None:
 
 
 def test_an_argument_that_cannot_be_pickled_is_named(echo: serve.Handle) -> None:
-    def use(*args: Any, **kwargs: Any) -> serve.Response:
+    def use(*args: Any, **kwargs: Any) -> serve.handle.Response:
         return echo.remote(*args, **kwargs)
 
     lock = threading.Lock()
@@ -322,7 +322,7 @@ def test_calls_inherit_the_request_id_and_carry_ids_of_their_own(
     ids = {"multiplexed_model_id": "m1", "session_id": "s1"}
     found = echo.options(method_name="context", **ids).remote().result(DEADLINE_S)
     assert {name: found[name] for name in ids} == ids
-    with pytest.raises(serve.ServeError, match="does not answer a daskserve request"):
+    with pytest.raises(serve.errors.ServeError, match="does not answer a daskserve request"):
         serve.context.get_request_context()
 
 

@@ -362,7 +362,7 @@ class Odd(Exception):
 
 
 def test_the_note_crosses_processes() -> None:
-    for error in (ValueError("x"), Odd("x"), serve.ServeError("x")):
+    for error in (ValueError("x"), Odd("x"), serve.errors.ServeError("x")):
         assert not is_logged(error)
         note_logged(error, "a", "b")
         found = packed(error)

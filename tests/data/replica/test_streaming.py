@@ -189,7 +189,7 @@ class Deployed:
         client.deploy(name, Streams, config={"max_concurrent_queries": 24, **config})
         self.handle = client.get_handle(name)
 
-    def stream(self, method: str, *args: Any) -> serve.ResponseGenerator:
+    def stream(self, method: str, *args: Any) -> serve.handle.ResponseGenerator:
         return self.handle.options(method_name=method, stream=True).remote(*args)
 
     def ask(self, method: str) -> Any:
@@ -307,7 +307,7 @@ def test_classic_backends_stream_too(client: serve.Client) -> None:
 
 def test_streams_run_side_by_side(everywhere: Deployed) -> None:
     async def scenario() -> list[list[Any]]:
-        async def collect(stream: serve.ResponseGenerator) -> list[Any]:
+        async def collect(stream: serve.handle.ResponseGenerator) -> list[Any]:
             return [item async for item in stream]
 
         methods = ["numbers", "numbers_async"] * 10
@@ -371,7 +371,7 @@ def test_errors_reach_event_loops_too(deployed: Deployed, suffix: str) -> None:
 def test_errors_before_the_first_item(deployed: Deployed) -> None:
     with pytest.raises(ZeroDivisionError, match="before there was a generator"):
         next(deployed.stream("failing"))
-    with pytest.raises(serve.ServeError, match="no public method 'missing'"):
+    with pytest.raises(serve.errors.ServeError, match="no public method 'missing'"):
         next(deployed.stream("missing"))
     with pytest.raises(TypeError, match="positional argument"):
         next(deployed.stream("numbers"))
@@ -380,7 +380,7 @@ def test_errors_before_the_first_item(deployed: Deployed) -> None:
 def test_an_item_that_cannot_be_pickled_ends_the_stream(deployed: Deployed) -> None:
     stream = deployed.stream("unpicklable")
     assert next(stream) == 1
-    with pytest.raises(serve.ServeError, match=r"Method unpicklable .* returned a _thread\.lock"):
+    with pytest.raises(serve.errors.ServeError, match=r"Method unpicklable .* returned a _thread\.lock"):
         next(stream)
 
 
@@ -425,9 +425,9 @@ def test_a_stream_is_no_single_response(deployed: Deployed) -> None:
 
 def test_the_option_stays_with_copies_and_pickles_of_a_handle(deployed: Deployed) -> None:
     handle = deployed.handle.options(stream=True)
-    assert isinstance(handle.numbers.remote(1), serve.ResponseGenerator)
-    assert isinstance(handle.options(stream=False).one.remote(), serve.Response)
-    assert isinstance(deployed.handle.one.remote(), serve.Response)
+    assert isinstance(handle.numbers.remote(1), serve.handle.ResponseGenerator)
+    assert isinstance(handle.options(stream=False).one.remote(), serve.handle.Response)
+    assert isinstance(deployed.handle.one.remote(), serve.handle.Response)
     copy = pickle.loads(pickle.dumps(handle))
     assert type(copy) is type(handle)
 
@@ -454,7 +454,7 @@ def test_a_generator_waits_for_a_slow_caller(everywhere: Deployed, suffix: str) 
 # ---- the caller leaves
 
 
-LEAVE: dict[str, Callable[[serve.ResponseGenerator], Any]] = {
+LEAVE: dict[str, Callable[[serve.handle.ResponseGenerator], Any]] = {
     "cancel": lambda stream: stream.cancel(),
     "close": lambda stream: stream.close(),
     "forget": lambda stream: None,

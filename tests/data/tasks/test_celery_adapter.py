@@ -42,33 +42,33 @@ def client() -> Iterator[serve.Client]:
     gc.collect()  # Celery leaves connections to this, whose warnings are ignored here only
 
 
-def configured(places: dict[str, Any], **options: Any) -> serve.TaskProcessorConfig:
+def configured(places: dict[str, Any], **options: Any) -> serve.tasks.TaskProcessorConfig:
     name = options.pop("name", f"q-{uuid.uuid4().hex[:8]}")
     kept = CeleryAdapterConfig(
         **places, task_custom_config={"retry_backoff": False, "default_retry_delay": 0}
     )
-    return serve.TaskProcessorConfig(queue_name=name, adapter=RAY, adapter_config=kept, **options)
+    return serve.tasks.TaskProcessorConfig(queue_name=name, adapter=RAY, adapter_config=kept, **options)
 
 
-def run(config: serve.TaskProcessorConfig, cls: type, **options: Any) -> None:
+def run(config: serve.tasks.TaskProcessorConfig, cls: type, **options: Any) -> None:
     made = serve.deployment(max_ongoing_requests=3, **options)(
-        serve.task_consumer(task_processor_config=config)(cls)
+        serve.tasks.task_consumer(task_processor_config=config)(cls)
     )
     serve.run(made.bind())
 
 
 def test_a_program_of_ray_serve_runs_its_tasks_through_celery(places: dict[str, Any]) -> None:
     class Sums:
-        @serve.task_handler
+        @serve.tasks.task_handler
         def add(self, x: int, y: int = 1) -> int:
             return x + y
 
-        @serve.task_handler(name="double")
+        @serve.tasks.task_handler(name="double")
         async def twice(self, x: int) -> int:
             return 2 * x
 
     config = configured(places)
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     assert isinstance(tasks, CeleryTaskProcessorAdapter)
     before = tasks.enqueue_task_sync("add", args=[1], kwargs={"y": 2})
     assert before.status == "PENDING"
@@ -95,7 +95,7 @@ def test_a_rollout_or_a_killed_process_is_no_attempt_of_a_task(
     mark = tmp_path / "killed"
 
     class Slow:
-        @serve.task_handler
+        @serve.tasks.task_handler
         def work(self, x: int) -> int:
             if x == 0 and not mark.exists():
                 mark.touch()
@@ -104,7 +104,7 @@ def test_a_rollout_or_a_killed_process_is_no_attempt_of_a_task(
             return x
 
     config = configured(places, max_retries=0)
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     ids = [tasks.enqueue_task_sync("work", [number]).id for number in range(30)]
     for version in "123":
         run(config, Slow, num_replicas=2, isolation="process", version=version)
@@ -117,7 +117,7 @@ def test_tasks_that_fail_or_have_no_handler_become_dead_letters(places: dict[str
     seen: list[Any] = []
 
     class Bad:
-        @serve.task_handler
+        @serve.tasks.task_handler
         def bad(self, x: int) -> None:
             raise ValueError(f"bad {x}")
 
@@ -125,7 +125,7 @@ def test_tasks_that_fail_or_have_no_handler_become_dead_letters(places: dict[str
     config = configured(
         places, max_retries=1, failed_task_queue_name=failed, unprocessable_task_queue_name=unknown
     )
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     run(config, Bad)
     bad = tasks.enqueue_task_sync("bad", [7])
     found = tasks.wait_for_task_sync(bad.id, 30)
@@ -141,7 +141,7 @@ def test_tasks_that_fail_or_have_no_handler_become_dead_letters(places: dict[str
 
 def serve_letters(places: dict[str, Any], queue: str, name: str, seen: list[Any]) -> None:
     """Consume the letters of a queue in this program."""
-    letters = serve.instantiate_adapter_from_config(configured(places, name=queue))
+    letters = serve.tasks.instantiate_adapter_from_config(configured(places, name=queue))
     letters.register_task_handle(lambda *parts: seen.append(parts), name)
     before = len(seen)
     letters.start_consumer()
@@ -151,4 +151,4 @@ def serve_letters(places: dict[str, Any], queue: str, name: str, seen: list[Any]
 
 def test_a_wrong_config_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="takes a CeleryAdapterConfig"):
-        CeleryTaskProcessorAdapter(serve.TaskProcessorConfig(queue_name="q"))
+        CeleryTaskProcessorAdapter(serve.tasks.TaskProcessorConfig(queue_name="q"))

@@ -64,11 +64,13 @@ class Reader:
     def __init__(self, factor: int) -> None:
         self.factor = factor
 
-    @serve.source("handle", max_in_flight=2, backoff_s=0.01)
-    async def numbers(self) -> AsyncIterator[serve.SourceItem]:
+    @serve.tasks.source("handle", max_in_flight=2, backoff_s=0.01)
+    async def numbers(self) -> AsyncIterator[serve.tasks.SourceItem]:
         try:
             async for number in BROKER.messages():
-                yield serve.SourceItem(number, partial(BROKER.ack, number), partial(BROKER.nack, number))
+                yield serve.tasks.SourceItem(
+                    number, partial(BROKER.ack, number), partial(BROKER.nack, number)
+                )
                 if number in (5, 20) and BROKER.failures < 2:
                     BROKER.failures += 1
                     raise ConnectionError("the broker is away")
@@ -130,7 +132,7 @@ def test_a_replica_does_not_wait_for_items_beyond_its_grace_period() -> None:
 class Quick:
     """Its source ends; its own destructor still runs."""
 
-    @serve.source("handle")
+    @serve.tasks.source("handle")
     async def numbers(self) -> AsyncIterator[int]:
         for number in range(3):
             yield number
@@ -152,7 +154,7 @@ def test_a_source_may_end_and_yield_plain_values() -> None:
 
 def _no_handler() -> None:
     class Wrong:
-        @serve.source("missing")
+        @serve.tasks.source("missing")
         async def read(self) -> AsyncIterator[int]:
             yield 1
 
@@ -161,10 +163,10 @@ def _no_handler() -> None:
     ("make", "error", "text"),
     [
         (_no_handler, (TypeError, RuntimeError), "missing|__set_name__"),
-        (lambda: serve.source(lambda self: None), TypeError, "name of a method"),
-        (lambda: serve.source("a", max_in_flight=0), ValueError, "max_in_flight is 0"),
-        (lambda: serve.source("a", backoff_s=-1), ValueError, "backoff_s is -1"),
-        (lambda: serve.source("a")(lambda self: None), TypeError, "async def"),
+        (lambda: serve.tasks.source(lambda self: None), TypeError, "name of a method"),
+        (lambda: serve.tasks.source("a", max_in_flight=0), ValueError, "max_in_flight is 0"),
+        (lambda: serve.tasks.source("a", backoff_s=-1), ValueError, "backoff_s is -1"),
+        (lambda: serve.tasks.source("a")(lambda self: None), TypeError, "async def"),
     ],
 )
 def test_wrong_sources_are_refused(make: Any, error: Any, text: str) -> None:

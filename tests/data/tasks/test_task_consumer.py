@@ -42,8 +42,8 @@ async def inline(function: Callable[..., Any], *args: Any) -> Any:
 def consumer(
     queue: SqliteQueue, run: Callable[[Task], Awaitable[bytes]], call: Any = inline, lease_s: float = 30.0
 ) -> TaskConsumer:
-    options = serve.SQLiteAdapterConfig(poll_interval_s=0.005, lease_s=lease_s)
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=options)
+    options = serve.tasks.SQLiteAdapterConfig(poll_interval_s=0.005, lease_s=lease_s)
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=options)
     clock, rng = LoopClock(), random.Random(1)
     return TaskConsumer(queue, config, "me", ["work"], run, lambda: 4, clock=clock, rng=rng, call=call)
 
@@ -250,7 +250,7 @@ async def test_errors_of_the_queue_do_not_postpone_the_renewal_of_leases(queue: 
 
 def test_the_next_time_of_a_period_is_later() -> None:
     for period in (1.68, 1.72, 86_400 / 7, 3_600 / 11):
-        schedule = serve.TaskSchedule(task="work", every_s=period)
+        schedule = serve.tasks.TaskSchedule(task="work", every_s=period)
         at = next_time(schedule, 1.7e9)
         for _ in range(20_000):
             following = next_time(schedule, at)
@@ -259,9 +259,11 @@ def test_the_next_time_of_a_period_is_later() -> None:
 
 
 def test_a_program_s_functions_keep_neither_the_queue_nor_its_consumer_from_work(tmp_path: Path) -> None:
-    options = serve.SQLiteAdapterConfig(path=str(tmp_path / "t.sqlite"), poll_interval_s=0.005, lease_s=0.3)
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=options, max_retries=0)
-    adapter: Any = serve.instantiate_adapter_from_config(config)
+    options = serve.tasks.SQLiteAdapterConfig(
+        path=str(tmp_path / "t.sqlite"), poll_interval_s=0.005, lease_s=0.3
+    )
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=options, max_retries=0)
+    adapter: Any = serve.tasks.instantiate_adapter_from_config(config)
     adapter.initialize(40)
     runs: list[int] = []
     go = threading.Event()
@@ -299,7 +301,7 @@ def test_a_program_s_functions_keep_neither_the_queue_nor_its_consumer_from_work
 
 @each_case("options", [{"every_s": 1.0}, {"cron": "* * * * *"}, {"cron": "* * * 1 *"}, {"every_s": 1e6}])
 def test_a_schedule_whose_consumers_were_away_for_a_year_has_one_task(options: dict[str, Any]) -> None:
-    schedule, now = serve.TaskSchedule(task="work", catch_up_s=31_000_000.0, **options), 1_767_225_600.5
+    schedule, now = serve.tasks.TaskSchedule(task="work", catch_up_s=31_000_000.0, **options), 1_767_225_600.5
     at = last_time(schedule, now - schedule.catch_up_s, now)
     assert now - schedule.catch_up_s < at <= now < next_time(schedule, at)
     assert last_time(schedule, at, now) == next_time(schedule, at)  # it was made
@@ -307,4 +309,4 @@ def test_a_schedule_whose_consumers_were_away_for_a_year_has_one_task(options: d
 
 def test_a_schedule_catches_up_with_a_year_at_most() -> None:
     with pytest.raises(ValueError, match="less than or equal to"):
-        serve.TaskSchedule(task="work", every_s=1.0, catch_up_s=32_000_000.0)
+        serve.tasks.TaskSchedule(task="work", every_s=1.0, catch_up_s=32_000_000.0)

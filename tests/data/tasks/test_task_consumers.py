@@ -44,22 +44,22 @@ fresh = anew_for_each_test(MEETING)
 class Work:
     """The handlers of most tests."""
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def note(self, value: Any) -> str:
         MEETING.seen.append(value)
-        return serve.get_task_context().id
+        return serve.tasks.get_task_context().id
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def never(self, x: int, *, y: int) -> None:
         raise KeyError("always")
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def second_time(self) -> str:
-        if serve.get_task_context().attempt < 2:
+        if serve.tasks.get_task_context().attempt < 2:
             raise ValueError("not yet")
         return "done"
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     async def sleep(self) -> None:
         MEETING.seen.append("began")
         try:
@@ -68,17 +68,17 @@ class Work:
             MEETING.seen.append("cancelled")
             raise
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def gated(self) -> str:
         MEETING.running += 1
         MEETING.most = max(MEETING.most, MEETING.running)
         for step in range(2):
-            serve.get_task_context().report_progress({"step": step})
+            serve.tasks.get_task_context().report_progress({"step": step})
         MEETING.go.wait(10)
         MEETING.running -= 1
         return "done"
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def large(self, size: int) -> bytes:
         return b"x" * size
 
@@ -86,11 +86,11 @@ class Work:
 class Letters:
     """Handles dead letters."""
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def never(self, *parts: Any) -> None:
         MEETING.seen.append(parts)
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def unknown(self, *parts: Any) -> None:
         MEETING.seen.append(parts)
 
@@ -105,20 +105,20 @@ def client() -> Iterator[serve.Client]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> serve.TaskProcessorConfig:
+def config(tmp_path: Path) -> serve.tasks.TaskProcessorConfig:
     return configured(tmp_path)
 
 
 def configured(
     folder: Path, name: str = "q", queue: Any = QUICK, **options: Any
-) -> serve.TaskProcessorConfig:
-    kept = serve.SQLiteAdapterConfig(path=str(folder / "tasks.sqlite"), **queue)
-    return serve.TaskProcessorConfig(queue_name=name, adapter_config=kept, **options)
+) -> serve.tasks.TaskProcessorConfig:
+    kept = serve.tasks.SQLiteAdapterConfig(path=str(folder / "tasks.sqlite"), **queue)
+    return serve.tasks.TaskProcessorConfig(queue_name=name, adapter_config=kept, **options)
 
 
 @pytest.fixture
-def tasks(config: serve.TaskProcessorConfig) -> Iterator[SQLiteTaskProcessorAdapter]:
-    adapter = serve.instantiate_adapter_from_config(config)
+def tasks(config: serve.tasks.TaskProcessorConfig) -> Iterator[SQLiteTaskProcessorAdapter]:
+    adapter = serve.tasks.instantiate_adapter_from_config(config)
     assert isinstance(adapter, SQLiteTaskProcessorAdapter)
     yield adapter
     if "default" in serve.status().applications:
@@ -134,32 +134,32 @@ def poll_for(condition: Callable[[], Any]) -> Any:
     return quick_instance.poll_for(condition, what=lambda: "the condition is still false")
 
 
-def ended(tasks: TaskProcessorAdapter, *ids: str, status: str = "SUCCESS") -> list[serve.TaskResult]:
+def ended(tasks: TaskProcessorAdapter, *ids: str, status: str = "SUCCESS") -> list[serve.tasks.TaskResult]:
     """Return tasks once they have this status."""
 
-    def found() -> list[serve.TaskResult] | None:
+    def found() -> list[serve.tasks.TaskResult] | None:
         results = [tasks.get_task_status_sync(id) for id in ids]
         return results if all(each.status == status for each in results) else None
 
-    results: list[serve.TaskResult] = poll_for(found)
+    results: list[serve.tasks.TaskResult] = poll_for(found)
     return results
 
 
-def run(config: serve.TaskProcessorConfig, cls: type = Work, **options: Any) -> serve.Handle:
+def run(config: serve.tasks.TaskProcessorConfig, cls: type = Work, **options: Any) -> serve.Handle:
     cls = type(cls.__name__, (cls,), {})  # each with a queue of its own
-    made = serve.deployment(**options)(serve.task_consumer(task_processor_config=config)(cls))
+    made = serve.deployment(**options)(serve.tasks.task_consumer(task_processor_config=config)(cls))
     return serve.run(made.bind())
 
 
 def test_plain_and_async_handlers_run_tasks_and_the_class_still_answers_calls(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     class Sums:
-        @serve.task_handler
+        @serve.tasks.task_handler
         def add(self, x: int, *, y: int) -> int:
             return x + y
 
-        @serve.task_handler(name="subtract")
+        @serve.tasks.task_handler(name="subtract")
         async def minus(self, x: int, y: int) -> int:
             return x - y
 
@@ -182,27 +182,29 @@ def test_programs_and_replicas_share_the_queue_that_the_instance_keeps_by_defaul
     client: serve.Client,
 ) -> None:
     class Sums:
-        @serve.task_handler
+        @serve.tasks.task_handler
         def add(self, x: int, y: int) -> int:
-            serve.get_task_context().report_progress("begun")
+            serve.tasks.get_task_context().report_progress("begun")
             return x + y
 
         def submit(self, x: int) -> str:
-            tasks = serve.instantiate_adapter_from_config(serve.TaskProcessorConfig(queue_name="sums"))
+            tasks = serve.tasks.instantiate_adapter_from_config(
+                serve.tasks.TaskProcessorConfig(queue_name="sums")
+            )
             return tasks.enqueue_task_sync("add", [x, 1]).id
 
-    config = serve.TaskProcessorConfig(queue_name="sums")
-    tasks = serve.instantiate_adapter_from_config(config)
+    config = serve.tasks.TaskProcessorConfig(queue_name="sums")
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     mine = tasks.enqueue_task_sync("add", [1, 2])
     theirs = run(config, Sums).submit.remote(3).result()
     assert [each.result for each in ended(tasks, mine.id, theirs)] == [3, 4]
-    again = serve.instantiate_adapter_from_config(config, client=client)
+    again = serve.tasks.instantiate_adapter_from_config(config, client=client)
     assert again.get_task_status_sync(mine.id).attempts == 1
     serve.delete("default")
 
 
 def test_an_id_makes_a_task_run_once(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     run(config)
     first = tasks.enqueue_task_sync("note", [1], id="mine")
@@ -217,7 +219,7 @@ def test_a_task_that_fails_is_tried_again_and_then_is_a_dead_letter(tmp_path: Pa
     config = configured(
         tmp_path, max_retries=2, failed_task_queue_name="failed", unprocessable_task_queue_name="bad"
     )
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     run(config)
     good, bad = tasks.enqueue_task_sync("second_time"), tasks.enqueue_task_sync("never", [1], {"y": 2})
     odd = tasks.enqueue_task_sync("unknown", [3])
@@ -247,8 +249,8 @@ def test_each_final_failure_is_one_dead_letter_and_a_cancelled_task_has_none(tmp
         raise ValueError("bad")
 
     config = configured(tmp_path, max_retries=0, failed_task_queue_name="dead")
-    tasks = serve.instantiate_adapter_from_config(config)
-    dead = serve.instantiate_adapter_from_config(configured(tmp_path, "dead"))
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
+    dead = serve.tasks.instantiate_adapter_from_config(configured(tmp_path, "dead"))
     assert isinstance(tasks, SQLiteTaskProcessorAdapter)
     tasks.register_task_handle(bad)
     tasks.start_consumer()
@@ -273,7 +275,7 @@ def test_each_final_failure_is_one_dead_letter_and_a_cancelled_task_has_none(tmp
 
 
 async def test_a_consumer_forgets_as_many_tasks_as_have_expired(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     old = Task("", "q", "work", b"", 0.0, 0.0, state=TaskState.DONE, expires_at=1.0)
     tasks.queue.add([replace(old, id=str(number)) for number in range(2 * BATCH + 1)], 9999, 0.0)
@@ -297,7 +299,7 @@ async def test_a_consumer_forgets_as_many_tasks_as_have_expired(
 
 
 def test_tasks_are_cancelled_while_they_wait_and_while_they_run(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     later = tasks.enqueue_task_sync("sleep", delay_s=60)
     assert tasks.cancel_task_sync(later.id)
@@ -314,7 +316,7 @@ def test_tasks_are_cancelled_while_they_wait_and_while_they_run(
 
 
 def test_a_replica_runs_as_many_tasks_as_it_has_slots(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     ids = [each.id for each in tasks.submit_many([{"task_name": "gated"}] * 7)]
     run(config, max_ongoing_requests=3)
@@ -328,7 +330,7 @@ def test_a_replica_runs_as_many_tasks_as_it_has_slots(
 
 
 def test_a_replica_that_is_busy_with_requests_leaves_tasks_to_the_others(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     class Busy(Work):
         def __call__(self) -> None:
@@ -347,7 +349,7 @@ def test_a_replica_that_is_busy_with_requests_leaves_tasks_to_the_others(
 
 
 def test_a_replica_that_stops_finishes_its_tasks_and_leaves_the_others(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     run(config, max_ongoing_requests=2, graceful_shutdown_timeout_s=0.5)
     first, endless = tasks.enqueue_task_sync("gated"), tasks.enqueue_task_sync("sleep")
@@ -362,7 +364,7 @@ def test_a_replica_that_stops_finishes_its_tasks_and_leaves_the_others(
 
 
 def test_tasks_begin_at_their_time_and_by_priority(
-    config: serve.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
+    config: serve.tasks.TaskProcessorConfig, tasks: SQLiteTaskProcessorAdapter
 ) -> None:
     tasks.enqueue_task_sync("note", ["low"], priority=-1)
     tasks.enqueue_task_sync("note", ["high"], priority=1)
@@ -376,7 +378,7 @@ def test_tasks_begin_at_their_time_and_by_priority(
 
 def test_large_arguments_and_results_are_refused(tmp_path: Path) -> None:
     config = configured(tmp_path, queue={**QUICK, "max_payload_bytes": "100kB"})
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
 
     run(config)
     with pytest.raises(BodyTooLargeError, match="max_payload_bytes=100000"):
@@ -390,9 +392,9 @@ def test_large_arguments_and_results_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_schedule_makes_its_tasks_once_for_all_consumers(tmp_path: Path) -> None:
-    schedule = serve.TaskSchedule(task="note", every_s=1.0, args=["x"], catch_up_s=1.5)
+    schedule = serve.tasks.TaskSchedule(task="note", every_s=1.0, args=["x"], catch_up_s=1.5)
     config = configured(tmp_path, schedules={"heart": schedule})
-    tasks = serve.instantiate_adapter_from_config(config)
+    tasks = serve.tasks.instantiate_adapter_from_config(config)
     run(config, num_replicas=2)
     poll_for(lambda: len(MEETING.seen) >= 2)
     serve.delete("default")
@@ -433,7 +435,7 @@ def test_a_queue_that_cannot_be_opened_fails_the_deploy(tmp_path: Path) -> None:
 
 
 class Direct(TaskProcessorAdapter):
-    def __init__(self, config: serve.TaskProcessorConfig) -> None:
+    def __init__(self, config: serve.tasks.TaskProcessorConfig) -> None:
         super().__init__()
         self.handlers: dict[str, Any] = {}
         self.calls: list[str] = []
@@ -447,11 +449,11 @@ class Direct(TaskProcessorAdapter):
 
     def enqueue_task_sync(
         self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
-    ) -> serve.TaskResult:
+    ) -> serve.tasks.TaskResult:
         result = self.handlers[task_name](*args)
-        return serve.TaskResult(id="1", status="SUCCESS", result=result)
+        return serve.tasks.TaskResult(id="1", status="SUCCESS", result=result)
 
-    def get_task_status_sync(self, task_id: str) -> serve.TaskResult:
+    def get_task_status_sync(self, task_id: str) -> serve.tasks.TaskResult:
         raise NotImplementedError
 
     def cancel_task_sync(self, task_id: str) -> bool:
@@ -474,17 +476,17 @@ class Direct(TaskProcessorAdapter):
 
 
 class Doubles:
-    @serve.task_handler
+    @serve.tasks.task_handler
     async def double(self, x: int) -> int:
         return 2 * x
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def bad(self) -> None:
         raise ValueError("bad")
 
 
 def test_an_adapter_of_the_users_runs_the_handlers() -> None:
-    run(serve.TaskProcessorConfig(queue_name="q", adapter=Direct), Doubles, max_ongoing_requests=3)
+    run(serve.tasks.TaskProcessorConfig(queue_name="q", adapter=Direct), Doubles, max_ongoing_requests=3)
     (adapter,) = MEETING.seen
     assert adapter.enqueue_task_sync("double", [4]).result == 8
     with pytest.raises(ValueError, match="bad"):
@@ -496,8 +498,8 @@ def test_an_adapter_of_the_users_runs_the_handlers() -> None:
     assert adapter.calls == ["initialize 3", "start", "stop", "shutdown"]
 
 
-def test_a_consumer_outside_of_an_instance_runs_functions(config: serve.TaskProcessorConfig) -> None:
-    adapter = serve.instantiate_adapter_from_config(config)
+def test_a_consumer_outside_of_an_instance_runs_functions(config: serve.tasks.TaskProcessorConfig) -> None:
+    adapter = serve.tasks.instantiate_adapter_from_config(config)
     adapter.register_task_handle(lambda x: x + 1, "plain")
 
     async def double(x: int) -> int:
@@ -517,17 +519,17 @@ def test_a_consumer_outside_of_an_instance_runs_functions(config: serve.TaskProc
 
 def _two_handlers() -> None:
     class Twice:
-        @serve.task_handler(name="a")
+        @serve.tasks.task_handler(name="a")
         def one(self) -> None: ...
 
-        @serve.task_handler(name="a")
+        @serve.tasks.task_handler(name="a")
         def two(self) -> None: ...
 
-    serve.task_consumer(task_processor_config=serve.TaskProcessorConfig(queue_name="q"))(Twice)
+    serve.tasks.task_consumer(task_processor_config=serve.tasks.TaskProcessorConfig(queue_name="q"))(Twice)
 
 
 def _no_handler() -> None:
-    serve.task_consumer(task_processor_config=serve.TaskProcessorConfig(queue_name="q"))(dict)
+    serve.tasks.task_consumer(task_processor_config=serve.tasks.TaskProcessorConfig(queue_name="q"))(dict)
 
 
 @each_case(
@@ -535,22 +537,26 @@ def _no_handler() -> None:
     [
         (_two_handlers, ValueError, "two handlers for tasks 'a'"),
         (_no_handler, ValueError, "dict has no handlers"),
-        (lambda: serve.task_handler(name=" "), ValueError, "name is ' '"),
-        (lambda: serve.task_consumer(task_processor_config={"queue_name": "q"}), TypeError, "dict"),
-        (lambda: serve.TaskProcessorConfig(queue_name=""), ValueError, "queue_name"),
+        (lambda: serve.tasks.task_handler(name=" "), ValueError, "name is ' '"),
+        (lambda: serve.tasks.task_consumer(task_processor_config={"queue_name": "q"}), TypeError, "dict"),
+        (lambda: serve.tasks.TaskProcessorConfig(queue_name=""), ValueError, "queue_name"),
         (
-            lambda: serve.TaskProcessorConfig(queue_name="q", failed_task_queue_name="q"),
+            lambda: serve.tasks.TaskProcessorConfig(queue_name="q", failed_task_queue_name="q"),
             ValueError,
             "the queue itself",
         ),
-        (lambda: serve.TaskSchedule(task="a"), ValueError, "needs cron or every_s"),
-        (lambda: serve.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never comes"),
-        (lambda: serve.TaskSchedule(task="a", cron="* * * * *", timezone="Mars"), ValueError, "Mars"),
-        (lambda: serve.RedisAdapterConfig(url="http://x"), ValueError, "redis://"),
-        (lambda: serve.SQLiteAdapterConfig(path="a/b"), ValueError, "absolute path"),
-        (lambda: serve.SQLiteAdapterConfig(path="~nobody-has-this-name/b"), ValueError, "absolute path"),
+        (lambda: serve.tasks.TaskSchedule(task="a"), ValueError, "needs cron or every_s"),
+        (lambda: serve.tasks.TaskSchedule(task="a", cron="0 0 31 2 *"), ValueError, "never comes"),
+        (lambda: serve.tasks.TaskSchedule(task="a", cron="* * * * *", timezone="Mars"), ValueError, "Mars"),
+        (lambda: serve.tasks.RedisAdapterConfig(url="http://x"), ValueError, "redis://"),
+        (lambda: serve.tasks.SQLiteAdapterConfig(path="a/b"), ValueError, "absolute path"),
         (
-            lambda: serve.TaskProcessorConfig(queue_name="q", adapter_config={}).adapter_path,
+            lambda: serve.tasks.SQLiteAdapterConfig(path="~nobody-has-this-name/b"),
+            ValueError,
+            "absolute path",
+        ),
+        (
+            lambda: serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config={}).adapter_path,
             ValueError,
             "RedisAdapterConfig or CeleryAdapterConfig",
         ),
@@ -565,12 +571,12 @@ def test_the_module_of_ray_serve_is_the_decorator_too() -> None:
     from daskserve.schema import TaskProcessorConfig
     from daskserve.task_consumer import instantiate_adapter_from_config, task_consumer, task_handler
 
-    assert serve.task_handler is task_handler
-    assert serve.instantiate_adapter_from_config is instantiate_adapter_from_config
+    assert serve.tasks.task_handler is task_handler
+    assert serve.tasks.instantiate_adapter_from_config is instantiate_adapter_from_config
 
     class Work:
         @task_handler(name="w")
         def work(self) -> None: ...
 
-    for decorator in (task_consumer, serve.task_consumer):
+    for decorator in (task_consumer, serve.tasks.task_consumer):
         assert decorator(task_processor_config=TaskProcessorConfig(queue_name="q"))(Work) is Work

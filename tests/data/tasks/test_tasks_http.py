@@ -17,30 +17,30 @@ from daskserve.testing import local_instance
 
 
 class Work:
-    @serve.task_handler
+    @serve.tasks.task_handler
     def add(self, x: int, y: int = 1) -> int:
         return x + y
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     def bad(self) -> None:
         raise ValueError("bad")
 
-    @serve.task_handler
+    @serve.tasks.task_handler
     async def steps(self) -> set[int]:
         for step in range(3):
-            serve.get_task_context().report_progress(step)
+            serve.tasks.get_task_context().report_progress(step)
             time.sleep(0.15)
         return {1}
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    kept = serve.InstanceAdapterConfig(poll_interval_s=0.01, max_queue_length=2, max_payload_bytes=1000)
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept, max_retries=0)
+    kept = serve.tasks.InstanceAdapterConfig(poll_interval_s=0.01, max_queue_length=2, max_payload_bytes=1000)
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept, max_retries=0)
     with local_instance(http_options={"port": 0}) as client:
-        consumer = serve.task_consumer(task_processor_config=config)(Work)
+        consumer = serve.tasks.task_consumer(task_processor_config=config)(Work)
         serve.run(serve.deployment(consumer).bind(), name="work", route_prefix=None)
-        serve.run(serve.task_api(consumer), name="api", route_prefix="/work")
+        serve.run(serve.tasks.task_api(consumer), name="api", route_prefix="/work")
         with httpx.Client(base_url=f"{client.http_urls()[0]}/work", timeout=30) as http:
             yield http
 
@@ -128,14 +128,14 @@ def test_wrong_requests_get_their_status(
 
 def test_task_api_takes_a_consumer() -> None:
     with pytest.raises(TypeError, match="task_consumer"):
-        serve.task_api(dict)
+        serve.tasks.task_api(dict)
 
 
 async def test_an_application_outside_of_the_instance_has_the_adapter(http: httpx.Client) -> None:
-    kept = serve.InstanceAdapterConfig(max_payload_bytes=1000)
-    config = serve.TaskProcessorConfig(queue_name="q", adapter_config=kept)
-    adapter = await asyncio.to_thread(serve.instantiate_adapter_from_config, config)
-    transport = httpx.ASGITransport(serve.task_api(adapter))
+    kept = serve.tasks.InstanceAdapterConfig(max_payload_bytes=1000)
+    config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept)
+    adapter = await asyncio.to_thread(serve.tasks.instantiate_adapter_from_config, config)
+    transport = httpx.ASGITransport(serve.tasks.task_api(adapter))
     async with httpx.AsyncClient(transport=transport, base_url="http://outside") as outside:
         answer = await outside.post("/tasks/add?wait_s=20", json=[2])
         assert (answer.status_code, answer.json()["result"]) == (200, 3)

@@ -285,7 +285,8 @@ class Engine:
     def run_in_thread(self) -> None:
         """Run steps until there is nothing to do; in the engine's thread."""
         context, self._context = self._context, None
-        (context or contextvars.Context()).run(self._run_plain)
+        if context is not None:  # else the run before this one has seen all that it was woken for
+            context.run(self._run_plain)
 
     def _run_plain(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """Who is in a continuous batch: admission, budget, preemption, priorities and fairness.
 
 Synchronous code without time. Higher priorities are admitted first. Among requests of one priority, the user
-whose requests have got the least so far is next, and of one user the earliest request. A request that does
-not fit is not overtaken by one that comes later in this order, else large requests would never run.
+whose requests have had the fewest steps so far is next, and of one user the earliest request. A request that
+does not fit is not overtaken by one that comes later in this order, else large requests would never run.
 
 A request that is preempted goes back to its place, which is at the front. The oldest one of the highest
 priority is never preempted for another, so there is always progress.
@@ -48,13 +48,15 @@ class _Account:
     """The requests of one user and one priority that wait, in order of arrival."""
 
     waiting: list[ActiveRequest] = field(default_factory=list)
-    #: What its requests have cost so far, compared with that of others.
-    served: float = 0.0
+    #: The steps of its requests so far, compared with those of others. Not their costs: these may be bytes,
+    #: or what a caller has asked for and will not use.
+    served: int = 0
     active: int = 0
 
     @property
-    def rank(self) -> tuple[float, int]:
-        return self.served, self.waiting[0].number
+    def rank(self) -> tuple[int, int, int]:
+        # Before the first step of those that were admitted just now, only their number differs.
+        return self.served, self.active, self.waiting[0].number
 
 
 class Slots:
@@ -127,7 +129,6 @@ class Slots:
                 break
             del user.waiting[0]
             self._count_queued(-1, request)
-            user.served += request.cost if not request.preemptions else 0.0
             user.active += 1
             request.account = user
             request.move("admit")
@@ -160,7 +161,7 @@ class Slots:
         grown = self.limits.cost_per_step
         for request in requests:
             request.cost += grown
-            request.account.served += 1.0
+            request.account.served += 1
         self.used_cost += grown * len(requests)
 
     def end(self, request: ActiveRequest) -> bool:
@@ -230,7 +231,7 @@ class Slots:
         user = users.get(request.user)
         if user is None:
             # One that arrives, or comes back, has no claim to what others got meanwhile.
-            served = min((each.served for each in users.values()), default=0.0)
+            served = min((each.served for each in users.values()), default=0)
             user = users[request.user] = _Account(served=served)
         return user
 

@@ -28,7 +28,7 @@ async def resume_stream(
     Examples
     --------
     >>> async def __call__(self, request):
-    ...     return serve.resume_stream(self.model.generate, await request.json())
+    ...     return serve.handle.resume_stream(self.model.generate, await request.json())
     """
     outputs = list(kwargs.pop("resume_from", ()))
     stream_handle = handle.options(stream=True)

@@ -6,128 +6,17 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from daskserve.cluster.protocols.base import ClusterConnection, PresentTask, Process
-from daskserve.common.clock import stopwatch
-from daskserve.common.types import EndpointTag
+from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
 from daskserve.data.caller.backlogs import batches_of
-from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_collection, check_max_in_flight
-from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.routing.pool.replica_pool import ROOM_S
+from daskserve.data.caller.mapping.target import MapTarget
+from daskserve.data.caller.mapping.window import Window
 from daskserve.errors import InstanceError, RequestCancelledError, StreamOptionError
 from daskserve.loops.event_loop import running_loop
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 T = TypeVar("T")
-
-
-def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
-    """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
-
-    One slot of each is for live requests, if it has several, and one request is on its way to each. A replica
-    that has refused some lately, although it had free slots, takes as many as it had then. May be called from
-    any thread; both are 0 while they are not known.
-    """
-    replicas = room = 0
-    for tag in () if routers is None else routers.router(endpoint).backends:
-        entries = routers.replica_set(tag).pool.entries()
-        for each in entries.values():
-            found_at, found = each.batch_room
-            room += 1 + (found if now - found_at < ROOM_S else max(1, each.concurrency - 1))
-        replicas += len(entries)
-    return replicas, room
-
-
-class MapTarget:
-    """A handle as the target of a map: it calls one item after the other.
-
-    Parameters
-    ----------
-    batch_id : str
-        Begins the ids of the items.
-    task : PresentTask, optional
-        The Dask task in whose thread the results are read.
-    is_limited : bool
-        Whether no more tasks leave their threads than keep the replicas busy, because their inputs are large.
-    """
-
-    def __init__(
-        self, handle: Any, batch_id: str, task: PresentTask | None = None, *, is_limited: bool = False
-    ) -> None:
-        self._handle = handle
-        self._facts = dict(handle._facts or {})
-        self._batch_id = batch_id
-        self._process: Process = handle._process
-        self._place = None if task is None else TaskPlace(task, self._replicas if is_limited else _no_limit)
-
-    @property
-    def endpoint(self) -> EndpointTag:
-        """The endpoint that is called."""
-        found: EndpointTag = self._handle._endpoint
-        return found
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What the parts of the instance share in this process."""
-        return self._process.shared
-
-    @property
-    def connection(self) -> ClusterConnection:
-        """The connection of this process."""
-        return self._process.connection
-
-    def room(self) -> int:
-        """Return how many calls the replicas take at a time; 0 if they are not known."""
-        return self._known()[1]
-
-    def _replicas(self) -> int:
-        return self._known()[0]
-
-    def _known(self) -> tuple[int, int]:
-        return room_of(self._process.shared.get("routers"), self._handle._endpoint, stopwatch())
-
-    def on_release(self, cancel: Callable[[], object]) -> None:
-        """Call back, until `end`, if Dask releases the task."""
-        if self._place is not None:
-            self._place.on_release(cancel)
-
-    def check(self) -> None:
-        """Raise an error in an event loop, and in a task that was released."""
-        refuse_in_loop(self.connection, "`for`", "use `async for`")
-        if self._place is not None:
-            self._place.check()
-
-    def wait(self, wait: Wait, timeout_s: float | None) -> None:
-        """Wait in the thread that reads the results."""
-        if self._place is None:
-            wait(timeout_s)
-        else:
-            self._place.wait(wait, timeout_s)
-
-    def end(self) -> None:
-        """Note that no more results are read."""
-        if self._place is not None:
-            self._place.end()
-
-    def send(self, item: Item) -> Any:
-        """Start the call of an item, whose id user code reads from its request context."""
-        return self._with_id(f"{self._batch_id}/{item.index}").remote(item.value)
-
-    def send_call(self, item: Item) -> Any:
-        """Start the call of the only item, a tuple of arguments and a mapping of those with names."""
-        args, kwargs = item.value
-        return self._with_id(self._batch_id).remote(*args, **kwargs)
-
-    def _with_id(self, item_id: str) -> Any:
-        handle = object.__new__(type(self._handle))
-        vars(handle).update(vars(self._handle))
-        handle._facts = {**self._facts, "item_id": item_id}
-        return handle
-
-
-def _no_limit() -> None:
-    return None
 
 
 class BatchCalls:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from operator import length_hint
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
-from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.common.clock import stopwatch
-from daskserve.data.caller.blocking import Wait
 from daskserve.data.caller.mapping.rules import Rules, ends_all, named
+from daskserve.data.caller.mapping.target import MapTarget
 from daskserve.data.caller.mapping.window import Item, Window
 from daskserve.errors import BadRequestError
 
@@ -25,28 +24,6 @@ from daskserve.errors import BadRequestError
 REFRESH_S = 0.25
 #: The calls in flight while the replicas are not known yet.
 FIRST_CALLS = 2
-
-
-class Target(Protocol):
-    """What a map calls, as `daskserve.data.caller.mapping.methods.MapTarget` provides it."""
-
-    @property
-    def connection(self) -> ClusterConnection: ...
-
-    def room(self) -> int:
-        """Return how many calls the replicas take at a time; 0 if they are not known."""
-
-    def on_release(self, cancel: Callable[[], object]) -> None:
-        """Call back, until `end`, if nobody wants the results any more."""
-
-    def check(self) -> None:
-        """Raise an error if this thread must not wait, or if nobody wants the results any more."""
-
-    def wait(self, wait: Wait, timeout_s: float | None) -> None:
-        """Wait in the thread that reads the results."""
-
-    def end(self) -> None:
-        """Note that no more results are read. Idempotent."""
 
 
 class MapResults:
@@ -57,7 +34,7 @@ class MapResults:
     """
 
     def __init__(
-        self, source: Any, target: Target, window: Window, rules: Rules, max_in_flight: int | None
+        self, source: Any, target: MapTarget, window: Window, rules: Rules, max_in_flight: int | None
     ) -> None:
         self._target = target
         self._window = window

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import math
 from collections.abc import Iterator
 
 from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
@@ -108,7 +107,7 @@ class ConsistentHashRouter(RequestRouter):
         Parameters
         ----------
         bound
-            How many times the mean number of requests a replica may have.
+            How many times the mean number of requests a replica may have; infinity for no bound.
         fallback_replicas
             How many replicas beside its own a session may use; a request waits while all of them are full.
             None: any.
@@ -164,6 +163,6 @@ class ConsistentHashRouter(RequestRouter):
         return [over] if self._fallbacks is not None else [over, self._replicas_list]
 
 
-def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> int:
+def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> float:
     """Return how many requests a replica must have to get no more, including the next one in the mean."""
-    return math.ceil(bound * (total + 1) / max(len(replicas), 1))
+    return bound * (total + 1) / max(len(replicas), 1)

@@ -3,7 +3,9 @@
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although others would
 answer at once. Choice: a request that has no answer after the time in which most have one is sent to a second
 replica, the first answer counts, and the other try is cancelled. Only requests that may run twice are hedged.
-A budget keeps a deployment all of whose requests take long from getting twice as many.
+A budget keeps a deployment all of whose requests take long from getting twice as many. While little of it is
+left, a second try begins later. Else those that only just took longer than most would spend it, and for a
+while no slow request would get one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from daskserve.telemetry.table import MetricSample
 METHODS = frozenset({"GET", "HEAD"})
 #: The number of latencies that are kept, after which the delay is computed again, and that are needed.
 KEPT, EVERY, LEAST = 512, 32, 20
-#: How many second tries may have been saved up.
-MAX_SAVED = 10.0
+#: How many second tries may have been saved up; with fewer than the latter, requests wait longer for one, up
+#: to twice as long when none is left.
+MAX_SAVED, SCARCE = 10.0, 5.0
 #: How many late requests are looked at when a second try may begin.
 MAX_GRANTED = 8
 
@@ -97,7 +100,7 @@ class Hedging:
         self._tasks: set[asyncio.Task[None]] = set()
         #: The requests without an answer after the delay that have no second try yet, the oldest first.
         self._late: dict[_Race, SecondTry] = {}
-        #: After how long a second try begins; None as long as too little is known.
+        #: After how long a second try begins at the earliest; None as long as too little is known.
         self.delay_s: float | None = None
         #: How many second tries answered first, and how many did not.
         self.won = self.lost = 0
@@ -127,7 +130,7 @@ class Hedging:
         tasks = race.tasks
         tasks.append(self._start(first(receive, race.sender(0))))
         try:
-            if await race.is_open(self.delay_s):
+            if await race.is_open(self._pause_s()):
                 self._late[race] = second
                 self._grant()
             winner = await race.run()
@@ -142,6 +145,10 @@ class Hedging:
                 each.cancel()
             if self._late:  # not now: those that end at the same time need no second try
                 loop.call_soon(self._grant)
+
+    def _pause_s(self) -> float | None:
+        """Return after how long a request gets a second try."""
+        return None if self.delay_s is None else self.delay_s * (2.0 - min(self._saved / SCARCE, 1.0))
 
     def _grant(self) -> None:
         """Begin second tries of those that are late for longest, as far as budget and replicas allow.

@@ -35,7 +35,7 @@ from daskserve.common.types import (
     Send,
     short_tag,
 )
-from daskserve.data.replica.code_protocol import CLOSE_GRACE_S, LoggingProcess
+from daskserve.data.replica.code_protocol import CLOSE_GRACE_S
 from daskserve.data.replica.environment.interpreters import interpreter_of
 from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.logs import speaking_for
@@ -236,7 +236,7 @@ class ChildCode:
         return {**facts, "child_pid": child.pid}
 
     @property
-    def process(self) -> LoggingProcess | None:
+    def process(self) -> ChildProcess | None:
         """The child, whose logs the worker reads."""
         return self._child
 

@@ -56,7 +56,7 @@ class InstanceQueue:
             if replica is None or replica.cluster is None:
                 raise NotRunningError(
                     "The queue is kept by an instance, and this code runs in no replica of one; make the "
-                    "adapter with serve.instantiate_adapter_from_config(config, client=serve.connect())"
+                    "adapter with serve.tasks.instantiate_adapter_from_config(config, client=serve.connect())"
                 )
             # In a child process, its own client connects here.
             self._place = InstancePlace(replica.cluster.connection, replica.instance)

@@ -1,0 +1,85 @@
+"""The tail at a steady rate that leaves the machine mostly idle: a FastAPI application beside uvicorn.
+
+Requests come at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from when
+they should have been sent. The application runs in two workers of daskserve with default settings, and under
+``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50, p99
+and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
+
+It needs ``pip install fastapi uvicorn httptools uvloop scikit-learn``. Run:
+``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bench_apps import APP, ENVIRONMENT, Case, ours, uvicorn
+from http_load import PROGRAMS, System, end_on_sigterm
+
+PATHS = {"plain": "/plain", "async": "/async"}
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The latencies of one round in milliseconds, and the CPU time of a request in microseconds."""
+
+    p50_ms: float
+    p99_ms: float
+    p999_ms: float
+    cpu_us: float
+
+
+def measure(system: System, path: str, rate: float, seconds: float) -> Tail:
+    """Return the result of one round."""
+    command = [sys.executable, str(PROGRAMS / "open_loop.py"), system.url + path, str(rate), str(seconds)]
+    before_s = system.cpu_s()
+    took = sorted(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
+    cpu_s = system.cpu_s() - before_s
+    p50, p99, p999 = (took[int(len(took) * share)] * 1000 for share in (0.5, 0.99, 0.999))
+    return Tail(p50, p99, p999, cpu_s / (len(took) / seconds * (seconds + 1)) * 1e6)
+
+
+def compare(name: str, path: str, server: str, *, rate: float, seconds: float, rounds: int) -> None:
+    """Print a line for each figure of an endpoint."""
+    with ExitStack() as stack:
+        us = stack.enter_context(ours(Case(name, APP, path, "image"), server))
+        them = stack.enter_context(uvicorn(2))
+        pairs = []
+        for number in range(rounds + 1):
+            pair = tuple(measure(each, path, rate, seconds) for each in (us, them))
+            if number:  # the first round is a warm-up
+                pairs.append(pair)
+    for figure in ("p50_ms", "p99_ms", "p999_ms", "cpu_us"):
+        values = [tuple(getattr(each, figure) for each in pair) for pair in pairs]
+        ratios = [one / other for one, other in values]
+        our, their = (statistics.median(each[at] for each in values) for at in (0, 1))
+        print(
+            f"FastAPI {name:6} {server:8} {figure:8} {our:8.2f}  uvicorn {their:8.2f}  "
+            f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=500.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--server", choices=("tornado", "asyncio"), default="asyncio")
+    given = parser.parse_args()
+    end_on_sigterm()
+    os.environ.update(ENVIRONMENT)
+    sys.path.append(str(PROGRAMS))  # which the workers inherit
+    for name, path in PATHS.items():
+        compare(name, path, given.server, rate=given.rate, seconds=given.seconds, rounds=given.rounds)
+
+
+if __name__ == "__main__":
+    main()
