@@ -16,6 +16,7 @@ import daskserve as serve
 from daskserve.cli.main import main
 from daskserve.cli.verbs import deploy as cli_deploy
 from daskserve.cli.verbs import operate as cli_operate
+from daskserve.client.verbs import declared
 from daskserve.testing import local_instance
 
 CODE = """
@@ -138,6 +139,18 @@ def test_an_import_path_is_one_application_beside_those_of_the_file(
     (module,) = folder.glob("module_*.py")
     call("deploy", f"{module.stem}:app", "greeting=hey", "--name", "one", "--route-prefix", "/one", "--wait")
     assert [answer(client, each) for each in ("one", "mail")] == ["hey 1", "hi 1"]
+
+
+def test_a_deploy_that_waits_says_for_what(
+    client: serve.Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(declared, "ROUND_S", 0.1)
+    override = {"name": "Front", "ray_actor_options": {"num_cpus": 1000}}
+    edit(folder, lambda values: values["applications"][0].update(deployments=[override]))
+    result = call("deploy", "serve.yaml", "--wait", "--timeout-s", "0.5", code=1)
+    lines = [each for each in result.stderr.splitlines() if each.startswith("shop waits: ")]
+    assert len(lines) > 1
+    assert "CPU 1000" in lines[-1]
 
 
 def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) -> None:

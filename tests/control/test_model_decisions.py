@@ -71,6 +71,12 @@ def test_the_first_replica_that_cannot_load_a_version_ends_the_attempt() -> None
     again = loaded(failed, "m", "2", is_next=True)
     assert settled(again, {"s": report("1", errors={"m/2": (2, "no")})}, None) is again, "of the last attempt"
     assert text_of(again) == "model 'm' version 2 is being loaded; version 1 serves"
+    later = settled(
+        loaded(failed, "m", "3", is_next=False), {"s": report("1", errors={"m/3": (3, "no")})}, None
+    )
+    assert text_of(later).startswith("model 'm' version 3"), "the last one of those given up"
+    served = settled(loaded(later, "m", "4", is_next=True), {"s": report("1", "4")}, None)
+    assert (served.defaults, text_of(served)) == ({"m": "4"}, ""), "a version after them serves"
     assert text_of(None, "it cannot be read") == "it cannot be read"
 
 

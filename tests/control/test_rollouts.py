@@ -25,12 +25,15 @@ from daskserve.control.observed.rollout_evidence import (
     judge,
     least_requests,
 )
+from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.models import ModelsRecord
+from daskserve.control.records.records import Change
 from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
+from daskserve.control.verbs.history.events import events_of
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError
@@ -195,13 +198,23 @@ def test_requests_do_not_wait_for_a_version_without_replicas() -> None:
     assert bench.published()["rollout"]["key"] == planned
 
 
+def told(bench: RolloutBench, change: Change) -> str:
+    """Apply a change, and return what its event says."""
+    [row] = events_of(bench.state, change, {}, wall=0.0, number=1).values()
+    bench.state.apply(change)
+    assert isinstance(row, EventsRecord)
+    return str(row.entries[-1][1]).partition(", ")[2]
+
+
 def test_pause_promote_and_abort() -> None:
     bench = RolloutBench()
-    bench.state.apply(rollouts.pause(bench.state.backends["b"], bench.wall))
+    paused = told(bench, rollouts.pause(bench.state.backends["b"], bench.wall, by="ann"))
+    assert paused == "step 1 of 3: paused by ann"
     bench.answer((500, 0), (1000, 1))
     bench.after(1000)
     assert (bench.share(), bench.phase) == (0.1, P.PAUSED)
-    bench.state.apply(rollouts.promote(bench.state.backends["b"], bench.wall, full=False))
+    promoted = told(bench, rollouts.promote(bench.state.backends["b"], bench.wall, full=False, by="bob"))
+    assert promoted == "step 2 of 3: the replicas of version '2' start: promoted by bob"
     bench.after(1)
     bench.after(1)
     assert (bench.share(), bench.phase) == (0.5, P.SERVING)

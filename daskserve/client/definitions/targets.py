@@ -16,6 +16,12 @@ from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
 from daskserve.payload.importing import import_definition
 
+#: Flask, Django's `get_wsgi_application` and others.
+_WSGI = (
+    "{!r} is a WSGI application; daskserve serves ASGI applications. Wrap it: `pip install a2wsgi` on the "
+    "workers, too, and serve `a2wsgi.WSGIMiddleware(app)`."
+)
+
 
 def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Application:
     """Resolve a target of `daskserve.run` to an application.
@@ -45,6 +51,8 @@ def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Applic
         if isinstance(found, str):
             raise TypeError(f"Import path {target!r} must name an application or a builder, not {found!r}.")
     if isinstance(found, FunctionType) and not is_asgi_app(found):
+        if _is_wsgi_app(found):
+            raise TypeError(_WSGI.format(found))
         return _built(found, args or {})
     # Replicas import an ASGI application by its path, as its server would: pickled, it would be another
     # object than the one that its module refers to.
@@ -75,6 +83,8 @@ def _bound(found: Any, builder: str = "") -> Application:
         return found
     if isinstance(found, str) or is_asgi_app(found):
         return Deployment(found, default_name(found)).bind()
+    if _is_wsgi_app(found):
+        raise TypeError(_WSGI.format(found))
     is_unbound = isinstance(found, Deployment)
     got = f"deployment {found.name!r}, which is not bound: call its bind()" if is_unbound else repr(found)
     if builder:
@@ -86,6 +96,15 @@ def _bound(found: Any, builder: str = "") -> Application:
         "serve.run() takes what .bind() returns, an ASGI application, a function that returns one of them, "
         f"or the import path of one of them, got {got}"
     )
+
+
+def _is_wsgi_app(found: Any) -> bool:
+    if inspect.isclass(found) or not callable(found):
+        return False
+    try:
+        return list(inspect.signature(found).parameters) == ["environ", "start_response"]
+    except (TypeError, ValueError):  # it has no signature
+        return False
 
 
 def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Application:

@@ -17,6 +17,7 @@ from daskserve.client.definitions.specs import packed_middlewares
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.common import settings
+from daskserve.common.clock import OneLoopClock
 from daskserve.common.types import InstanceName, Location
 from daskserve.context import current_replica
 from daskserve.options.fields.base import parse_options
@@ -63,7 +64,8 @@ async def running_cluster(
         logging=None if logging_config is None else instance_logging(logging_config),
         tracing=checked_tracing(tracing_config),
     )
-    cluster = LocalCluster(load_factories(), workers=workers, instance=instance)
+    clock = OneLoopClock(asyncio.get_running_loop())  # programs read it on their own threads, too
+    cluster = LocalCluster(load_factories(), workers=workers, instance=instance, clock=clock)
     try:
         await cluster.start(message.encode())
         await wait_for_http(ControllerCalls(cluster.program.connection, cluster.instance), timeout_s)

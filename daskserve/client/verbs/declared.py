@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.client.instance.connection import Verbs, this_program
@@ -11,6 +11,9 @@ from daskserve.client.views.plan import Plan
 from daskserve.config_file.model import InstanceConfig
 from daskserve.errors import RequestTimeoutError
 from daskserve.options.fields.bounds import checked_number
+
+#: Time limit of one call that waits for a configuration, in seconds.
+ROUND_S = 10.0
 
 
 class DeclaringVerbs(Verbs):
@@ -79,7 +82,12 @@ class DeclaringVerbs(Verbs):
         return dict(await self._call("get_config", name=application))
 
     async def wait_for_config(
-        self, version: int, *, names: Sequence[str] | None = None, timeout_s: float | None = None
+        self,
+        version: int,
+        *,
+        names: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        on_wait: Callable[[Mapping[str, str]], None] | None = None,
     ) -> dict[str, Mapping[str, str]]:
         """Return the ``status`` and ``message`` of a configuration's applications once none is in progress.
 
@@ -89,6 +97,8 @@ class DeclaringVerbs(Verbs):
             What `deploy_config` returned.
         names : sequence of str, optional
             Default: all applications that it has declared.
+        on_wait : function, optional
+            It is called every ten seconds with what each application in progress waits for, by name.
 
         Raises
         ------
@@ -98,18 +108,20 @@ class DeclaringVerbs(Verbs):
         clock = self._connection.cluster_connection.clock
         deadline = None if timeout_s is None else clock.now() + timeout_s
         while True:
-            left_s = 25.0 if deadline is None else max(0.0, min(25.0, deadline - clock.now()))
+            left_s = ROUND_S if deadline is None else max(0.0, min(ROUND_S, deadline - clock.now()))
             found = await self._call("wait_for_config", version=version, names=names, timeout_s=left_s)
             if found["is_done"]:
                 return dict(found["applications"])
+            waiting = {
+                name: each["message"] or each["status"]
+                for name, each in found["applications"].items()
+                if each["status"] in ("BUILDING", "DEPLOYING")
+            }
             if deadline is not None and clock.now() >= deadline:
-                waiting = {
-                    name: each["message"] or each["status"]
-                    for name, each in found["applications"].items()
-                    if each["status"] in ("BUILDING", "DEPLOYING")
-                }
                 text = "; ".join(f"{name}: {why}" for name, why in waiting.items())
                 raise RequestTimeoutError(f"The configuration is not deployed after {timeout_s} s: {text}")
+            if on_wait is not None:
+                on_wait(waiting)
 
     async def scale_deployment(self, application: str, deployment: str | None, number: int) -> int:
         """Set the number of replicas of a deployment, until it is deployed with other options.

@@ -49,10 +49,10 @@ class RolloutVerbs(Verbs):
 
     async def abort_rollout(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
         """Give the old version all traffic, and take the change back; when this returns, it has it here."""
-        return await self._steer("abort_rollout", **_message(name, application, model), by=this_program())
+        return await self._steer("abort_rollout", **_message(name, application, model))
 
     async def _steer(self, verb: str, **message: Any) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call(verb, **message)
+        found: dict[str, Any] = await self._call(verb, **message, by=this_program())
         await self._complete(found, blocking=True)
         return {name: value for name, value in found.items() if name != "snapshot"}
 

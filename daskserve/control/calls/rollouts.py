@@ -54,15 +54,23 @@ class RolloutVerbs(DecidingVerbs):
         return self._status(name, application, model)
 
     @verb
-    async def pause_rollout(self, name: str, application: str = "", model: str = "") -> dict[str, Any]:
-        decide = self._of_model("pause", model) if model else rollouts.pause
+    async def pause_rollout(
+        self, name: str, application: str = "", by: str = "", model: str = ""
+    ) -> dict[str, Any]:
+        decide = self._of_model("pause", model, by=by) if model else partial(rollouts.pause, by=by)
         return await self._change(name, application, decide, model)
 
     @verb
     async def promote_rollout(
-        self, name: str, application: str = "", full: bool = False, request_id: str = "", model: str = ""
+        self,
+        name: str,
+        application: str = "",
+        full: bool = False,
+        request_id: str = "",
+        by: str = "",
+        model: str = "",
     ) -> dict[str, Any]:
-        options: dict[str, Any] = {"full": full, "request_id": request_id}
+        options: dict[str, Any] = {"full": full, "request_id": request_id, "by": by}
         decide = (
             self._of_model("promote", model, **options) if model else partial(rollouts.promote, **options)
         )

@@ -259,18 +259,25 @@ def _named(record: ModelsRecord) -> Iterable[str]:
 
 
 def text_of(record: ModelsRecord | None, problem: str = "") -> str:
-    """Return the status text of the models that load or have failed, and of their folder."""
+    """Return the status text of the models that load or have failed, and of their folder.
+
+    Of the versions of a model that were given up, it names the last one that was tried after the default
+    version: with that one in service, what became of the ones before is history.
+    """
     parts = [problem] if problem else []
     for name, versions in {} if record is None else record.models.items():
         default = record.defaults.get(name) if record is not None else None
-        for version, entry in versions.items():
-            serves = f"; version {default} serves" if default is not None else ""
-            if entry["state"] == ModelState.FAILED:
-                parts.append(
-                    f"model {name!r} version {version} could not be loaded: {entry['reason']}{serves}"
-                )
-            elif entry["state"] == ModelState.TAKEN_BACK:
-                parts.append(f"model {name!r}: {entry['reason']}")
-            elif entry["state"] == ModelState.LOADING:
+        serves = f"; version {default} serves" if default is not None else ""
+        tried = versions.get(default or "", {}).get("attempt", 0)
+        given_up = ""
+        for version, entry in sorted(versions.items(), key=lambda each: each[1]["attempt"]):
+            if entry["state"] == ModelState.LOADING:
                 parts.append(f"model {name!r} version {version} is being loaded{serves}")
+            elif entry["attempt"] < tried:
+                continue
+            elif entry["state"] == ModelState.FAILED:
+                given_up = f"model {name!r} version {version} could not be loaded: {entry['reason']}{serves}"
+            elif entry["state"] == ModelState.TAKEN_BACK:
+                given_up = f"model {name!r}: {entry['reason']}"
+        parts += [given_up] if given_up else []
     return "; ".join(parts)

@@ -99,7 +99,7 @@ class RolloutState:
     carried : tuple of float
         The winnings of each gate's bets at the steps before the one that is served.
     why : str
-        Why it has ended, with figures.
+        Why it has ended, with figures; before, who paused or promoted it last.
     promoted_by : str
         Id of the call that promoted it last, which tells a retry from a second call.
     """
@@ -144,7 +144,8 @@ class RolloutState:
             raise InvalidRolloutTransition(f"A rollout that is {self.phase} cannot take {event}.")
         found = replace(self, phase=phase, since=wall, why=why)
         if event is RolloutEvent.READY:
-            found = replace(found, served=self.step)
+            # Who asked for the step is still true of it.
+            found = replace(found, served=self.step, why=why or self.why)
         elif event is RolloutEvent.NEXT:
             found = replace(found, step=self.served + 1)
         if not found.is_active:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from tornado.httpclient import AsyncHTTPClient, HTTPError
 from tornado.simple_httpclient import SimpleAsyncHTTPClient
 
@@ -42,8 +44,10 @@ class HTTPFetcher:
                 request_timeout=self._timeout_s,
                 headers={"Accept": "application/json"},
             )
-        except HTTPError as error:
-            raise OSError(str(error)) from error
+        except (HTTPError, OSError) as error:
+            # Without the path, and without a login that the URL may have.
+            server = urlsplit(url).netloc.rpartition("@")[2]
+            raise OSError(f"{server} gives no answer: {error}") from error
         is_json = "json" in found.headers.get("Content-Type", "")
         if found.code >= 300 and not is_json:
             raise OSError(f"HTTP {found.code}: {found.reason}")

@@ -23,7 +23,7 @@ from daskserve.control.records.model_decisions import (
 )
 from daskserve.control.records.models import ModelsRecord, ModelState, rollout_tag
 from daskserve.control.records.rollout import RolloutEvent, RolloutPhase, RolloutState
-from daskserve.control.verbs.rollout_plan import decide, promoted
+from daskserve.control.verbs.rollout_plan import A_PROGRAM, decide, paused, promoted
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig
 
@@ -126,15 +126,15 @@ def steered(
     if last is not None and request_id and last["promoted_by"] == request_id:
         return record  # the retry of a call
     if rollout is None or plan is None:
-        why = "" if last is None else f": it is {last['phase']}, {last['why']}"
+        why = "" if last is None else f": it is {last['phase']}, {last['why'].rstrip('.')}"
         raise NotFoundError(f"There is no rollout of model {name!r} to {verb}{why}.")
+    by = options.get("by") or A_PROGRAM
     if verb == "pause":
-        return _with(record, name, rollout.moved(RolloutEvent.PAUSE, wall))
+        return _with(record, name, paused(rollout, wall, by))
     if verb == "promote":
-        after = promoted(rollout, plan, wall, full=options.get("full", False))
+        after = promoted(rollout, plan, wall, full=options.get("full", False), by=by)
         return record if after is rollout else _ended(record, name, replace(after, promoted_by=request_id))
     new, old = rollout.names
-    by = options.get("by") or "a program"
     why = f"the rollout of version '{new}' was aborted by {by}; version '{old}' has all requests"
     return _ended(record, name, rollout.moved(RolloutEvent.ABORT, wall, why))
 

@@ -24,6 +24,9 @@ from daskserve.control.records.versions import unmarked
 from daskserve.errors import ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
 from daskserve.options.rollout import RolloutConfig, percent_of
 
+#: Who steers a rollout, if the caller has not said so.
+A_PROGRAM = "a program"
+
 
 def begun(
     state: State, wanted: BackendRecord, before: Mapping[str, Any] | None, rollout_id: str, now: float
@@ -170,15 +173,24 @@ def _carried(
     )
 
 
+def paused(rollout: RolloutState, wall: float, by: str = "") -> RolloutState:
+    """Return the state of a rollout that stays at its step; ``by`` is the program that pauses it."""
+    return rollout.moved(RolloutEvent.PAUSE, wall, f"paused by {by or A_PROGRAM}")
+
+
 def promoted(
-    rollout: RolloutState, config: RolloutConfig, wall: float, *, full: bool = False
+    rollout: RolloutState, config: RolloutConfig, wall: float, *, full: bool = False, by: str = ""
 ) -> RolloutState:
-    """Return the state of a rollout that goes on to the next step, or (``full``) to its end."""
+    """Return the state of a rollout that goes on to the next step, or (``full``) to its end.
+
+    ``by`` is the program that promotes it; empty: the step has passed.
+    """
     if full or rollout.served + 1 >= len(config.steps):
-        return rollout.moved(RolloutEvent.LAST, wall, "all steps have passed")
+        why = f"it was promoted to the end by {by}" if by else "all steps have passed"
+        return rollout.moved(RolloutEvent.LAST, wall, why)
     if rollout.phase is RolloutPhase.STARTING:
         return rollout
-    return rollout.moved(RolloutEvent.NEXT, wall)
+    return rollout.moved(RolloutEvent.NEXT, wall, f"promoted by {by}" if by else "")
 
 
 def ended_rollout(backend: BackendRecord, error: ServeError, wall: float) -> RolloutState | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
 from daskserve.control.records.records import BackendRecord, Change, GoalRecord
-from daskserve.control.records.rollout import RolloutEvent, RolloutState
+from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.state import State
 from daskserve.control.verbs import goals
-from daskserve.control.verbs.rollout_plan import promoted
+from daskserve.control.verbs.rollout_plan import A_PROGRAM, paused, promoted
 from daskserve.errors import NotFoundError, RolloutError
 
 
@@ -16,17 +16,17 @@ def _going_on(backend: BackendRecord, doing: str) -> RolloutState:
     if backend.canary is not None:
         return backend.canary
     ended = backend.rollout
-    why = "" if ended is None else f": it is {ended.phase}, {ended.why}"
+    why = "" if ended is None else f": it is {ended.phase}, {ended.why.rstrip('.')}"
     raise NotFoundError(f"There is no rollout of {backend.display_name} to {doing}{why}.")
 
 
-def pause(backend: BackendRecord, wall: float) -> Change:
+def pause(backend: BackendRecord, wall: float, *, by: str = "") -> Change:
     """Keep a rollout at its present step until it is promoted or aborted; its gates stay in force."""
     rollout = _going_on(backend, "pause")
-    return {backend.key: replace(backend, rollout=rollout.moved(RolloutEvent.PAUSE, wall))}
+    return {backend.key: replace(backend, rollout=paused(rollout, wall, by))}
 
 
-def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str = "") -> Change:
+def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str = "", by: str = "") -> Change:
     """Let a rollout go on to its next step, paused or not; with ``full``, to its end.
 
     The retry of a call changes nothing.
@@ -35,7 +35,7 @@ def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str 
         return {}
     rollout, plan = _going_on(backend, "promote"), backend.config.rollout
     assert plan is not None
-    after = promoted(rollout, plan, wall, full=full)
+    after = promoted(rollout, plan, wall, full=full, by=by or A_PROGRAM)
     if after is rollout:
         return {}
     return {backend.key: replace(backend, rollout=replace(after, promoted_by=request_id))}
@@ -57,8 +57,8 @@ def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:
     new, old = rollout.names
     error = RolloutError(
         f"{capitalized(backend.display_name)}: the rollout of version '{new}' was aborted by "
-        f"{by or 'a program'}; version '{old}' has all traffic.",
-        by=by or "a program",
+        f"{by or A_PROGRAM}; version '{old}' has all traffic.",
+        by=by or A_PROGRAM,
     )
     return goals.rolled_back(state, goal, error, backend, wall)
 

@@ -56,7 +56,10 @@ def _text(rollout: RolloutState, plan: RolloutConfig, share: float, evidence: Ev
     elif lacks := missing(plan, evidence, planned_share(rollout, plan)):
         found.append(lacks)
     if evidence.new.requests:
-        found += [each.text for each in findings(plan, rollout, evidence, share)]
+        for number, each in enumerate(findings(plan, rollout, evidence, share)):
+            trouble = evidence.troubles.get(number)
+            if number in evidence.polls or trouble is None or trouble not in found[-1]:
+                found.append(each.text)
     return "; ".join(found)
 
 

@@ -524,7 +524,9 @@ async def test_rollouts_are_steered(site: Site) -> None:
     for verb, message in (("pause", {}), ("promote", {"full": False}), ("promote?full=true", {"full": True})):
         reply = await site.ask(f"{path}/{verb}", "POST")
         assert (reply.code, json.loads(reply.body)) == (200, {"state": "SERVING"})
-        assert site.hosts.calls[-1][2] == {**named, **message}
+        asked = site.hosts.calls[-1][2]
+        assert asked == {**named, **message, "by": asked["by"]}
+        assert "127.0.0.1" in asked["by"]
     assert (await site.ask(path)).code == 200
     assert (await site.ask(f"{path}/abort", "POST")).code == 200
     assert site.hosts.calls[-1][2].keys() == {*named, "by"}

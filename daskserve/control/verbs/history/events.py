@@ -216,12 +216,12 @@ def _phase_of(plan: RolloutConfig | None, rollout: RolloutState) -> str:
     words = {
         RolloutPhase.STARTING: f"{number}: the replicas of version '{new}' start",
         RolloutPhase.SERVING: f"{number}: version '{new}' has {_nth(steps, rollout.served)} of the traffic",
-        RolloutPhase.PAUSED: f"{number}: paused",
+        RolloutPhase.PAUSED: number,
         RolloutPhase.COMPLETED: f"version '{new}' has all traffic",
-        RolloutPhase.ROLLED_BACK: f"version '{old}' has all traffic: {rollout.why}",
-        RolloutPhase.ABORTED: f"version '{old}' has all traffic: {rollout.why}",
+        RolloutPhase.ROLLED_BACK: f"version '{old}' has all traffic",
+        RolloutPhase.ABORTED: f"version '{old}' has all traffic",
     }
-    return words[rollout.phase]
+    return ": ".join(filter(None, (words[rollout.phase], rollout.why)))
 
 
 def _nth(steps: Sequence[str], number: int) -> str:

@@ -205,7 +205,7 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "POST",
             f"{path}/pause",
             "Keep a rollout at its present step; its gates stay in force.",
-            _rollout("pause_rollout"),
+            lambda asked: ("pause_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
             _without_snapshot,
         ),
         Operation(
@@ -214,7 +214,12 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "Let a rollout go on to its next step, whatever it waits for.",
             lambda asked: (
                 "promote_rollout",
-                {**_rollout("")(asked)[1], "full": asked.flag("full"), "request_id": uuid.uuid4().hex},
+                {
+                    **_rollout("")(asked)[1],
+                    "full": asked.flag("full"),
+                    "by": asked.by,
+                    "request_id": uuid.uuid4().hex,
+                },
             ),
             _without_snapshot,
             query={"full": ("boolean", "Skip all other steps.")},
