@@ -151,8 +151,8 @@ class Builders:
     def _worker(self) -> WorkerAddress:
         """Return the worker for the next build.
 
-        The first of several goes to that of the next replica, which then has the module. Others go where least
-        is built, and to the controller's worker last, because they take the interpreter lock from it.
+        The first of several goes to that of the next replica, which then has the module. Others go where
+        least is built, and to the controller's worker last, because they take the interpreter lock from it.
         """
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
