@@ -383,16 +383,23 @@ def class_id(cls: type) -> str:
     return str(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls])
 
 
-def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> None:
-    """Change that id, before another process has seen it; do nothing if another class has the new id.
+def has_id(cls: type) -> bool:
+    """Return whether a class has been pickled by value in this process, or come to it so."""
+    return cls in _DYNAMIC_CLASS_TRACKER_BY_CLASS
+
+
+def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> bool:
+    """Change that id, before another process has seen it; return False if another class has the new id.
 
     With ``shares``, both then have it: what is unpickled here under that id stays the other class.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
-        if shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID:
+        is_free = shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID
+        if is_free:
             _DYNAMIC_CLASS_TRACKER_BY_ID.pop(_DYNAMIC_CLASS_TRACKER_BY_CLASS[cls], None)
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[cls] = wanted
             _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(wanted, cls)
+        return is_free
 
 
 def release_class_ids(modules: Collection[str]) -> dict[str, type]:

@@ -15,9 +15,11 @@ from daskserve.client.hosting.building import build_configured
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.reading import read
 from daskserve.errors import BadRequestError, ConfigFileError, ReplicaStartError
+from daskserve.internals.cloudpickle import release_class_ids
 from daskserve.options.backend import BackendConfig
 from daskserve.options.environment import Environment
 from daskserve.options.specs import BackendSpec
+from daskserve.payload.importing import forget
 from daskserve.payload.parcels import unpack_code
 
 MODULE = """
@@ -242,3 +244,16 @@ def test_code_can_be_in_the_files_of_the_environment(folder: Path) -> None:
         ]
     assert [each for each in sys.modules if each.partition(".")[0] == "shop"] == []
     assert [each for each in sys.path if "cache" in each] == []
+
+
+def test_a_version_does_not_depend_on_what_the_process_built_first() -> None:
+    def versions(*sizes: int) -> dict[int, list[str | None]]:
+        release_class_ids(forget(["configured"]))
+        found = {}
+        for size in sizes:
+            config = ApplicationConfig(import_path="configured:build", args={"size": size})
+            spec = build_configured(config).spec
+            found[size] = [each.spec.version for each in spec.deployments]
+        return found
+
+    assert versions(1, 2) == versions(2, 1)

@@ -13,11 +13,12 @@ import hashlib
 import pickle
 import pickletools
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
-from daskserve.internals.cloudpickle import NO_FILE, class_id, set_class_id
+from daskserve.internals.cloudpickle import NO_FILE, class_id, has_id, set_class_id
 from daskserve.internals.ipython import CELL
 
 #: Length of a digest, in hexadecimal digits.
@@ -84,16 +85,28 @@ def code_digest(
     return digest.hexdigest()[:DIGITS]
 
 
-def settle_ids(classes: Mapping[type, bool], parts: Sequence[Any]) -> None:
-    """Give classes that are new ids that depend on the pickle they are in, and not on chance.
+def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bool]], Sequence[Any]]) -> None:
+    """Give classes that are new ids that depend on their own code only.
 
-    Then the same program has the same code each time it runs.
+    Then the same program has the same code each time it runs, and in each worker: not on chance, nor on the
+    arguments and other classes that a class is pickled with first.
+
+    Parameters
+    ----------
+    pack
+        Returns the parts of the pickle of a class alone, and adds its classes to a dictionary.
     """
-    new = [cls for cls, is_new in classes.items() if is_new]
-    aliases = {class_id(cls): str(number) for number, cls in enumerate(new)}
-    digest = code_digest(parts, classes, aliases)
-    for number, cls in enumerate(new):
-        set_class_id(cls, f"{digest}-{number}", shares=shares_ids.get())
+    digests: Counter[str] = Counter()
+    for cls in [each for each, is_new in classes.items() if is_new]:
+        inside: dict[type, bool] = {}
+        parts = pack(cls, inside)
+        aliases = {
+            class_id(each): f"{each.__module__}.{each.__qualname__}" for each in inside if has_id(each)
+        }
+        digest = code_digest(parts, inside, aliases)
+        while not set_class_id(cls, f"{digest}-{digests[digest]}", shares=shares_ids.get()):
+            digests[digest] += 1  # an equal class of this process has it
+        digests[digest] += 1
 
 
 def _reader(

@@ -270,7 +270,7 @@ def _packed(
         classes: dict[type, bool] = {}
         code, parts = pack_code(whole, substitution, classes)
         if any(classes.values()):
-            settle_ids(classes, parts or (code,))
+            settle_ids(classes, partial(_alone, substitution))
             code, parts = pack_code(whole, substitution)
         if modules and names_one_of(bytes(parts[0]) if parts else code, modules):
             return _packed(name, (ModuleVersions(modules), *whole), substitution)
@@ -291,6 +291,13 @@ def _packed(
             CREATE_THERE,
             substitution,
         ) from error
+
+
+def _alone(
+    substitution: Callable[[], Substitute] | None, cls: type, classes: dict[type, bool]
+) -> tuple[Any, ...]:
+    code, parts = pack_code((cls,), substitution, classes)
+    return parts or (code,)
 
 
 def _name_of(definition: Any) -> str:
