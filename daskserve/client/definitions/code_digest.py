@@ -100,8 +100,11 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
     for cls in [each for each, is_new in classes.items() if is_new]:
         inside: dict[type, bool] = {}
         parts = pack(cls, inside)
+        # A type variable has an id, too.
         aliases = {
-            class_id(each): f"{each.__module__}.{each.__qualname__}" for each in inside if has_id(each)
+            class_id(each): f"{each.__module__}.{getattr(each, '__qualname__', each.__name__)}"
+            for each in inside
+            if has_id(each)
         }
         digest = code_digest(parts, inside, aliases)
         while not set_class_id(cls, f"{digest}-{digests[digest]}", shares=shares_ids.get()):
