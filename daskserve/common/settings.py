@@ -348,9 +348,8 @@ def _checked(path: str, name: str, kind: str, value: Any) -> Any:
         value = _size_of(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         example = ", such as 1000000 or '256 MiB'" if name.endswith("_bytes") else ""
-        raise ValueError(
-            f"Dask's configuration has {path}.{name.replace('_', '-')}: {value!r}; set it to a number{example}."
-        )
+        option = f"{path}.{name.replace('_', '-')}"
+        raise ValueError(f"Dask's configuration has {option}: {value!r}; set it to a number{example}.")
     return value
 
 

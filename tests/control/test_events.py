@@ -153,6 +153,8 @@ def test_traffic_and_capacity_are_told() -> None:
     (traffic,) = tell(state, {after.key: after}, **{"": "prog.py"})
     assert traffic.by == "prog.py"
     assert traffic.message == "The traffic of endpoint 'e' goes to b 50%, c 50%"
+    (copied,) = tell(state, {before.key: replace(before, shadows={"c": 0.1})})
+    assert copied.message == "Copies for endpoint 'e' go to c 10%"
     (capacity,) = tell(state, {"capacity/target": CapacityRecord(50.0, "DOWN")})
     assert capacity.message == "The target capacity is 50%"
 
