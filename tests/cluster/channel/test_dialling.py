@@ -244,7 +244,7 @@ def test_settings_come_from_the_dask_configuration() -> None:
             assert settings.controller().history_bytes == found
     for wrong in ("much", True, None, [1]):
         with dask.config.set({"daskserve.controller.history-bytes": wrong}):
-            with pytest.raises(ValueError, match="history-bytes: .*; set it to a number, such as 1000000"):
+            with pytest.raises(ValueError, match=r"history-bytes: .*; set it to a number, such as 1000000"):
                 settings.controller()
 
 

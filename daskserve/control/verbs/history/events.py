@@ -301,11 +301,9 @@ def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) ->
     if not getattr(after or before, "is_legacy", True) and (before is None or after is None):
         return
     what, by = f"endpoint '{short_tag(name)}'", world.causes.get(WHOLE, "")
-    for text, field_name in (
-        (f"The traffic of {what} goes", "traffic"),
-        (f"Copies for {what} go", "shadows"),
-    ):
-        old, new = dict(getattr(before, field_name, {})), dict(getattr(after, field_name, {}))
+    fields = {"traffic": f"The traffic of {what} goes", "shadows": f"Copies for {what} go"}
+    for name_of_field, text in fields.items():
+        old, new = dict(getattr(before, name_of_field, {})), dict(getattr(after, name_of_field, {}))
         if old != new:
             shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
             yield Event(K.TRAFFIC_SET, f"{text} to {shares}", world.application(name), subject=name, by=by)

@@ -257,7 +257,7 @@ class AnswerComparer:
             self._pending -= 1
 
     def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
-        """Return the difference between two answers, and why they cannot be compared; empty if there is none."""
+        """Return the difference between two answers, and why they cannot be compared; empty if none."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)
