@@ -19,6 +19,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, names_of
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.routing.route_variables import check_part_name, check_route, shape_of
 from daskserve.options.tracing import TracingConfig
 
@@ -66,11 +67,12 @@ class Checks:
         if "applications" not in value and not nearest("applications", list(value)):
             self._fault(path, "there are no applications: the key 'applications' is missing")
         applications = found.pop("applications", None)
-        if applications is not None:
+        if "applications" in value:
             where = (*path, "applications")
             found["applications"] = self._each(applications, where, self.application, "applications")
         self._http(found, path)
-        self._tracing(found, path)
+        self._part(found, "tracing_config", TracingConfig, {}, path)
+        self._part(found, "logging_config", LoggingConfig, {}, path)
         capacity = found.get("target_capacity")
         if capacity is not None and not has_references(capacity):
             is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
@@ -93,10 +95,12 @@ class Checks:
         self._import_path(found, path)
         self._name(found.get("name", DEFAULT_APPLICATION), path)
         self._route(found, path)
-        plain = {
-            name: each for name, each in found.items() if name not in ("name", "import_path", "route_prefix")
-        }
+        apart = ("name", "import_path", "route_prefix", "logging_config", "external_scaler_enabled")
+        plain = {name: each for name, each in found.items() if name not in apart}
         self._options(ApplicationConfig, {**plain, "import_path": "a:b"}, path)
+        scaled = {name: found[name] for name in apart[-1:] if name in found}
+        self._options(BackendConfig, scaled, path)
+        self._part(found, "logging_config", LoggingConfig, {}, path)
         self._policy(found.get("autoscaling_policy"), (*path, "autoscaling_policy"))
         if env is not None:
             found["env"] = env
@@ -148,14 +152,20 @@ class Checks:
 
     # ---- parts of an instance and an application
 
-    def _tracing(self, found: dict[str, Any], path: Path) -> None:
-        where = (*path, "tracing_config")
-        options = found.pop("tracing_config", None)
-        if options is not None and self._is_mapping(options, where, "tracing_config"):
-            options = self._known(options, where, known_names(TracingConfig), {}, "tracing_config")
-            options = without_nulls(TracingConfig, options)
-            self._options(TracingConfig, options, where)
-            found["tracing_config"] = options
+    def _part(
+        self,
+        found: dict[str, Any],
+        name: str,
+        model: type[Options],
+        theirs: Mapping[str, RayKey],
+        path: Path,
+    ) -> None:
+        """Check the options of a model under a key, and leave out of ``found`` those that are not read."""
+        where, options = (*path, name), found.pop(name, None)
+        if options is not None and self._is_mapping(options, where, name):
+            options = without_nulls(model, self._known(options, where, known_names(model), theirs, name))
+            self._options(model, options, where)
+            found[name] = options
 
     def _scales_alone(self, deployment: Any, path: Path) -> None:
         """Note a deployment that scales itself in an application that others scale."""
@@ -170,17 +180,11 @@ class Checks:
             )
 
     def _http(self, found: dict[str, Any], path: Path) -> None:
-        where = (*path, "http_options")
-        options = found.pop("http_options", None)
-        if options is not None and self._is_mapping(options, where, "http_options"):
-            options = self._known(options, where, known_names(HTTPOptions), ray_keys.HTTP, "http_options")
-            options = without_nulls(HTTPOptions, options)
-            self._options(HTTPOptions, options, where)
-            found["http_options"] = options
+        self._part(found, "http_options", HTTPOptions, ray_keys.HTTP, path)
         location = found.get("proxy_location")
         if location is None:
             return
-        if options and "location" in options:
+        if "location" in found.get("http_options", {}):
             self._fault(
                 (*path, "proxy_location"), "proxy_location is another spelling of location in http_options"
             )
@@ -304,8 +308,9 @@ class Checks:
                 )
             else:
                 self._options(Environment, {name: found[name]}, where)
-        if given[-1] != ENV_NAMES[0] and has_references(found):
-            self._document.copy(where, (*path, ENV_NAMES[0]))  # the references have the other name
+        if given[-1] != ENV_NAMES[0]:
+            for inside, _ in references_in(found):  # which have the other name from here on
+                self._document.put((*path, ENV_NAMES[0], *inside), self._document.at((*where, *inside)))
         folder = found.get("working_dir")
         if isinstance(folder, str) and not has_references(folder) and "://" not in folder:
             self._fault(
@@ -336,7 +341,8 @@ class Checks:
 
     def _each(self, value: Any, path: Path, check: Callable[[Any, Path], Any], what: str) -> list[Any]:
         if not isinstance(value, list):
-            self._fault(path, f"{what} must be a list, got {type(value).__name__}")
+            got = "nothing; [] is an empty list" if value is None else type(value).__name__
+            self._fault(path, f"{what} must be a list, got {got}")
             return []
         return [check(each, (*path, index)) for index, each in enumerate(value)]
 

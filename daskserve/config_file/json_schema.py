@@ -20,6 +20,7 @@ from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, spellings_of
 from daskserve.options.http import HTTPOptions
+from daskserve.options.logging import LoggingConfig
 from daskserve.options.tracing import TracingConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -39,12 +40,15 @@ def json_schema() -> dict[str, Any]:
         ]
     }
     deployment = _deployment(env)
+    logging = {"anyOf": [_object(LoggingConfig, {}), {"type": "null"}]}
     application = _object(
         ApplicationConfig,
         ray_keys.APPLICATION,
         name=_NAME,
         env=env,
         runtime_env=env,
+        external_scaler_enabled={"anyOf": [{"type": "boolean"}, _REFERENCE]},
+        logging_config=logging,
         deployments={"type": ["array", "null"], "items": deployment},
         autoscaling_policy={
             "type": ["object", "null"],
@@ -60,6 +64,7 @@ def json_schema() -> dict[str, Any]:
         applications={"type": "array", "items": application},
         http_options=_object(HTTPOptions, ray_keys.HTTP),
         tracing_config=_object(TracingConfig, {}),
+        logging_config=logging,
         proxy_location={"anyOf": [*location.get("anyOf", [location]), {"const": "Disabled"}]},
         target_capacity={"anyOf": [{"type": ["number", "null"], "minimum": 0, "maximum": 100}, _REFERENCE]},
     )

@@ -15,7 +15,6 @@ from pydantic import AliasChoices, ConfigDict, Field
 
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.fields.base import Options
-from daskserve.options.logging import LoggingConfig
 
 #: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
 Places: TypeAlias = dict[str, str]
@@ -54,7 +53,7 @@ class ApplicationConfig(Options):
         "What a deployment sets itself wins; variables of both are there.",
         validation_alias=AliasChoices("env", "runtime_env"),
     )
-    external_scaler_enabled: bool = Field(
+    external_scaler_enabled: bool | str = Field(
         False, description="Whether external programs may set the number of replicas of its deployments."
     )
     autoscaling_policy: dict[str, Any] | None = Field(
@@ -62,7 +61,7 @@ class ApplicationConfig(Options):
         description="One policy that decides for all its deployments with an ``autoscaling_config``: "
         "``policy_function``, an import path, and ``policy_kwargs``.",
     )
-    logging_config: LoggingConfig | None = Field(
+    logging_config: dict[str, Any] | None = Field(
         None, description="How its deployments log, see [Logging](docs/logging.md)."
     )
     deployments: list[DeploymentOverride] = Field(
@@ -91,7 +90,7 @@ class InstanceConfig(Options):
         description="Ray Serve's name of ``location`` in ``http_options``: ``EveryNode``, ``HeadOnly`` or "
         "``Disabled``.",
     )
-    logging_config: LoggingConfig | None = Field(
+    logging_config: dict[str, Any] | None = Field(
         None,
         description="How the instance logs, see [Logging](docs/logging.md). Without it, an instance that "
         "runs already logs as before.",

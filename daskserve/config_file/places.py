@@ -83,9 +83,3 @@ class Document:
     def has(self, path: Sequence[str | int]) -> bool:
         """Whether the text has a value at a path."""
         return tuple(path) in self._places
-
-    def copy(self, path: Path, other: Path) -> None:
-        """Give the values at a path and below it a second path."""
-        for places in (self._places, self._keys):
-            found = [each for each in places if each[: len(path)] == path]
-            places.update({(*other, *each[len(path) :]): places[each] for each in found})

@@ -13,7 +13,7 @@ from daskserve.config_file.limits import excess
 from daskserve.config_file.model import InstanceConfig
 from daskserve.config_file.option_checks import shortened
 from daskserve.config_file.places import Document, Faults, Place
-from daskserve.config_file.references import not_references_in
+from daskserve.config_file.references import ConfigT, not_references_in, resolved
 from daskserve.config_file.toml_text import parse_toml
 from daskserve.config_file.yaml_text import parse_yaml
 from daskserve.errors import ConfigFileError
@@ -92,6 +92,24 @@ def checked(
     return found
 
 
+def in_force(config: ConfigT, variables: Mapping[str, str]) -> ConfigT:
+    """Return a configuration with the values of variables, as `resolved` does; these are checked, too.
+
+    Raises
+    ------
+    ConfigFileError
+        A variable is missing, or has a wrong value.
+    """
+    found = resolved(config, variables)
+    if config.references:
+        plain = {name: each for name, each in found.to_plain().items() if name != "references"}
+        if isinstance(found, InstanceConfig):
+            checked({**plain, "applications": []}, "instance")
+        else:
+            checked(plain, "application")
+    return found
+
+
 def _applications(document: Document) -> list[Any]:
     parts = [each for each in document.values if isinstance(each, Mapping)]
     lists = [each.get("applications", [each]) for each in parts]
@@ -117,6 +135,8 @@ def _join(
         named = {"name": DEFAULT_APPLICATION, **each}  # what is stored by name has one
         if has_list and part.get("logging_config"):
             # The instance may run already; its deployments log by the file.
+            outer = {"logging_config": part["logging_config"]}
+            references = {**places_of_references(outer, path, document, faults.name), **references}
             named["logging_config"] = {**part["logging_config"], **(each.get("logging_config") or {})}
         values["applications"].append({**named, "references": references} if references else named)
     others = {name: value for name, value in part.items() if name != "applications"}

@@ -144,9 +144,14 @@ class OpenAIServer:
                 return _failure(error)
 
     def _handle(self, model: str, adapter: str) -> Any:
-        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`.
+        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`, and
+        # those of a session where the model's router sends them.
+        present = current_request.get()
+        session, priority = ("", 0) if present is None else (present.session_id, present.priority_number)
+        facts = {"multiplexed_model_id": adapter, "session_id": session, "priority": priority}
+        options = {name: fact for name, fact in facts.items() if fact}
         handle = self._handles[model]
-        return handle.options(multiplexed_model_id=adapter) if adapter else handle
+        return handle.options(**options) if options else handle
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
         # An error before the first token has a status of its own.

@@ -7,10 +7,12 @@ carries the digests of the user's modules, and a worker that has imported other 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import logging
+import operator
 import os
 import socket
 import sys
@@ -30,7 +32,6 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
-_INSTALLED = ("site-packages", "dist-packages")
 #: The digests of files before they were imported, by real path: a file may change while it is imported.
 digests_before: ContextVar[Mapping[str, str] | None] = ContextVar("daskserve_digests", default=None)
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
@@ -67,9 +68,7 @@ def _modules_beside(name: str) -> list[ModuleType]:
     return [
         sys.modules[each]
         for each, file in sorted(files.items())
-        if each != "__main__"
-        and file.startswith(folder + os.sep)
-        and not any(map(file.__contains__, _INSTALLED))
+        if each != "__main__" and file.startswith(folder + os.sep) and not _is_installed(file)
     ]
 
 
@@ -88,7 +87,7 @@ def folder_of(name: str) -> str | None:
     is_package = bool(getattr(found, "submodule_search_locations", None)) or hasattr(module, "__path__")
     if is_package:
         folder = os.path.dirname(folder)
-    if folder == sysconfig.get_path("stdlib") or any(map(f"{folder}{os.sep}".__contains__, _INSTALLED)):
+    if folder == _standard_library() or _is_installed(f"{folder}{os.sep}"):
         return None
     return folder
 
@@ -108,18 +107,51 @@ def have_changed(modules: Iterable[ModuleType]) -> bool:
 
 def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules whose files are in some folders, by name; none of installed packages."""
-    starts = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
-    stdlib = os.path.join(sysconfig.get_path("stdlib"), "")
+    starts = tuple(os.path.join(each, "") for each in folders)
+    real: tuple[str, ...] = ()
+    stdlib = os.path.join(_standard_library(), "")
     found = {}
-    for name, module in sorted(sys.modules.copy().items()):
-        file = getattr(module, "__dict__", {}).get("__file__") or ""
-        is_own = name == "__main__" or name.partition(".")[0] == "daskserve"  # in a clone
-        if is_own or not file or file.startswith(stdlib) or any(map(file.__contains__, _INSTALLED)):
-            continue  # most of them; the next step asks the file system
-        inside = os.path.realpath(file)
-        if inside.startswith(starts) and not any(map(inside.__contains__, _INSTALLED)):
-            found[name] = module
-    return found
+    for name, module in sys.modules.copy().items():
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if not file or file.startswith(stdlib) or _is_installed(file):
+            continue
+        if name == "__main__" or name.partition(".")[0] == "daskserve":  # in a clone
+            continue
+        if not file.startswith(starts):
+            # It may be the same folder by another name, which only the file system knows, and slowly.
+            real = real or tuple(os.path.join(os.path.realpath(each), "") for each in starts)
+            inside = os.path.realpath(file)
+            if not inside.startswith(real) or _is_installed(inside):
+                continue
+        found[name] = module
+    return dict(sorted(found.items()))
+
+
+class ModuleScan:
+    """Calls `modules_in`, which takes a millisecond, only if modules were imported or forgotten meanwhile."""
+
+    def __init__(self) -> None:
+        self._imported: list[ModuleType] = []
+        self._found: dict[str, dict[str, ModuleType]] = {}
+
+    def modules_in(self, folder: str) -> dict[str, ModuleType]:
+        """Return the imported modules of a folder, as `modules_in` does."""
+        imported = list(sys.modules.copy().values())
+        is_same = len(imported) == len(self._imported) and all(map(operator.is_, imported, self._imported))
+        if not is_same:
+            self._imported, self._found = imported, {}
+        if folder not in self._found:
+            self._found[folder] = modules_in([folder])
+        return self._found[folder]
+
+
+def _is_installed(path: str) -> bool:
+    return "site-packages" in path or "dist-packages" in path
+
+
+@functools.cache
+def _standard_library() -> str:
+    return sysconfig.get_path("stdlib")
 
 
 def file_digest(module: ModuleType) -> str:

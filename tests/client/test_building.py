@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from daskserve.client.hosting import building
+from daskserve.client.hosting.builder import Builder
 from daskserve.client.hosting.building import build_path
 from daskserve.client.verbs.applications import RunTarget
+from daskserve.common.clock import LoopClock
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
+from daskserve.options.start_messages import BuilderStart
 from daskserve.payload.importing import ImportPath
 
 MODULE = """
@@ -41,9 +46,20 @@ def misuse(args):
 """
 
 
+ENDING = """
+import project
+
+def end(args):
+    raise KeyboardInterrupt
+
+app = project.build(())
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "project.py").write_text(MODULE)
+    (tmp_path / "ending.py").write_text(ENDING)
     (tmp_path / "script.py").write_text("import sys\nsys.exit('done')")
     (tmp_path / "broken.py").write_text("import missing_library")
     (tmp_path / "typo.py").write_text("app = = 1")
@@ -118,3 +134,18 @@ def test_a_build_does_not_wait_for_an_import_that_hangs(
         is_over.set()
         thread.join()
     assert building.build_configured(ApplicationConfig(import_path="project:build")).spec.name == "default"
+
+
+async def test_a_builder_returns_each_application_or_its_error(folder: Path) -> None:
+    paths = ("project:build", "ending:end", "project:fail", "ending:app")
+    configs = [ApplicationConfig(name=path[-3:], import_path=path).to_plain() for path in paths]
+    payload = BuilderStart(configs).encode()
+    context: Any = SimpleNamespace(
+        spec=SimpleNamespace(payload=payload, instance="daskserve"), clock=LoopClock()
+    )
+    builder = Builder(context)
+    built, ended, failed, last = (await builder.start())["built"]
+    assert [each["spec"]["name"] for each in (built, last)] == ["ild", "app"]
+    assert "raised KeyboardInterrupt" in ended["error"]
+    assert 'ValueError("of the user")' in failed["user_traceback"]
+    assert builder.stage()[0] == "building 'app' from 'ending:app'"

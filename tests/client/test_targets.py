@@ -105,11 +105,21 @@ def local_annotation() -> Any:
     return builder
 
 
+class WSGIApp:
+    def __call__(self, environ: Any, start_response: Any) -> list[bytes]:
+        return []
+
+
 @each_case(
     ("target", "match"),
     [
         (Model, r"got deployment 'Model', which is not bound: call its bind\(\)"),
         (3, "takes what .bind.. returns, an ASGI application, a function .* got 3"),
+        (
+            lambda environ, start_response: [],
+            r"is a WSGI application; .* serve `a2wsgi.WSGIM",
+        ),
+        (WSGIApp(), r"WSGIApp object .* is a WSGI application; .* Wrap it"),
         (lambda: BUILT, "exactly one parameter, for its arguments, but has 0"),
         (lambda a, b: BUILT, "exactly one parameter, for its arguments, but has 2"),
         (lambda args: Model, r"must return what .bind\(\) returns, .* which is not bound: call its bind"),

@@ -84,6 +84,7 @@ def app(*lines: str, deployment: str = "") -> str:
         ("", "f.yaml:1:1: the file is empty"),
         ("[]", "f.yaml:1:1: a configuration file must be a mapping of names to values, got []"),
         ("applications: 3", "f.yaml:1:15: applications must be a list, got int"),
+        ("applications:", "f.yaml:1:14: applications must be a list, got nothing; [] is an empty list"),
         ("a: [", "f.yaml:2:1: this is not YAML: did not find expected node content while parsing"),
         ("aplications: []", "f.yaml:1:1: a configuration file has no option 'aplications'; did you mean"),
         ("applications:\n- name: a", "f.yaml:2:3: the application has no import_path"),
@@ -132,7 +133,19 @@ def app(*lines: str, deployment: str = "") -> str:
             "f.yaml:1:16: http_options has no option 'prt'; did you",
         ),
         ("http_options: {port: x}\napplications: []", "f.yaml:1:22: port: Input should be a valid integer"),
-        ("proxy_location: All\napplications: []", "f.yaml:1:17: proxy_location: Input should be 'HeadOnly'"),
+        (
+            "proxy_location: All\napplications: []",
+            "f.yaml:1:17: proxy_location: Input should be "
+            "'HeadOnly', 'EveryNode', 'EveryWorker' or 'NoServer', got 'All'",
+        ),
+        ("logging_config: 5\napplications: []", "f.yaml:1:17: logging_config must be a mapping"),
+        (
+            "logging_config: {log_level: LOUD}\n" + app(),
+            "f.yaml:1:29: log_level: 'LOUD' is not a level of logging",
+        ),
+        (app("logging_config: {encodng: JSON}"), "f.yaml:3:20: logging_config has no option 'encodng'; did"),
+        (app("logging_config: ${X}"), "f.yaml:3:19: logging_config must be a mapping"),
+        (app("external_scaler_enabled: 3"), "f.yaml:3:28: external_scaler_enabled: Input should be a valid"),
         ("target_capacity: 101\napplications: []", "f.yaml:1:18: target_capacity is a percentage"),
         ("target_capacity: yes\napplications: []", "f.yaml:1:18: target_capacity is a percentage"),
         (

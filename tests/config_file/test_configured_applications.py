@@ -150,6 +150,20 @@ def test_a_missing_variable_is_named_with_its_place(monkeypatch: pytest.MonkeyPa
     assert "there is no environment variable 'NOWHERE'" in lines[0]
 
 
+def test_options_of_an_application_may_be_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "  external_scaler_enabled: ${SCALED}\n  logging_config: {log_level: '${LEVEL}'}\n"
+    text += overrides("Front", "autoscaling_config: null\n    num_replicas: 1")
+    monkeypatch.setenv("SCALED", "true")
+    monkeypatch.setenv("LEVEL", "DEBUG")
+    config = built(text)["Model"].config
+    assert config.external_scaler_enabled is True
+    assert config.logging_config is not None
+    assert config.logging_config.log_level == "DEBUG"
+    monkeypatch.setenv("LEVEL", "LOUD")
+    with pytest.raises(ConfigFileError, match="log_level: 'LOUD' is not a level of logging"):
+        built(text)
+
+
 @each_case(
     ("text", "kind", "expected"),
     [

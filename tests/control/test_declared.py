@@ -12,9 +12,11 @@ from controller_harness import ScriptedReplica, Stage, boom, staged
 from scripted_builder import config, instance_config
 
 from daskserve.common.types import Location
+from daskserve.control.declared.building import BATCH
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
+    ConfigFileError,
     DeployError,
     ExternalScalerDisabledError,
     NotFoundError,
@@ -77,6 +79,23 @@ async def test_a_merge_updates_what_it_names_and_leaves_the_rest(stage: Stage) -
     assert found["deleted"] == []
     assert versions(stage) == {"shop": "1", "mail": "2", "news": "1"}
     assert (await stage.call("status"))["target_capacity"] == 50.0
+
+
+@staged()
+async def test_options_of_the_instance_may_be_variables(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERCENT", "50")
+    options = {"target_capacity": "${PERCENT}", "references": {"target_capacity": "serve.yaml:1:18"}}
+    plan = await stage.call("plan_config", config=instance_config(config(), **options))
+    assert list(plan["options"]) == [{"option": "target_capacity", "old": None, "new": 50}]
+    await declare(stage, config(), options=options)
+    assert (await stage.call("get_config"))["instance"]["target_capacity"] == "${PERCENT}"
+    assert (await stage.call("status"))["target_capacity"] == 50
+    for value, text in (("lots", "a percentage from 0 to 100"), (None, "serve.yaml:1:18: there is no env")):
+        monkeypatch.setenv("PERCENT", value) if value else monkeypatch.delenv("PERCENT")
+        with pytest.raises(ConfigFileError, match=text):
+            await declare(stage, config(), options=options)
 
 
 @staged()
@@ -466,6 +485,20 @@ async def test_builds_avoid_a_worker_in_which_an_import_hangs(stage: Stage) -> N
     for name in ("shop", "mail"):
         await declare(stage, config(name), merge=True)
     assert workers["slow"] not in (workers["shop"], workers["mail"])
+
+
+@staged()
+async def test_a_file_of_many_applications_is_built_by_all_workers(stage: Stage) -> None:
+    workers: dict[str, str] = {}
+
+    async def note(name: str, worker: str) -> None:
+        workers[name] = worker
+
+    stage.script.before = note
+    names = [f"app{number}" for number in range(BATCH + 1)]
+    await stage.call("plan_config", config=instance_config(*map(config, names)), merge=False)
+    assert set(workers) == set(names)
+    assert len(set(workers.values())) == 2
 
 
 @staged()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from daskserve.errors import CodeLoadError
-from daskserve.payload.importing import ImportPath, import_definition
+from daskserve.payload.importing import ImportPath, ModuleScan, import_definition, modules_in
 
 
 @pytest.fixture
@@ -98,3 +98,24 @@ def test_other_files_than_those_of_a_revision_are_refused(project: Path) -> None
     write(project, "old")
     forget()
     assert import_definition(path, is_exact=True)() == "old"
+
+
+def test_the_modules_of_a_folder_are_found_by_each_of_its_names(project: Path) -> None:
+    importlib.import_module("shop")
+    other = project / "other"
+    other.symlink_to(project)
+    for folder in (project, other):
+        assert sorted(modules_in([str(folder)])) == ["items", "shop"]
+    assert modules_in([str(project / "shop")]) == {}
+
+
+def test_a_scan_sees_modules_that_are_imported_and_forgotten_later(project: Path) -> None:
+    scan = ModuleScan()
+    assert list(scan.modules_in(str(project))) == []
+    importlib.import_module("items")
+    assert list(scan.modules_in(str(project))) == ["items"]
+    old = scan.modules_in(str(project))
+    assert scan.modules_in(str(project)) is old
+    del sys.modules["items"]
+    new = importlib.import_module("items")
+    assert scan.modules_in(str(project)) == {"items": new}

@@ -15,9 +15,7 @@ from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.common import settings
 from daskserve.config_file.model import ApplicationConfig
-from daskserve.config_file.reading import read
-from daskserve.config_file.references import resolved
-from daskserve.errors import BadRequestError
+from daskserve.config_file.reading import ReadFile, in_force, read
 
 #: Options that a configuration file has itself, by the names of their parameters.
 _IN_THE_FILE = ("name", "route_prefix", "factory", "runtime_env", "runtime_env_json", "working_dir")
@@ -66,29 +64,36 @@ def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
         raise click.UsageError(f"The file {name!r} has its own args; leave {' '.join(arguments)} out.")
 
 
-def served_file(name: str, timeout_s: float | None) -> Served:
-    """Return the target that a configuration file describes; print its warnings.
+def read_file(name: str) -> ReadFile:
+    """Return the content of a configuration file.
 
     Raises
     ------
     ConfigFileError
         The file has faults.
-    BadRequestError
+    click.UsageError
         It cannot be read.
     """
     try:
         text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"The file {name!r} cannot be read: {error}") from error
-    found = read(text, name)
+    except OSError as error:
+        raise click.UsageError(f"The file {name!r} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"The file {name!r} is not text in UTF-8: {error}.") from None
+    return read(text, name)
+
+
+def served_file(name: str, timeout_s: float | None) -> Served:
+    """Return the target that a configuration file describes; print its warnings. See `read_file`."""
+    found = read_file(name)
     for warning in found.warnings:
         click.secho(f"Warning: {warning}", fg="yellow", err=True)
-    whole = resolved(found.config, settings.process_variables())
+    whole = in_force(found.config, settings.process_variables())
     http = dict(whole.http_options)
     if whole.proxy_location is not None:
         http["location"] = whole.proxy_location
     capacity = None if whole.target_capacity is None else float(whole.target_capacity)
-    logs = {} if whole.logging_config is None else whole.logging_config.to_plain()
+    logs = whole.logging_config or {}
     source = Source(tuple(whole.applications), timeout_s, capacity=capacity, logging=logs or None)
     return Served(source, http, whole.tracing_config, logs)
 

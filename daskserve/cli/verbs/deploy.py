@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +22,7 @@ from daskserve.cli.output import (
     print_json,
 )
 from daskserve.cli.serving.run import parsed
+from daskserve.cli.serving.targets import read_file
 from daskserve.client.client import Client
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import start
@@ -30,8 +30,7 @@ from daskserve.client.views.plan import Plan
 from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
-from daskserve.config_file.reading import is_config_file, read
-from daskserve.config_file.references import resolved
+from daskserve.config_file.reading import in_force, is_config_file, read
 from daskserve.config_file.writing import to_yaml, without_places
 from daskserve.errors import NotRunningError
 from daskserve.loops.blocking import finish
@@ -113,20 +112,12 @@ def declaration(target: str, arguments: tuple[str, ...], application: str, route
     if target == "-" or is_config_file(target):
         if arguments:
             raise click.UsageError("KEY=VALUE belongs to import paths; write it as args in the file.")
-        text = sys.stdin.read() if target == "-" else _text_of(target)
-        found = read(text, "-" if target == "-" else target)
+        found = read(sys.stdin.read(), "-") if target == "-" else read_file(target)
         return Declaration(found.config, found.warnings, "standard input" if target == "-" else target)
     one = ApplicationConfig(
         name=application, import_path=target, route_prefix=route_prefix, args=dict(parsed(arguments))
     )
     return Declaration(InstanceConfig(applications=[one]), [], target)
-
-
-def _text_of(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"The file {file!r} cannot be read: {error.strerror}.") from None
 
 
 @click.command()
@@ -276,11 +267,12 @@ def _instance_for(
     if not may_start:
         yield None
         return
+    whole = in_force(config, settings.process_variables())
     client = start(
         detached=True,
         address=known(address),
-        http_options=_http(config),
-        proxy_location=resolved(config, settings.process_variables()).proxy_location,
+        http_options=dict(whole.http_options),
+        proxy_location=whole.proxy_location,
     )
     try:
         click.echo(f"Started instance {client.instance_name!r}: {', '.join(client.http_urls())}", err=True)
@@ -290,7 +282,7 @@ def _instance_for(
 
 
 def _http(config: InstanceConfig) -> dict[str, Any]:
-    return dict(resolved(config, settings.process_variables()).http_options)
+    return dict(in_force(config, settings.process_variables()).http_options)
 
 
 def _warn_of_http(client: Client, config: InstanceConfig) -> None:

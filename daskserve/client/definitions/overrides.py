@@ -10,6 +10,7 @@ from daskserve.client.definitions.deployments import Deployment
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.errors import BadRequestError
 from daskserve.options.environment import Environment, parse_environment
+from daskserve.options.fields.base import parse_options
 from daskserve.options.logging import LoggingConfig, over
 
 #: In front of a path on the machine of the worker that builds the application.
@@ -27,9 +28,10 @@ class Overrides:
         self._application = config.name
         self._options = {each.name: each.options for each in config.deployments}
         self._env = environment_of(config.env)
-        self._is_scaled_from_outside = config.external_scaler_enabled
+        self._is_scaled_externally = config.external_scaler_enabled
         self._policy = config.autoscaling_policy
-        self._logging = config.logging_config
+        logs = config.logging_config
+        self._logging = None if logs is None else parse_options(LoggingConfig, logs, what="logging_config")
 
     def check(self, names: Sequence[str]) -> None:
         """Raise `BadRequestError` if there are options for a deployment that the code does not have."""
@@ -60,8 +62,8 @@ class Overrides:
         if resources and resources.get("runtime_env"):
             own = resources["runtime_env"]
             options["ray_actor_options"] = {k: v for k, v in resources.items() if k != "runtime_env"}
-        if self._is_scaled_from_outside:
-            options["external_scaler_enabled"] = True
+        if self._is_scaled_externally:
+            options["external_scaler_enabled"] = self._is_scaled_externally
         env = merged(self._env, environment_of(own))
         if env is not None:
             options["env"] = env

@@ -16,6 +16,12 @@ from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
 from daskserve.payload.importing import import_definition
 
+#: Flask, Django's `get_wsgi_application` and others.
+_WSGI = (
+    "{!r} is a WSGI application; daskserve serves ASGI applications. Wrap it: `pip install a2wsgi` on the "
+    "workers, too, and serve `a2wsgi.WSGIMiddleware(app)`."
+)
+
 
 def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Application:
     """Resolve a target of `daskserve.run` to an application.
@@ -45,6 +51,8 @@ def application_of(target: Any, args: Mapping[str, Any] | None = None) -> Applic
         if isinstance(found, str):
             raise TypeError(f"Import path {target!r} must name an application or a builder, not {found!r}.")
     if isinstance(found, FunctionType) and not is_asgi_app(found):
+        if _is_wsgi_app(found):
+            raise TypeError(_WSGI.format(found))
         return _built(found, args or {})
     # Replicas import an ASGI application by its path, as its server would: pickled, it would be another
     # object than the one that its module refers to.
@@ -75,6 +83,8 @@ def _bound(found: Any, builder: str = "") -> Application:
         return found
     if isinstance(found, str) or is_asgi_app(found):
         return Deployment(found, default_name(found)).bind()
+    if _is_wsgi_app(found):
+        raise TypeError(_WSGI.format(found))
     is_unbound = isinstance(found, Deployment)
     got = f"deployment {found.name!r}, which is not bound: call its bind()" if is_unbound else repr(found)
     if builder:
@@ -88,9 +98,23 @@ def _bound(found: Any, builder: str = "") -> Application:
     )
 
 
+def _is_wsgi_app(found: Any) -> bool:
+    if inspect.isclass(found) or not callable(found):
+        return False
+    try:
+        return list(inspect.signature(found).parameters) == ["environ", "start_response"]
+    except (TypeError, ValueError):  # it has no signature
+        return False
+
+
 def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Application:
     name = builder.__qualname__
-    parameters = list(inspect.signature(builder).parameters.values())
+    # Optional ones that only a caller's code can name do not count.
+    parameters = [
+        each
+        for each in inspect.signature(builder).parameters.values()
+        if each.kind is not each.KEYWORD_ONLY or each.default is each.empty
+    ]
     if len(parameters) != 1:
         raise TypeError(
             f"Application builder {name} must have exactly one parameter, for its arguments, but has "

@@ -18,6 +18,7 @@ from daskserve.common.types import ActorRequest, Envelope
 from daskserve.errors import BadRequestError, ReplicaStartError, ServeError, UnavailableError
 from daskserve.loops.threads import start_daemon
 from daskserve.options.start_messages import BuilderStart
+from daskserve.payload.importing import ModuleScan
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.table import MetricSample
 
@@ -37,27 +38,40 @@ class Builder:
 
     async def start(self) -> dict[str, Any]:
         """Build the applications in order; return for each its spec, or its error."""
-        return {"built": [await self._built(each) for each in self._configs]}
-
-    async def _built(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        self._stage = (
-            f"building {config['name']!r} from {config['import_path']!r}",
-            self._context.clock.now(),
-        )
-        try:
-            built = await self._in_thread(partial(_build, config, self._context.spec.instance))
-            for each in built.spec.deployments:
+        results = await self._in_thread(partial(self._build_all, asyncio.get_running_loop()))
+        for built in results:
+            for each in () if isinstance(built, dict) else built.spec.deployments:
                 parcel = Parcel.labelled(each.spec.code)
                 if parcel is not None and each.spec.parts:
                     await self._context.cluster.send_parcel(parcel, each.spec.parts)
-        except UnavailableError:
-            raise  # another worker may build it
-        except (ServeError, TypeError) as error:
-            return {"error": str(error), "user_traceback": getattr(error, "user_traceback", "")}
-        return {"spec": built.spec.to_plain()}
+        plain = [each if isinstance(each, dict) else {"spec": each.spec.to_plain()} for each in results]
+        return {"built": plain}
+
+    def _build_all(self, loop: asyncio.AbstractEventLoop) -> list[Any]:
+        """Return each application, or its error as plain values; runs in a thread."""
+        scan = ModuleScan()
+        found: list[Any] = []
+        for config in self._configs:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._begin, config)
+            try:
+                found.append(copy_context().run(_build, config, self._context.spec.instance, scan))
+            except UnavailableError:
+                raise  # another worker may build it
+            except (ServeError, TypeError) as error:
+                traceback = getattr(error, "user_traceback", "")
+                found.append({"error": str(error), "user_traceback": traceback})
+        return found
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        what = f"building {config['name']!r} from {config['import_path']!r}"
+        self._stage = (what, self._context.clock.now())
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """Run a function in a thread that does not keep the process alive, should it never end."""
+        """Run a function in a thread that does not keep the process alive, should it never end.
+
+        All applications are built in one: each change to another thread takes up to 5 ms while others build.
+        """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -70,10 +84,6 @@ class Builder:
                 setting, value = outcome.set_result, function()
             except Exception as error:
                 setting, value = outcome.set_exception, error
-            except BaseException as error:
-                # On the worker's event loop it would end that loop, or count as a cancellation.
-                text = f"The code raised {type(error).__name__} while it was imported; correct it."
-                setting, value = outcome.set_exception, ReplicaStartError(text)
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(tell, setting, value)
 
@@ -92,11 +102,18 @@ class Builder:
         return []
 
 
-def _build(config: Mapping[str, Any], instance: str) -> Any:
+def _build(config: Mapping[str, Any], instance: str, scan: ModuleScan) -> Any:
     # Imported in this thread: a worker that builds nothing does not need the client's code.
     from daskserve.client.definitions.code_digest import shares_ids
     from daskserve.client.hosting.building import build_configured
     from daskserve.config_file.model import ApplicationConfig
 
     shares_ids.set(True)
-    return build_configured(ApplicationConfig(**config), instance, None)
+    try:
+        return build_configured(ApplicationConfig(**config), instance, None, scan)
+    except Exception:
+        raise
+    except BaseException as error:
+        # On the worker's event loop it would end that loop, or count as a cancellation.
+        text = f"The code raised {type(error).__name__} while it was imported; correct it."
+        raise ReplicaStartError(text) from None

@@ -27,17 +27,18 @@ from daskserve.common import settings
 from daskserve.common.formatting import shown
 from daskserve.common.types import InstanceName, split_import_path
 from daskserve.config_file.model import ApplicationConfig
-from daskserve.config_file.references import resolved
+from daskserve.config_file.reading import in_force
 from daskserve.data.replica.environment.working_dir import local_folder
 from daskserve.errors import BadRequestError, ReplicaStartError, UnavailableError
 from daskserve.internals.cloudpickle import release_class_ids
 from daskserve.payload.importing import (
     MODULE_REMEDY,
     ImportPath,
+    ModuleScan,
+    file_digest,
     folder_of,
     forget,
     have_changed,
-    modules_in,
 )
 
 #: How long a build waits for another import, which may hang.
@@ -62,12 +63,20 @@ def build_path(target: RunTarget, instance: InstanceName, timeout_s: float | Non
 
 
 def build_configured(
-    config: ApplicationConfig, instance: InstanceName = "", timeout_s: float | None = None
+    config: ApplicationConfig,
+    instance: InstanceName = "",
+    timeout_s: float | None = None,
+    scan: ModuleScan | None = None,
 ) -> BuiltApplication:
     """Build an application of a configuration file in this process, which imports the code.
 
     References to variables get the values that they have in this process. The options of the file are applied
     to those of the code.
+
+    Parameters
+    ----------
+    scan : ModuleScan, optional
+        The one of all applications that are built together.
 
     Raises
     ------
@@ -78,10 +87,10 @@ def build_configured(
     ReplicaStartError
         The user's code raised; the error has the traceback from there on.
     """
-    found = resolved(config, settings.process_variables())
+    found = in_force(config, settings.process_variables())
     with users_errors(found.name, found.import_path), _importing_from(found) as found:
         overrides = Overrides(found)
-        with _current(found) as modules:
+        with _current(found, scan or ModuleScan()) as modules:
             graph = ApplicationGraph(application_of(found.import_path, found.args), found.name)
         overrides.check([name for name, _ in graph.deployments])
         spec = graph.spec(
@@ -110,7 +119,7 @@ def _import_lock() -> Iterator[None]:
 
 
 @contextmanager
-def _current(config: ApplicationConfig) -> Iterator[Callable[[], Mapping[str, str]]]:
+def _current(config: ApplicationConfig, scan: ModuleScan) -> Iterator[Callable[[], Mapping[str, str]]]:
     """Import an application in a ``with`` block, again if a file of its project has changed since.
 
     Yields a function that returns the modules of the project, with their digests.
@@ -119,13 +128,16 @@ def _current(config: ApplicationConfig) -> Iterator[Callable[[], Mapping[str, st
     if folder is None:
         yield dict
         return
-    project = Project((folder,))
+
+    def modules() -> dict[str, str]:
+        return {name: file_digest(module) for name, module in scan.modules_in(folder).items()}
+
     with _import_lock():
-        if have_changed(modules_in([folder]).values()):
-            with project.imported():
-                yield project.modules
+        if have_changed(scan.modules_in(folder).values()):
+            with Project((folder,)).imported():
+                yield modules
         else:
-            yield project.modules
+            yield modules
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class DeclaringVerbs(DecidingVerbs):
         is_whole: bool = False,
     ) -> dict[str, Any]:
         _check_size(config)
+        values = await _with_variables(config)
         async with self._deciding([request_id] if request_id else ()):
             applied = applying.apply(
                 self._core.state,
@@ -87,10 +88,11 @@ class DeclaringVerbs(DecidingVerbs):
                 origin=origin,
                 now=self._core.clock.wall(),
                 new_goal=self._goal_id,
+                values=values,
                 is_whole=is_whole,
             )
             await self._core.writer.commit(applied.change)
-            logging = set_logging(self._core.state, config, self._core.start_message.start_id)
+            logging = set_logging(self._core.state, values, self._core.start_message.start_id)
             await self._core.writer.commit(logging)
         if logging:
             self._core.loop.tell_replicas()
@@ -126,6 +128,7 @@ class DeclaringVerbs(DecidingVerbs):
         """Return the changes that a configuration would make; builds its applications in workers."""
         core = self._core
         _check_size(config)
+        values = await _with_variables(config)
         applying.check_routes(
             core.state,
             config[applying.APPLICATIONS],
@@ -138,7 +141,7 @@ class DeclaringVerbs(DecidingVerbs):
         for name, each in built.items():
             apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
             await pause()  # a thousand take half a second
-        return completed(core.state, config, apps, merges=merge)
+        return completed(core.state, values, apps, merges=merge)
 
     @verb
     async def plan_text(self, text: str, name: str, merge: bool = False) -> dict[str, Any]:
@@ -212,6 +215,25 @@ class DeclaringVerbs(DecidingVerbs):
 def _check_size(config: Mapping[str, Any]) -> None:
     if too_many := excess(config[applying.APPLICATIONS]):
         raise BadRequestError(f"{capitalized(too_many)}.")
+
+
+async def _with_variables(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a configuration says about the instance, with the values of this process's variables."""
+    instance = {name: each for name, each in config.items() if name != applying.APPLICATIONS}
+    return await asyncio.to_thread(_resolved, instance) if "${" in str(instance) else instance
+
+
+def _resolved(instance: Mapping[str, Any]) -> Mapping[str, Any]:
+    from daskserve.config_file.model import InstanceConfig
+    from daskserve.config_file.reading import in_force
+
+    # Those of HTTP and traces act when the instance starts, with the variables of what starts it.
+    wanted = {
+        name: instance[name]
+        for name in ("target_capacity", "logging_config", "references")
+        if name in instance
+    }
+    return in_force(InstanceConfig(**wanted), settings.process_variables()).to_plain()
 
 
 def _read(text: str, name: str) -> Any:

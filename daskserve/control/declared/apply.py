@@ -48,6 +48,7 @@ def apply(
     origin: Origin,
     now: float,
     new_goal: Callable[[], GoalId],
+    values: Mapping[str, Any] | None = None,
     is_whole: bool = False,
 ) -> Applied:
     """Declare the applications of a configuration; a repeated call changes nothing.
@@ -61,6 +62,8 @@ def apply(
         ones have brought are removed if it does not name them.
     expected : int, optional
         The number of the declaration that the caller has read.
+    values : dict, optional
+        The configuration with the values of variables in place of its references, if it has any.
     is_whole : bool
         Whether applications of programs are removed, too.
 
@@ -91,8 +94,9 @@ def apply(
         **asdict(origin),
     )
     change: Change = {}
-    if not merges or config.get(CAPACITY) is not None:
-        change.update(set_target_capacity(state, config.get(CAPACITY), now))
+    capacity = (values or config).get(CAPACITY)
+    if not merges or capacity is not None:
+        change.update(set_target_capacity(state, capacity, now))
     applied = Applied(change, record.number, leaving)
     for number, name in enumerate(leaving, goals.next_number(state)):
         applied.tags += state.apps.members(name)

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Builders:
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
+        #: The number of builds under way, by worker.
+        self._under_way: Counter[WorkerAddress] = Counter()
         #: The workers in whose process an import hangs, which cannot be interrupted; others go elsewhere.
         self._hanging: set[WorkerAddress] = set()
 
@@ -117,6 +120,7 @@ class Builders:
                 start_timeout_s=BUILD_S,
                 payload=BuilderStart(list(configs)).encode(),
             )
+            self._under_way[worker] += 1
             try:
                 facts = await self._cluster.create(spec, worker)
             except UnavailableError:
@@ -130,19 +134,18 @@ class Builders:
                     "A module must not wait or serve when it is imported; see whether it does."
                 ) from None
             finally:
+                self._under_way[worker] -= 1
                 await self._remove(ActorAddress(name, worker, incarnation))
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker that gets the next replica, or any other if none has room, or an import hangs."""
+        """Return the worker of the next replica, unless it builds already, or an import hangs there."""
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
             raise NoWorkerError("There is no worker that could build the application.")
         self._hanging.intersection_update(known)
-        found = self._next_worker()
-        if found is not None and found not in self._hanging:
-            return found
-        return next((each for each in known if each not in self._hanging), found or known[0])
+        first = self._next_worker()
+        return min(known, key=lambda each: (each in self._hanging, self._under_way[each], each != first))
 
     async def _remove(self, address: ActorAddress) -> None:
         try:

@@ -53,7 +53,7 @@ def plan(
 def completed(
     state: State, config: Mapping[str, Any], apps: dict[str, dict[str, Any]], *, merges: bool
 ) -> dict[str, Any]:
-    """Return the plan of a configuration whose applications are `planned`."""
+    """Return the plan of a configuration whose references are resolved and whose applications `planned`."""
     leaving = [] if merges else to_delete(state, apps)
     for name in leaving:
         app = state.apps.get(name)

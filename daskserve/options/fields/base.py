@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -285,6 +286,10 @@ def explained(
 
     def explain(found: Any) -> InitErrorDetails:
         found = {**found, "input": masked(_without_secrets(found["loc"], found["input"], masked_field))}
+        if found["type"] == "enum":  # whose members have several names
+            known = list(dict.fromkeys(re.findall(r"'[^']*'", found["ctx"]["expected"])))
+            expected = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+            found = {**found, "ctx": {"expected": expected}}
         if found["type"] != "extra_forbidden" or len(found["loc"]) != 1:
             return as_details(found)
         text = describe_unknown(str(found["loc"][0]), model.__name__, names_of(model), listed)

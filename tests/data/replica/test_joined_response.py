@@ -148,3 +148,10 @@ def test_starlettes_answer_to_an_error_waits_until_the_application_has_ended() -
     assert asyncio.run(ended_by(JoinedResponse.drop)) == []
     # An application that goes on after its own answer keeps its client waiting no longer than this.
     assert asyncio.run(ended_by(lambda _: None)) == [whole]
+
+
+def test_headers_may_be_any_iterable_as_asgi_allows() -> None:
+    [whole] = passed_on({**start(), "headers": (each for each in [TYPE])}, body())
+    assert whole["headers"] == (TYPE,)
+    first, _ = passed_on({**start(), "headers": iter([TYPE])}, body(more_body=True))
+    assert list(first["headers"]) == list(first["headers"]) == [TYPE]

@@ -321,6 +321,8 @@ class RequestRouter:
 
     #: Whether `PendingRequest.body` is read before a router is asked for an HTTP request.
     wants_body = False
+    #: The weight of the newest request in `RunningReplica.latency_s`; for built-in routers.
+    latency_weight = 0.2
 
     def __init__(
         self,

@@ -51,8 +51,6 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: The weight of the newest request in a replica's latency.
-LATENCY_WEIGHT = 0.2
 #: A failure counts as a latency of this many times the mean of all replicas at least, up to so many seconds.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
@@ -318,7 +316,10 @@ class RequestRouting:
             # There may be none any more.
             mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
-        changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
+        # Not that of a user's router: a wrong value would be an error of the request.
+        router: Any = RequestRouter if self._router is None or self._thread is not None else self._router
+        weight = router.latency_weight
+        changed = latency_s + (weight if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
         request.has_failed = False
         if self._notes_completed and self._router is not None:

@@ -82,6 +82,8 @@ class JoinedResponse:
         if start is None:
             if self._passing is not None:
                 return self._send_later(message)
+            if "headers" in message:
+                message = _with_repeatable_headers(message)
             if self._sink.is_started or message["type"] != "http.response.start":
                 return self._sink.send(message)
             # A new dictionary, because the application's may be one that it uses again.
@@ -124,6 +126,12 @@ class JoinedResponse:
 def _no_part_yet() -> Message:
     # Servers pass the start of a response on with the first part of its body.
     return {"type": "http.response.body", "body": b"", "more_body": True}
+
+
+def _with_repeatable_headers(message: Message) -> Message:
+    """Return a message whose headers can be read more than once: ASGI allows any iterable."""
+    headers = message["headers"]
+    return message if isinstance(headers, (list, tuple)) else {**message, "headers": list(headers)}
 
 
 def _has_length(start: Message) -> bool:

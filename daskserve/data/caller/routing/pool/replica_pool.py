@@ -66,8 +66,6 @@ RANDOM_SHARE = 0.05
 PACE_WEIGHT = 0.1
 #: How long a replica is suspended after its queue was full, or after a request timed out in it.
 BUSY_BACKOFF_S = 0.02
-#: How long it counts that a replica has refused a request of a batch job although it had free slots.
-ROOM_S = 3.0
 
 
 #: Chooses one of some replicas for a request, or none.
