@@ -131,6 +131,9 @@ def test_each_turn_of_a_replica_is_told_once(
     before = replica("b#A", state)
     change: Change = {before.key: move(before, event)}
     causes = {"replica_b#A": cause} if cause else {}
+    if kind is EventKind.REPLICA_STOPPING:
+        (moved,) = tell(state_of(backend(), before), change, **{"leaving_b#A": "it moves to another worker"})
+        assert moved.message.endswith("stops: it moves to another worker")
     found = tell(state_of(backend(), before), change, **causes)
     assert kinds(found) == ([] if kind is None else [kind])
     assert all(cause in each.message for each in found)

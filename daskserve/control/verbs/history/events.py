@@ -257,7 +257,11 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
     if backend is None or backend.is_deleting:
         return "it is deleted"
     if backend.version != replica.version:
-        return f"version {replica.named_version} is replaced"
+        rollout = backend.rollout
+        is_taken_back = rollout is not None and rollout.phase.is_taken_back
+        return f"version {replica.named_version} is {'taken back' if is_taken_back else 'replaced'}"
+    if cause := world.causes.get(f"leaving/{replica.tag}"):
+        return cause
     before = world.state.backends.get(replica.backend)
     if len(world.state.replicas_of(replica.backend)) > backend.num_replicas or before is not backend:
         return f"{counted(backend.num_replicas, 'replica is', 'replicas are')} wanted"
