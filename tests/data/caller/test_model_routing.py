@@ -16,6 +16,8 @@ from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Load
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.multiplexing.demand import WINDOW, ModelDemand
 from daskserve.data.caller.routing.multiplexing.model_routing import (
     ASSUMED_S,
@@ -23,8 +25,6 @@ from daskserve.data.caller.routing.multiplexing.model_routing import (
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.multiplexing.cache import CachedModel, ModelCache
 
 pytestmark = pytest.mark.smoke

@@ -16,13 +16,13 @@ import pytest
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers import thread
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
 from daskserve.data.caller.request_routers.interface import Setup
 from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, beginnings_of, prompt_in
 from daskserve.data.caller.request_routers.routing import RequestRouting
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.sessions import session_in
 from daskserve.payload.pickling import dump
 from daskserve.request_router import (

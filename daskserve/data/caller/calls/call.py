@@ -34,7 +34,7 @@ from daskserve.data.caller.calls.chaining import chained_arguments
 from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError

@@ -28,13 +28,13 @@ from daskserve.common.types import (
     Message,
     Send,
 )
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
     PendingRequest,
-    Pool,
-    PooledEntry,
     ReplicaResult,
     RequestRouter,
     RunningReplica,
@@ -80,7 +80,7 @@ class RequestRouting:
         self,
         setup: Setup,
         tag: BackendTag,
-        pool: Pool,
+        pool: ReplicaPool,
         rng: random.Random,
         self_node_id: str = "",
     ) -> None:
@@ -209,7 +209,7 @@ class RequestRouting:
             self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
 
-    def _pick(self, request: PendingRequest, but: str = "") -> PooledEntry | None:
+    def _pick(self, request: PendingRequest, but: str = "") -> PooledReplica | None:
         router = self._router
         assert router is not None
         entries = self._pool.entries()
@@ -246,14 +246,14 @@ class RequestRouting:
             text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
-    def _best_of(self, ranks: Any, but: str = "") -> PooledEntry | None:
+    def _best_of(self, ranks: Any, but: str = "") -> PooledReplica | None:
         """Return the least loaded replica with room of the first list that has one.
 
         If all are full with requests of other processes, this one queues at one of them. A second try needs a
         replica with room, ``but`` not the one that has the first.
         """
         now = self._loop.time()
-        waiting: PooledEntry | None = None
+        waiting: PooledReplica | None = None
         is_empty = True
         for rank in ranks:
             best, least = None, 0.0
@@ -285,7 +285,7 @@ class RequestRouting:
         self._attempts = min(self._attempts + 1, 100)
         self.ask_again_at = self._loop.time() + pause_s
 
-    def _note_replicas(self, entries: Mapping[str, PooledEntry], router: RequestRouter) -> None:
+    def _note_replicas(self, entries: Mapping[str, PooledReplica], router: RequestRouter) -> None:
         known = self._known
         self._known = {
             tag: each

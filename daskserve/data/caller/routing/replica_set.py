@@ -22,14 +22,14 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.pool.pooled_replica import NEVER_REFUSED, PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.routing import noting_failure
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
-from daskserve.data.caller.routing.pool.pooled_replica import NEVER_REFUSED, PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue

@@ -18,6 +18,9 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
+from daskserve.data.caller.choice import choose
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import Pick, ReplicaPool, has_room, near
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, note_sent, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
@@ -27,12 +30,9 @@ from daskserve.data.caller.request_routers.routing import (
     bound_by,
     take_other,
 )
-from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import Pick, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
