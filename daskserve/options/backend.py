@@ -480,6 +480,8 @@ class BackendConfig(Options):
         # Not model_copy: that skips validation.
         if not changes.model_fields_set - {"internal_metadata"}:
             return self.model_copy()
+        if not self.model_fields_set and "internal_metadata" not in changes.model_fields_set:
+            return changes.model_copy()  # validated as a whole already
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
