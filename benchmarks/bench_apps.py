@@ -52,6 +52,7 @@ class Case:
     peer: str = "uvicorn"
     peer_path: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    http: dict[str, Any] = field(default_factory=dict)
     connections: int = CONNECTIONS
     #: The arguments of the peer's program.
     peer_arguments: tuple[object, ...] = ()
@@ -63,6 +64,18 @@ APP = "apps:app"
 CASES = [
     Case("FastAPI, plain", APP, "/plain", "image"),
     Case("FastAPI, async", APP, "/async", "image"),
+    *(
+        Case(
+            f'FastAPI, {name}, isolation="process"{listens and ", replicas_listen"}',
+            APP,
+            f"/{name}",
+            "image",
+            config={"isolation": "process"},
+            http={"replicas_listen": bool(listens)},
+        )
+        for listens in ("", "listens")
+        for name in ("plain", "async")
+    ),
     Case("FastAPI, pydantic 1 KB", APP, "/item", "item"),
     *(
         Case(f"daskserve run --workers {workers}, {name}", APP, f"/{name}", kind, workers=workers)
@@ -110,12 +123,14 @@ def ours(case: Case, server: str) -> Iterator[System]:
     """Serve an application in two workers, each with a proxy and a replica."""
     cluster, dask = start_local_cluster(LocalClusterSize(2, 2), has_dashboard=False)
     try:
-        http = {"port": 0, "location": "EveryWorker", "server": server}
+        http = {"port": 0, "location": "EveryWorker", "server": server, **case.http}
         with serve.start(http_options=http, dask_client=dask) as client:
             client.create_backend("app", case.target, config={**case.config, "num_replicas": 2})
             client.create_endpoint("app", backend="app", route="/", methods=["GET", "POST"])
             assert len({each.worker for each in client.status().replicas("app")}) == 2
-            yield System(client.http_urls()[0].rstrip("/"), worker_processes(dask))
+            workers = worker_processes(dask)
+            children = [child for each in workers for child in each.children()]
+            yield System(client.http_urls()[0].rstrip("/"), (*workers, *children))
     finally:
         dask.close()
         cluster.close()

@@ -154,7 +154,7 @@ def limits_met(dask_worker: Any) -> dict[str, float]:
         if type(actor).__name__ == "Host"
         for name, entry in actor.registry.entries.items()
         if "/proxy/" in name
-        for sample, labels, value in entry.actor._server.samples("")
+        for sample, labels, value in entry.actor.samples()
         if sample in ("http_limited_requests", "http_accept_pauses") and value
     }
 

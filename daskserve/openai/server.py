@@ -167,7 +167,9 @@ class OpenAIServer:
             model, adapter = self._find(body.model)
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
-            found = await self._handle(model, adapter).embed.remote(asked)
+            # May run twice, if the model's deployment has second tries.
+            handle = self._handle(model, adapter).options(idempotent=True)
+            found = await handle.embed.remote(asked)
             return _json(
                 _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
             )

@@ -55,6 +55,11 @@ def read_config(values: Mapping[str, Any]) -> BackendConfig:
     return cast("BackendConfig", OptionValues(values))
 
 
+def read_http(values: Mapping[str, Any]) -> HTTPOptions:
+    """Return the values of `dump_http` with the attributes of the model, but without its methods."""
+    return cast("HTTPOptions", OptionValues(values))
+
+
 @dataclass(frozen=True, slots=True)
 class StartMessage:
     """Base class: encodes to and decodes from bytes. Fields hold msgpack values or options."""

@@ -108,7 +108,7 @@ class ProcessMetrics:
                 return
             for name, labels, value in known.samples():
                 if METRICS[name].is_folded:
-                    _merge(self._folded, (name, labels), value)
+                    merge(self._folded, (name, labels), value)
                     self._folded.move_to_end((name, labels))
             while len(self._folded) > MAX_FOLDED:
                 self._folded.popitem(last=False)
@@ -166,7 +166,7 @@ class ProcessMetrics:
             found[("otlp_export_failures", ())] = float(self._export.failures)
         for source in sources:
             for name, labels, value in source.samples():
-                _merge(found, (name, labels), value)
+                merge(found, (name, labels), value)
             users += source.user_samples()
         yield from _families(found)
         yield from _user_families(users)
@@ -203,7 +203,7 @@ def sample_of(plain: Sequence[Any]) -> MetricSample:
     return name, tuple(labels), value
 
 
-def _merge(found: dict[Key, float | HistogramCounts], key: Key, value: float | HistogramCounts) -> None:
+def merge(found: dict[Key, float | HistogramCounts], key: Key, value: float | HistogramCounts) -> None:
     known = found.get(key)
     if known is None:
         found[key] = value.copy() if isinstance(value, HistogramCounts) else value

@@ -8,6 +8,10 @@
    `SCARCE_S`, less a few that are closed so that Dask and user code find some.
 3. If accepting fails in another way, it pauses for `FAILED_S`, as asyncio's servers do. Tornado's
    ``add_accept_handler`` would try again in each turn of the event loop.
+4. Several processes may accept from the same sockets. One that is handed them takes one connection in each
+   turn of its event loop, so that the others get theirs. The process that has bound them leaves connections
+   to those others. If one waits each of the `LOOKS` times that it looks, the others are blocked, were killed
+   or have too much to do, and it accepts as well.
 """
 
 from __future__ import annotations
@@ -39,6 +43,10 @@ IDLE_S = 1.0
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
+#: How often, and how many times, the process that has bound a socket looks whether others accept from it.
+LOOK_S, LOOKS = 0.01, 5
+#: For how long no connection is left to them after one waited each time.
+BLOCKED_S = 1.0
 #: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
 #: its connections are closed then: one of so many that are open, and this number at most.
 SCARCE_S = 10.0
@@ -129,6 +137,12 @@ class Acceptor:
         self._fitting = max_connections
         self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
+        self._at_once = _ACCEPT_AT_ONCE
+        #: Whether other processes accept from these sockets; how often a connection waited since one came;
+        #: and until when none is left to them.
+        self._has_others = False
+        self._looks = 0
+        self._others_blocked_until = float("-inf")
         self._cause = ""  # why accepting pauses, or paused when it was last tried
         self._logged = SparseLog(_LOG_AGAIN_S)
         self.pauses = dict.fromkeys((FULL, NO_DESCRIPTORS, FAILED), 0)
@@ -144,8 +158,9 @@ class Acceptor:
         """Whether no connections are accepted for a moment."""
         return self._pause is not None
 
-    def start(self, sockets: list[socket.socket]) -> None:
-        """Accept connections on listening sockets."""
+    def start(self, sockets: list[socket.socket], *, is_guest: bool = False) -> None:
+        """Accept connections on listening sockets; those of another process for a guest."""
+        self._at_once = 1 if is_guest else _ACCEPT_AT_ONCE
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
             log.warning(
@@ -156,6 +171,10 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._watch()
+
+    def leave_to_others(self, has_others: bool) -> None:
+        """Leave connections to other processes as long as they take them, or no longer."""
+        self._has_others = has_others
 
     def stop(self) -> None:
         """Stop accepting. Idempotent."""
@@ -183,14 +202,33 @@ class Acceptor:
 
     def _watch(self) -> None:
         for sock in self._sockets:
-            self._loop.add_reader(sock, self._accept, sock)
+            self._loop.add_reader(sock, self._find, sock)
 
     def _unwatch(self) -> None:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
 
+    def _find(self, listening: socket.socket) -> None:
+        """Accept connections that wait, or leave them to other processes at first."""
+        if self._has_others and self._loop.time() >= self._others_blocked_until:
+            self._unwatch()
+            self._looks = 0
+            self._pause = self._loop.call_later(LOOK_S, self._look)
+        else:
+            self._accept(listening)
+
+    def _look(self) -> None:
+        """Leave connections to other processes for longer, unless they leave some each time."""
+        if is_readable(self._sockets):
+            self._looks += 1
+            if self._looks < LOOKS:
+                self._pause = self._loop.call_later(LOOK_S, self._look)
+                return
+            self._others_blocked_until = self._loop.time() + BLOCKED_S
+        self._go_on()
+
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPT_AT_ONCE):
+        for _ in range(self._at_once):
             close_idle = None
             if self.open >= (limit := self._limit()):
                 close_idle = self._find_idle()
@@ -207,7 +245,10 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS:
+                if error.errno == errno.EINVAL:  # the process that has bound it listens no more
+                    self._loop.remove_reader(listening)
+                    self._sockets.remove(listening)
+                elif error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
                 elif is_readable([listening]):  # the error comes even if no client waits
                     self._make_room(str(error))

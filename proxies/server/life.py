@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,8 @@ class HTTPServer:
         self._paces = PaceWatch(self.state)
         self._sockets: list[socket.socket] = []
         self._is_started = False
+        #: Whether another process has bound the sockets, and whether other processes have been given them.
+        self._is_guest = self._is_host = False
 
     @property
     def port(self) -> int:
@@ -167,6 +170,20 @@ class HTTPServer:
         """Have a function called for each request that the server refuses in place of the application."""
         self.state.refusals.tell = note
 
+    def adopt(self, sockets: list[socket.socket]) -> None:
+        """Accept from the sockets of another process, in place of `bind`."""
+        self._sockets, self._is_guest = sockets, True
+        self._port = sockets[0].getsockname()[1]
+
+    def share(self) -> list[int]:
+        """Return the descriptors of the listening sockets, for other processes that `adopt` them."""
+        self._is_host = True
+        return [each.fileno() for each in self._sockets]
+
+    def leave_to_others(self, has_others: bool) -> None:
+        """Leave connections to the processes that have adopted the sockets, or no longer."""
+        self._acceptor.leave_to_others(has_others)
+
     async def bind(self, *, may_move: bool = False) -> None:
         """Take the port; if another program has it and the server ``may_move``, take a free one.
 
@@ -195,24 +212,30 @@ class HTTPServer:
     def start(self) -> None:
         """Start to accept connections."""
         self._is_started = True
-        self._acceptor.start(self._sockets)
+        self._acceptor.start(self._sockets, is_guest=self._is_guest)
         self._hangups.start()
         self._paces.start()
         log.info("Listening on %s", self.urls[0])
 
-    async def drain(self, grace_s: float) -> None:
+    async def drain(self, grace_s: float, *, sends_away: bool = True) -> None:
         """Stop accepting connections, and wait up to ``grace_s`` for requests in flight.
 
         Responses close their connections from now on. Connections in the backlog are accepted first, because
-        closing the socket would reset them.
+        closing the socket would reset them; those of another process's socket are left to it.
+
+        Parameters
+        ----------
+        sends_away : bool
+            Whether WebSockets are closed, with code 1001.
         """
         self.state.is_draining = True
+        self._acceptor.leave_to_others(False)
         deadline = self._clock.now() + grace_s
-        if self._is_started:
+        if self._is_started and not self._is_guest:
             while self._clock.now() < deadline and is_readable(self._sockets):
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
-        for session in list(self.state.sockets):
+        for session in list(self.state.sockets) if sends_away else ():
             session.leave()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
             if self.state.tasks:
@@ -260,9 +283,13 @@ class HTTPServer:
     async def _close_sockets(self, *, accepts: bool = False) -> None:
         self._acceptor.stop()
         for sock in self._sockets:
-            if self._is_started and accepts:
+            if self._is_started and accepts and not self._is_guest:
                 # Closing the socket resets what came since the last look.
                 self._acceptor.accept_last(sock)
+            if self._is_host:
+                # Else the kernel gives it connections until every process has closed it, a blocked one too.
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             sock.close()  # a second time does no harm
         self._sockets = []
         await self._acceptor.wait_set_up()

@@ -107,7 +107,7 @@ def test_the_file_of_a_child_has_its_access_log() -> None:
 FACTORY = """
 import logging, os, signal
 
-def make(start_thread):
+def make(start_thread, to_parent):
     logging.getLogger("of.the.child").error("it dies of %s", "hunger")
     os.kill(os.getpid(), signal.SIGKILL)
 """

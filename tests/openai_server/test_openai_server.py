@@ -256,6 +256,9 @@ def test_the_session_and_the_priority_of_a_request_go_to_the_model(instance: ser
         assert facts == [session, "7"]
         homes.add(home)
     assert len(homes) > 1
+    body = {"model": "m", "input": "x"}
+    answer = httpx.post(url.replace("chat/completions", "embeddings"), json=body, headers={"X-Priority": "7"})
+    assert answer.json()["data"][0]["embedding"] == [1, 7]  # they may run twice
 
 
 def test_a_user_config_needs_an_engine_that_takes_it(instance: serve.Client) -> None:

@@ -103,10 +103,10 @@ def test_what_is_no_reference_is_refused_and_not_shown(value: Any) -> None:
 
 
 def test_the_key_of_a_proxy_is_opened_where_the_proxy_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from daskserve import actors
+    from daskserve.proxies import listener
 
     given: list[Any] = []
-    monkeypatch.setattr(actors, "server_context", lambda *files: given.append(files))
+    monkeypatch.setattr(listener, "server_context", lambda *files: given.append(files))
     monkeypatch.setenv("KEY_PASSWORD", VALUE)
     for value in ({"file": str(file)}, {"env": "KEY_PASSWORD"}, VALUE):
         options = HTTPOptions(ssl_certfile="c", ssl_keyfile="k", ssl_keyfile_password=value)
@@ -114,7 +114,7 @@ def test_the_key_of_a_proxy_is_opened_where_the_proxy_is(file: Path, monkeypatch
         how |= {"tracing": {}, "logging": None}
         start = ProxyStart(options, None, **how).encode()  # type: ignore[arg-type]
         assert (VALUE.encode() in start) == (value == VALUE)
-        actors.tls_of(ProxyStart.decode(start).options)
+        listener.tls_of(ProxyStart.decode(start).options)
     assert given == [("c", "k", VALUE)] * 3
 
 

@@ -103,3 +103,8 @@ class Witness:
         present = current_request.get()
         assert present is not None
         yield f"{serve.get_replica_context().replica_tag} {present.session_id} {present.priority}"
+
+    def embed(self, request: EmbeddingRequest) -> list[list[float]]:
+        present = current_request.get()
+        assert present is not None
+        return [[float(present.idempotent), float(present.priority)]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -141,6 +142,16 @@ class TaskRequest:
 
     def start(self, on_answer: OnAnswer) -> None:
         """Return None: it needs a task."""
+
+
+class Parent(Protocol):
+    """The parent process, as the code of a child process sees it."""
+
+    def request(self, name: str, envelope: Envelope) -> ActorRequest:
+        """Return a request to the parent, not sent, by the name of what it is for."""
+
+    def take_sockets(self, name: str) -> list[socket.socket]:
+        """Return the listening sockets that the parent has handed over under a name."""
 
 
 class Hosted(Source, Protocol):

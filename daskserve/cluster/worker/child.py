@@ -30,7 +30,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 from daskserve._version import __version__
 from daskserve.cluster.actors import recent_log
 from daskserve.cluster.actors.calls import control_call
-from daskserve.cluster.channel.channel import Channel
+from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport, Transport
 from daskserve.cluster.dask.connection import DaskConnection
@@ -137,8 +137,11 @@ class ChildProcess:
         lifeline: int,
         log: int,
         dump: int,
+        sockets: socket.socket,
+        dispatch: Dispatch,
     ) -> None:
         self.name = name
+        self._sockets = sockets
         self._dump = dump
         self._log: int | None = log
         self._last_lines: tuple[str, ...] = ()
@@ -153,7 +156,7 @@ class ChildProcess:
         self._lifeline = lifeline
         self._segments = Segments()
         transport.share(self._segments, begins=True)
-        self._channel = Channel(transport, _refuse, first_stream=0)
+        self._channel = Channel(transport, dispatch, first_stream=0)
         self._serving = asyncio.create_task(self._channel.serve(), name=f"daskserve-child-{name}")
         self._watching = asyncio.create_task(self._watch(), name=f"daskserve-child-watch-{name}")
 
@@ -161,7 +164,9 @@ class ChildProcess:
         return f"<ChildProcess {self.name} pid={self.pid} {self.fate if self.ended.is_set() else 'running'}>"
 
     @classmethod
-    async def start(cls, name: str, interpreter: Interpreter, factory: str) -> ChildProcess:
+    async def start(
+        cls, name: str, interpreter: Interpreter, factory: str, dispatch: Dispatch | None = None
+    ) -> ChildProcess:
         """Start an interpreter that serves this process by a factory, and return the child.
 
         Parameters
@@ -171,6 +176,8 @@ class ChildProcess:
         factory : str
             ``"package.module:name"`` of a `daskserve.cluster.worker.child_main.Factory`; imported in the
             child.
+        dispatch : callable, optional
+            Takes the requests of the child; without it, they fail.
 
         Raises
         ------
@@ -181,19 +188,19 @@ class ChildProcess:
         """
         log, dump = recent_log.open_file(), recent_log.open_file()
         ours, theirs = socket.socketpair()
+        sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
         lifeline_end, lifeline = os.pipe()
+        files = (log, dump, theirs_of_sockets.fileno())
         try:
-            spawning = asyncio.ensure_future(
-                _spawn(interpreter, name, theirs.fileno(), lifeline_end, (log, dump))
-            )
+            spawning = asyncio.ensure_future(_spawn(interpreter, name, theirs.fileno(), lifeline_end, files))
             try:
-                with theirs:
+                with theirs, theirs_of_sockets:
                     try:
                         await _finish(spawning)
                     finally:
                         os.close(lifeline_end)
                 process = spawning.result()
-                facts = await _greet(ours, interpreter, factory, (log, dump))
+                facts = await _greet(ours, interpreter, factory, files)
                 if facts is None:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(asyncio.shield(process.exited), EXIT_GRACE_S)
@@ -212,11 +219,13 @@ class ChildProcess:
                 raise
         except BaseException:
             ours.close()
+            sockets.close()
             os.close(lifeline)
             os.close(log)
             os.close(dump)
             raise
-        return cls(name, process, SocketTransport(ours, f"child://{name}"), lifeline, log, dump)
+        transport = SocketTransport(ours, f"child://{name}")
+        return cls(name, process, transport, lifeline, log, dump, sockets, dispatch or _refuse)
 
     @property
     def pid(self) -> int:
@@ -262,6 +271,16 @@ class ChildProcess:
         """Call a verb of the child with plain values and, optionally, bytes and buffers of any size."""
         return await control_call(partial(self.request, 0), verb, message, payload)
 
+    def hand_over(self, name: str, sockets: Sequence[int]) -> None:
+        """Give the child descriptors of listening sockets; `Parent.take_sockets` returns them by the name.
+
+        Raises
+        ------
+        OSError
+            The child has ended.
+        """
+        socket.send_fds(self._sockets, [name.encode()], list(sockets), socket.MSG_DONTWAIT)
+
     async def end(self) -> None:
         """Close the connection so that the process exits, kill it if it does not, and wait for its end."""
         self._channel.close()
@@ -306,6 +325,7 @@ class ChildProcess:
             raise
         finally:
             os.close(self._lifeline)
+            self._sockets.close()
             self._read_last()
             self._segments.close()
             self.ended.set()
@@ -314,7 +334,7 @@ class ChildProcess:
 
 
 async def _spawn(
-    interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int]
+    interpreter: Interpreter, name: str, pair: int, lifeline: int, files: tuple[int, int, int]
 ) -> _Process:
     try:
         _, process = await asyncio.get_running_loop().subprocess_exec(
@@ -333,7 +353,7 @@ async def _spawn(
 
 
 async def _greet(
-    pair: socket.socket, interpreter: Interpreter, factory: str, files: tuple[int, int]
+    pair: socket.socket, interpreter: Interpreter, factory: str, files: tuple[int, int, int]
 ) -> dict[str, Any] | None:
     """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
@@ -350,6 +370,7 @@ async def _greet(
             "metrics": asdict(settings.metrics()),
             "log": files[0],
             "dump": files[1],
+            "sockets": files[2],
         }
         await loop.sock_sendall(pair, json.dumps(options).encode() + b"\n")
         while not line.endswith(b"\n"):

@@ -27,11 +27,13 @@ from daskserve.cluster.actors.recent_log import LogFile
 from daskserve.cluster.channel.channel import Channel, Dispatch
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import SocketTransport
+from daskserve.cluster.protocols.base import Parent
 from daskserve.cluster.worker.interpreter import CollectionPace
 from daskserve.cluster.worker.log_thread import LogThread
 from daskserve.cluster.worker.stack_dump import answer_with_stacks
 from daskserve.cluster.worker.tagging import mark_output
 from daskserve.common import settings
+from daskserve.common.types import ActorAddress, ActorRequest, Envelope
 from daskserve.internals.python import run_exit_functions
 from daskserve.loops.event_loop import new_event_loop
 from daskserve.loops.forks import ForkGuard
@@ -50,7 +52,32 @@ EXIT_SHARE = 0.1
 OOM_SCORE = 500
 #: Returns the function that takes the requests of the parent, and the function that asks the parent to
 #: replace this process, which got SIGTERM.
-Factory: TypeAlias = Callable[[StartThread], tuple[Dispatch, Callable[[], None]]]
+Factory: TypeAlias = Callable[[StartThread, Parent], tuple[Dispatch, Callable[[], None]]]
+
+
+#: The names of sockets that the parent hands over are no longer, and so many come under one.
+NAME_BYTES, MAX_SOCKETS = 1024, 16
+
+
+class _Parent:
+    """The parent; see `daskserve.cluster.protocols.base.Parent`."""
+
+    def __init__(self, sockets: socket.socket) -> None:
+        self.address = f"parent://{os.getppid()}"
+        self._sockets = sockets
+        self._taken: dict[str, list[socket.socket]] = {}
+        self.channel: Channel | None = None
+
+    def request(self, name: str, envelope: Envelope) -> ActorRequest:
+        assert self.channel is not None
+        return self.channel.request(ActorAddress(name, self.address, 0), envelope)
+
+    def take_sockets(self, name: str) -> list[socket.socket]:
+        while name not in self._taken:
+            flags = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            sent, files, _, _ = socket.recv_fds(self._sockets, NAME_BYTES, MAX_SOCKETS, flags)
+            self._taken[sent.decode()] = [socket.socket(fileno=each) for each in files]
+        return self._taken.pop(name)
 
 
 class _ReplacedFirst:
@@ -86,12 +113,19 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     settings.given_metrics.set(settings.MetricsSettings(**options["metrics"]))
     latency_buckets_s()  # here, because other threads have no such context
     module, _, name = options["factory"].partition(":")
-    return partial(
-        _run, getattr(importlib.import_module(module), name), options.get("log"), options.get("dump")
-    )
+    # Versions of daskserve that may be mixed: an older parent hands over no sockets.
+    log, dump, sockets = (options.get(each) for each in ("log", "dump", "sockets"))
+    return partial(_run, getattr(importlib.import_module(module), name), log, dump, sockets)
 
 
-def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socket, lifeline: int) -> None:
+def _run(
+    factory: Factory,
+    log: int | None,
+    dump: int | None,
+    sockets: int | None,
+    pair: socket.socket,
+    lifeline: int,
+) -> None:
     _end_with_parent(lifeline)
     _be_killed_before_parent()
     if dump is not None:
@@ -118,7 +152,8 @@ def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socke
         on_sigterm(leave)
     main, is_ending = MainThread(), threading.Lock()
     # Within this context, which has the settings of the worker.
-    serve = partial(copy_context().run, _serve, factory, pair, main, is_ending, leave)
+    parent = _Parent(socket.socket() if sockets is None else socket.socket(fileno=sockets))
+    serve = partial(copy_context().run, _serve, factory, pair, parent, main, is_ending, leave)
     threading.Thread(target=serve, name="daskserve-channel", daemon=True).start()
     status: Any = 0
     try:
@@ -135,6 +170,7 @@ def _run(factory: Factory, log: int | None, dump: int | None, pair: socket.socke
 def _serve(
     factory: Factory,
     pair: socket.socket,
+    parent: _Parent,
     main: MainThread,
     is_ending: threading.Lock,
     leave: _ReplacedFirst,
@@ -142,19 +178,22 @@ def _serve(
     """Serve the parent until its channel ends; then end the process, even if user code is stuck."""
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_answer(factory, pair, main, leave))
+            runner.run(_answer(factory, pair, parent, main, leave))
     finally:
         main.end()
         if not main.has_ended.wait(MAIN_GRACE_S):
             _end(is_ending, 0)
 
 
-async def _answer(factory: Factory, pair: socket.socket, main: MainThread, leave: _ReplacedFirst) -> None:
-    transport = SocketTransport(pair, f"parent://{os.getppid()}")
+async def _answer(
+    factory: Factory, pair: socket.socket, parent: _Parent, main: MainThread, leave: _ReplacedFirst
+) -> None:
+    transport = SocketTransport(pair, parent.address)
     transport.share(Segments(), begins=False)
-    dispatch, when_leaving = factory(main.start)
+    dispatch, when_leaving = factory(main.start, parent)
     leave.open(when_leaving)
-    await Channel(transport, dispatch, first_stream=1).serve()
+    channel = parent.channel = Channel(transport, dispatch, first_stream=1)
+    await channel.serve()
 
 
 def _end(is_ending: threading.Lock, status: int) -> None:

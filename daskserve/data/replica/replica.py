@@ -63,9 +63,9 @@ class Replica:
         self._code = place(context, start, self._metrics)
         #: Takes a request; user code answers it.
         self.handle = self._code.handle
-        self._slots = self._code.slots
+        self.slots = self._code.slots
         self._tasks = ReplicaTasks(context, start, self._code)
-        self._slots.rank_info = as_rank_info(start.rank_info)
+        self.slots.rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
         #: Since when `reconfigure` runs; None while it does not.
         self._reconfigures_since: float | None = None
@@ -89,7 +89,7 @@ class Replica:
         self.verbs = verbs_of(self, looking)
 
     def __repr__(self) -> str:
-        slots = self._slots
+        slots = self.slots
         state = "lost" if self._code.loss else "open" if slots.is_open else "closed"
         return (
             f"<Replica {self._start.replica_tag} {state} {slots.ongoing}/{slots.concurrency} {self._code!r}>"
@@ -113,7 +113,7 @@ class Replica:
         began = stopwatch()
         try:
             facts = dict(await self._code.start())
-            self._slots.is_open = True
+            self.slots.is_open = True
             if self.consumes_tasks and CONSUMER in facts:
                 await self._tasks.start(facts.pop(CONSUMER))
         except BaseException as error:
@@ -122,11 +122,11 @@ class Replica:
             raise
         self._health.start()
         self._metrics.record_start(stopwatch() - began, self._context.clock.wall())
-        return {**facts, "rank_info": self._slots.rank_info}
+        return {**facts, "rank_info": self.slots.rank_info}
 
     def load(self) -> Load:
         """Return how many requests run, and how many wait for a slot or for their batch."""
-        return self._slots.load()
+        return self.slots.load()
 
     # ---- verbs
 
@@ -170,10 +170,10 @@ class Replica:
             finally:
                 self._metrics.reconfigurations.observe(self._context.clock.now() - began)
                 self._reconfigures_since = None
-            self._slots.rank_info = as_rank_info(rank_info)
+            self.slots.rank_info = as_rank_info(rank_info)
             self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
-            if self._slots.is_open:  # it may have been stopped meanwhile
+            if self.slots.is_open:  # it may have been stopped meanwhile
                 await self._health.configure(
                     options.health_check_period_s,
                     options.health_check_timeout_s,
@@ -197,7 +197,7 @@ class Replica:
             "replica_tag": self._start.replica_tag,
             "ongoing": load.ongoing,
             "queued": load.queued,
-            "concurrency": self._slots.concurrency,
+            "concurrency": self.slots.concurrency,
             **self._metrics.plain(),
         }
         return {**own, **await self._code.statistics()}
@@ -219,14 +219,14 @@ class Replica:
         await self._code.probe()
 
     def _check_open(self) -> None:
-        if not self._slots.is_open:
-            raise self._slots.not_running()
+        if not self.slots.is_open:
+            raise self.slots.not_running()
 
     # ---- metrics
 
     def samples(self) -> list[MetricSample]:
         """Return the replica's metrics; see `daskserve.telemetry.table.Source`."""
-        code, slots = self._code, self._slots
+        code, slots = self._code, self.slots
         own = self._metrics.samples(self._labels) + self._metrics.states(
             self._labels,
             load=self.load(),
@@ -249,7 +249,7 @@ class Replica:
     def health(self) -> dict[str, Any]:
         """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
         load, loss = self.load(), self._code.loss
-        facts = {**self._health.facts(), "rank_info": self._slots.rank_info}
+        facts = {**self._health.facts(), "rank_info": self.slots.rank_info}
         # Cancelled calls that run on have no caller who waits.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:
@@ -291,7 +291,7 @@ class Replica:
         """
         ends_at = self._context.clock.now() + grace_s
         self._tasks.pause()
-        self._slots.close()
+        self.slots.close()
         await self._health.stop()
         try:
             await self._code.drain(grace_s)
@@ -303,7 +303,7 @@ class Replica:
         """Refuse requests, cancel the running ones, and destruct within ``grace_s``, or one second."""
         self._is_planned = is_planned
         self._tasks.pause()
-        self._slots.close()
+        self.slots.close()
         await self._health.stop()
         await self._end(self._context.clock.now() + grace_s)
 
@@ -327,7 +327,7 @@ class Replica:
             self._limit = None
         await self._tasks.close(CLOSE_GRACE_S)
         await self._code.close()
-        self._slots.end_wait()
+        self.slots.end_wait()
         self._metrics.shutdowns.observe(stopwatch() - began)
 
 

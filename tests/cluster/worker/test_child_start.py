@@ -19,7 +19,9 @@ def test_a_start_that_is_cancelled_again_and_again_leaves_no_process(
     turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its instance closes, and then its event loop."""
-    (tmp_path / "slow_child.py").write_text("import time\n\ndef make(start_thread):\n    time.sleep(60)\n")
+    (tmp_path / "slow_child.py").write_text(
+        "import time\n\ndef make(start_thread, to_parent):\n    time.sleep(60)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def start_and_leave() -> None:

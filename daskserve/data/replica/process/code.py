@@ -17,6 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import LAST_LINES, ActorContext
@@ -40,6 +41,7 @@ from daskserve.data.replica.local_code import parts_of
 from daskserve.data.replica.logs import speaking_for
 from daskserve.data.replica.models import Models
 from daskserve.data.replica.process.inspection import ChildInspection
+from daskserve.data.replica.process.listening import listening_children, pass_on
 from daskserve.data.replica.process.metrics import ReportedMetrics, keep_asking_for_metrics
 from daskserve.data.replica.process.runner import ChildRunner
 from daskserve.data.replica.requests.replica_request import ReplicaRequest
@@ -79,12 +81,9 @@ class ForwardedRequest(ReplicaRequest):
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
         code = self._code
         child, runner = code.running()
-        # The child has a slot for it.
-        envelope = (
-            self.envelope
-            if self.envelope.queue_timeout is None
-            else replace(self.envelope, queue_timeout=None)
-        )
+        envelope = self.envelope
+        if envelope.queue_timeout is not None and not runner.is_shared():
+            envelope = replace(envelope, queue_timeout=None)  # the child has a slot for it
         parts = (next(code.numbers), envelope, receive, send)
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
         return None
@@ -214,8 +213,11 @@ class ChildCode:
         interpreter = await interpreter_of(start.environment, settings.process_variables())
         # The installation has a time limit of its own.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
-        child = self._child = await ChildProcess.start(start.replica_tag, interpreter, FACTORY)
-        self._runner = ChildRunner(child, self._explain)
+        child = self._child = await ChildProcess.start(
+            start.replica_tag, interpreter, FACTORY, partial(pass_on, self._context.cluster)
+        )
+        children = listening_children(self._context.cluster)
+        self._runner = ChildRunner(child, self._explain, lambda: children.is_open)
         child.on_end = self._note_end
         if (logs := self._context.logs) is not None:
             tag, instance = start.replica_tag, self._context.spec.instance
@@ -230,6 +232,7 @@ class ChildCode:
         self._waiting = asyncio.create_task(
             _note_leaving(self, child), name=f"daskserve-leaving-{start.replica_tag}"
         )
+        children.add(start.backend_tag, start.replica_tag, self._call, child.hand_over)
         return {**facts, "child_pid": child.pid}
 
     @property
@@ -283,6 +286,7 @@ class ChildCode:
         return ActorLostError(loss, begun=error.begun, is_planned=self._is_planned)
 
     def _note_end(self) -> None:
+        listening_children(self._context.cluster).forget(self._start.replica_tag)
         if not self.slots.is_open or self._child is None:
             return
         self.loss = f"Replica {short_tag(self._start.replica_tag)!r} is lost: its process {self._child.fate}."
@@ -332,7 +336,7 @@ class ChildCode:
         found = await self._ask()
         return {
             **found,
-            "ongoing": self.slots.ongoing,
+            "ongoing": self.slots.ongoing + self._reported.direct[0],
             "concurrency": self.slots.concurrency,
             "queued": found["queued"] + self.slots.waiting,
             "refused_total": found["refused_total"] + self.own_metrics.refused,
@@ -341,6 +345,7 @@ class ChildCode:
     async def _ask(self) -> dict[str, Any]:
         """Return the counts of the child, and keep its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
+        listening_children(self._context.cluster).report(self._start.replica_tag, found.pop("listeners", {}))
         self._stats.record(found.pop("custom", {}))
         self._stats.routing = found.pop("routing_stats")
         self.models.known = found.pop("models")
@@ -352,6 +357,7 @@ class ChildCode:
             found["failed_total"],
             found["queued"],
             found.get("continuous"),
+            found.pop("direct", (0, 0)),
         )
         return found
 
@@ -383,6 +389,8 @@ class ChildCode:
                 found.append(
                     (name, labels, self.slots.waiting)
                 )  # the child's own value has only the requests that wait for batches
+            elif name == "replica_ongoing_requests":
+                found.append((name, labels, self.slots.ongoing + self._reported.direct[0]))
             elif name == "deployment_rejections" or (name, labels) not in known:
                 found.append((name, labels, value))
         return found
@@ -405,6 +413,7 @@ class ChildCode:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
+        await listening_children(self._context.cluster).remove(self._start.replica_tag, grace_s)
         if not self.loss and grace_s > 0 and self._child is not None:
             await self.send_away()
             self._has_last_metrics = True
@@ -429,6 +438,7 @@ class ChildCode:
 
     async def close(self) -> None:
         """End the child and its process group."""
+        await listening_children(self._context.cluster).remove(self._start.replica_tag, 0)
         if self._waiting is not None:
             self._waiting.cancel()
         if self._child is not None and self._runner is not None:

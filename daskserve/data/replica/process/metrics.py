@@ -71,7 +71,15 @@ async def keep_asking_for_metrics(
 class ReportedMetrics:
     """The metrics that a child reported, in plain values."""
 
-    __slots__ = ("_continuous", "_failed", "_latency_counts", "_queued", "_samples", "_user_samples")
+    __slots__ = (
+        "_continuous",
+        "_failed",
+        "_latency_counts",
+        "_queued",
+        "_samples",
+        "_user_samples",
+        "direct",
+    )
 
     def __init__(
         self,
@@ -81,7 +89,10 @@ class ReportedMetrics:
         failed: int = 0,
         queued: int = 0,
         continuous: Mapping[str, Any] | None = None,
+        direct: Sequence[int] = (0, 0),
     ) -> None:
+        #: How many requests run in the child that came to its own listeners, and how many have ended.
+        self.direct = direct
         self._samples = samples
         self._user_samples = user_samples
         self._latency_counts = latency_counts
@@ -91,10 +102,11 @@ class ReportedMetrics:
 
     def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:
         """Return how many requests run and wait, how many have ended, and what the child has counted."""
+        direct, ended = self.direct
         return {
-            "ongoing": ongoing,
+            "ongoing": ongoing + direct,
             "queued": waiting + self._queued,
-            "ended": handled - ongoing,
+            "ended": handled - ongoing + ended,
             "failed": self._failed,
             "latency_counts": list(self._latency_counts),
             **({} if self._continuous is None else {"continuous": self._continuous}),

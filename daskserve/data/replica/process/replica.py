@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daskserve.cluster.protocols.base import ActorSpec, ContextWith, TaskRequest, verb, verbs_of
+from daskserve.cluster.protocols.base import ActorSpec, ContextWith, Parent, TaskRequest, verb, verbs_of
 from daskserve.cluster.worker.child_view import ChildView
 from daskserve.common import settings
 from daskserve.common.clock import LoopClock, system_rng
@@ -31,14 +32,19 @@ from daskserve.data.replica.environment.working_dir import archives_folder
 from daskserve.data.replica.process.metrics import tell
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import UnavailableError
+from daskserve.internals.otlp_exporter import post_of
 from daskserve.loops.threads import StartThread
+from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.telemetry.logs.process import process_logs
 from daskserve.telemetry.table import MetricSample
+from daskserve.telemetry.tracing.enabling import enable
 from daskserve.telemetry.tracing.process import disable
 
 #: How long the export of the last spans may take, after which the process ends.
 LAST_SPANS_S = 1.0
+#: What accepts connections: a layer above this one, which only replicas that listen load.
+LISTENERS = "daskserve.proxies.replica_listener:ReplicaListeners"
 
 
 class ChildReplica(Replica):
@@ -48,7 +54,7 @@ class ChildReplica(Replica):
 
     def __init__(self, context: ContextWith[HasConnection]) -> None:
         super().__init__(context)
-        self._slots.on_free = self._note_free
+        self.slots.on_free = self._note_free
         self._shared = context.cluster.shared
         #: The requests within `handle`, by number, each with a future that is done when it leaves.
         self._inside: dict[int, asyncio.Future[None]] = {}
@@ -108,8 +114,11 @@ class ChildReplica(Replica):
 class ReplicaServer:
     """Serves one replica to its actor."""
 
-    def __init__(self, start_thread: StartThread) -> None:
+    def __init__(self, start_thread: StartThread, parent: Parent) -> None:
         self._start_thread = start_thread
+        self._parent = parent
+        #: Made when the replica is to listen.
+        self._listeners: Any = None
         self._replica: ChildReplica | None = None
         self._view: ChildView | None = None
         self._own_verbs = verbs_of(self)
@@ -176,12 +185,52 @@ class ReplicaServer:
         if prefix.parent == environments:
             hold(prefix)
         self._replica = ChildReplica(context)
+        self._context = context
         view.answer_get_worker()
         return await self._replica.start()
 
     @verb
+    async def listen(self, wanted: Mapping[str, Any]) -> None:
+        """Accept connections as `daskserve.data.replica.process.listening` wants it."""
+        if self._listeners is None:
+            if not wanted["listeners"]:
+                return
+            module, _, name = LISTENERS.partition(":")
+            make = getattr(await asyncio.to_thread(importlib.import_module, module), name)
+            replica = self._started()
+            context, parent = self._context, self._parent
+            self._listeners = make(
+                replica.handle,
+                replica.slots,
+                context,
+                to_worker=parent.request,
+                take_sockets=parent.take_sockets,
+                trace=lambda options: enable(context, options, call_imported, post_of),
+            )
+        await self._listeners.listen(wanted)
+
+    @verb
+    async def stop_listening(self, key: str, grace_s: float, sends_away: bool = True) -> dict[str, Any]:
+        """Close a port, or all, wait for the requests of its connections, and return the last metrics."""
+        if self._listeners is None:
+            return {}
+        found: dict[str, Any] = await self._listeners.stop(key, grace_s, sends_away=sends_away)
+        return found
+
+    @verb
+    async def statistics(self, **message: Any) -> dict[str, Any]:
+        """Return the replica's counts and metrics, and those of its listeners."""
+        found: dict[str, Any] = await self._started().statistics(**message)
+        if self._listeners is not None:
+            found["listeners"] = self._listeners.samples()
+            requests = self._listeners.requests
+            found["direct"] = requests.ongoing, requests.begun - requests.ongoing
+        return found
+
+    @verb
     async def stop(self, grace_s: float, is_planned: bool) -> None:
         """Stop the replica, and close its view of the cluster."""
+        await self.stop_listening("", 0)
         if self._replica is not None:
             await self._replica.end(grace_s, is_planned=is_planned)
             gc.collect()  # objects in reference cycles may have destructors, and the process ends next
@@ -191,8 +240,8 @@ class ReplicaServer:
 
 
 def served_replica(
-    start_thread: StartThread,
+    start_thread: StartThread, parent: Parent
 ) -> tuple[Callable[[str, int, Envelope], ActorRequest], Callable[[], None]]:
     """Return how one replica is served; a `daskserve.cluster.worker.child_main.Factory`."""
-    server = ReplicaServer(start_thread)
+    server = ReplicaServer(start_thread, parent)
     return server.dispatch, server.leave

@@ -88,12 +88,18 @@ class ChildRunner:
     ----------
     explain : callable
         ``await explain(error)`` returns the error for the caller of a lost request.
+    is_shared : callable
+        Returns whether the child takes requests from elsewhere, too; then one may have to wait there.
     """
 
     def __init__(
-        self, child: ChildProcess, explain: Callable[[ActorLostError], Awaitable[ActorLostError]]
+        self,
+        child: ChildProcess,
+        explain: Callable[[ActorLostError], Awaitable[ActorLostError]],
+        is_shared: Callable[[], bool] = bool,
     ) -> None:
         self.runs = Runs()
+        self.is_shared = is_shared
         self.explain = explain
         self._child = child
         self._settling = TaskSet(logger)

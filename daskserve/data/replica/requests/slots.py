@@ -140,6 +140,11 @@ class Slots:
         """How many requests wait for a slot."""
         return len(self._waiters.places)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that arrives now gets a slot at once, unless it is of a batch job."""
+        return self.ongoing < self.concurrency and self.is_open and self._resumed is None
+
     def load(self) -> Load:
         """Return how many requests run, and how many wait."""
         count = self.count_batched
@@ -158,7 +163,7 @@ class Slots:
 
         A request of a batch job takes none that is for others.
         """
-        if self.ongoing >= self.concurrency or not self.is_open or self._resumed is not None:
+        if not self.has_room:
             return False
         is_batch = envelope is not None and is_of_batch(envelope)
         if (is_batch or self._batch_room is not None) and not self._admits(is_batch):

@@ -1,0 +1,420 @@
+"""Child processes that listen: each accepts connections from the sockets of the proxies of its worker.
+
+The proxies of a worker say here on which sockets they listen, and what they know: routes, and the rules of
+bodies. Each child that has started gets the sockets and all of it, and again after each change. One task for
+each child compares what it has with what it should have, so a child that blocks delays itself only. While at
+least one child accepts from the sockets of a proxy, the proxy leaves connections to it.
+
+The counters of a child's listeners belong to the proxy (`Port.samples`), and stay when the child has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
+
+from daskserve.cluster.protocols.base import Process, TaskRequest
+from daskserve.common.types import ActorRequest, Envelope, Load, Receive, Send
+from daskserve.errors import ActorLostError
+from daskserve.loops.tasks import TaskSet
+from daskserve.telemetry.collector import Key, merge, sample_of
+from daskserve.telemetry.error_log import ErrorLog
+from daskserve.telemetry.histogram import HistogramCounts
+from daskserve.telemetry.table import METRICS, MetricSample
+
+logger = logging.getLogger("daskserve.replica")
+
+#: The key of the `ListeningChildren` among what the parts of an instance share in a process.
+KEY = "listening_children"
+#: How long a child that does not listen as it should is left alone before the next attempt.
+RETRY_S = 1.0
+#: Time beyond the grace period for a child to say that it has closed a port.
+ANSWER_S = 1.0
+#: How long connections may stay open at a child that has no endpoint of its own any more.
+LEAVE_S = 86_400.0
+#: How long a change waits for a child to know it: one that is blocked may take any time.
+TOLD_S = 1.0
+
+CallChild = Callable[..., Awaitable[Any]]
+HandOver = Callable[[str, Sequence[int]], None]
+
+
+def answers_itself(
+    endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any] | None, backend_tag: str, replica_tag: str
+) -> bool:
+    """Return whether a replica of a backend may answer any request of an endpoint.
+
+    Other requests need a router: to draw a backend or a version, to send copies, or because an option of the
+    backend chooses among replicas or orders requests. So do those of a replica that gets no requests now.
+    """
+    if not endpoint or not backend:
+        return False
+    traffic = [each for each, weight in endpoint["traffic"].items() if weight > 0]
+    if traffic != [backend_tag] or endpoint["shadows"]:
+        return False
+    if replica_tag not in [tag for tag, *_ in backend["replicas"]]:
+        return False
+    return not any(backend.get(each) for each in ("router", "order", "hedging", "rollout"))
+
+
+class Port:
+    """The sockets of a proxy from which children accept, and what their listeners have counted.
+
+    Parameters
+    ----------
+    name : str
+        The name of the proxy.
+    start : bytes
+        The encoded `daskserve.options.start_messages.ProxyStart` of a child's listener.
+    sockets : list of int
+        The descriptors of the listening sockets.
+    leave_to_others : callable
+        Has the proxy leave connections to children, or no longer.
+    """
+
+    def __init__(
+        self, name: str, start: bytes, sockets: Sequence[int], leave_to_others: Callable[[bool], None]
+    ) -> None:
+        self.name, self.start, self.sockets = name, start, sockets
+        self.leave_to_others = leave_to_others
+        self._reported: dict[str, list[MetricSample]] = {}
+        #: The totals of listeners that have ended.
+        self._ended: dict[Key, float | HistogramCounts] = {}
+
+    def report(self, key: str, samples: Iterable[Any]) -> None:
+        """Record the metrics of a child's listener, in plain values."""
+        self._reported[key] = [sample_of(each) for each in samples]
+
+    def fold(self, key: str) -> None:
+        """Keep the totals of a listener that has ended."""
+        for name, labels, value in self._reported.pop(key, ()):
+            if METRICS[name].is_folded:
+                merge(self._ended, (name, labels), value)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metrics of the listeners of all children, as last read."""
+        ended = [(name, labels, value) for (name, labels), value in list(self._ended.items())]
+        return [*ended, *(sample for each in list(self._reported.values()) for sample in each)]
+
+
+class ListeningChild:
+    """One child: what it was told last, and the task that tells it.
+
+    It accepts connections while an endpoint is its own; others would only pass through it.
+    """
+
+    def __init__(
+        self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver, cluster: Process
+    ) -> None:
+        self.backend_tag, self.replica_tag = backend_tag, replica_tag
+        self._call, self._hand_over, self._cluster = call, hand_over, cluster
+        self._wanted: dict[str, Any] = {}
+        self._ports: Sequence[Port] = ()
+        #: The keys of the listeners that it should have, and the ports of all that it has, by their keys.
+        self._keys: dict[Port, str] = {}
+        self._open: dict[str, Port] = {}
+        self._numbers = itertools.count(1)
+        #: The ports from which it accepts.
+        self.accepts: set[Port] = set()
+        #: Called when it begins or ends to accept.
+        self.on_change: Callable[[], object] = bool
+        #: The task of `run`.
+        self.telling: asyncio.Task[None] | None = None
+        self._changed, self.told = asyncio.Event(), asyncio.Event()
+        self.told.set()
+        self._leaving = TaskSet(logger)
+
+    def tell(self, wanted: dict[str, Any], ports: Sequence[Port]) -> None:
+        """Note what the child should have, and the ports from which it should accept."""
+        self._wanted, self._ports = wanted, ports
+        self.told.clear()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Tell the child each change until it ends."""
+        errors = ErrorLog(logger)
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                try:
+                    await self._listen()
+                except ActorLostError:
+                    return
+                except Exception as error:
+                    errors.log(error, "The process of %s cannot listen", self.replica_tag)
+                    await self._cluster.clock.sleep(RETRY_S)
+                    self._changed.set()
+                    continue
+                if not self._changed.is_set():
+                    self.told.set()
+        finally:
+            self.told.set()
+            self.accepts.clear()
+            self.on_change()
+
+    async def _listen(self) -> None:
+        ports = self._ports
+        for port in [each for each in self._keys if each not in ports]:
+            self._leaving.spawn(self.leave(port, LEAVE_S, sends_away=False), "listening-leave")
+        for port in ports:
+            if port not in self._keys:
+                key = f"{port.name}#{next(self._numbers)}"
+                self._hand_over(key, port.sockets)
+                self._keys[port] = key
+                self._open[key] = port
+        if not self._open:
+            return
+        listeners = {self._keys[each]: each.start for each in ports}
+        await self._call("listen", wanted={**self._wanted, "listeners": listeners})
+        self.accepts.update(each for each in ports if each in self._keys)
+        self.on_change()
+
+    async def leave(self, port: Port, grace_s: float, *, sends_away: bool = True) -> None:
+        """Have the child close a port, and return when its connections have ended."""
+        self.accepts.discard(port)
+        self.on_change()
+        key = self._keys.pop(port, None)
+        if key is not None:
+            await self._stop(key, grace_s, sends_away=sends_away)
+            self._fold([key])
+
+    async def end(self, grace_s: float) -> None:
+        """Have the child close all ports for good, and return when its connections have ended."""
+        if self.telling is not None:
+            self.telling.cancel()
+        self.accepts.clear()
+        self.on_change()
+        if self._open:
+            await self._stop("", grace_s, sends_away=True)
+        self.lose()
+
+    def lose(self) -> None:
+        """Note that the child has ended."""
+        if self.telling is not None:
+            self.telling.cancel()
+        self._fold(list(self._open))
+
+    async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
+        leaving = self._call("stop_listening", key=key, grace_s=grace_s, sends_away=sends_away)
+        with suppress(ActorLostError, TimeoutError):  # it has ended already, or does not answer
+            self.report(await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S))
+
+    def report(self, listeners: Mapping[str, Any]) -> None:
+        """Record the metrics of the child's listeners, by their keys."""
+        for key, samples in listeners.items():
+            if key in self._open:
+                self._open[key].report(self._name(key), samples)
+
+    def _fold(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key in self._open:
+                self._open.pop(key).fold(self._name(key))
+
+    def _name(self, key: str) -> str:
+        return f"{self.replica_tag} {key}"
+
+
+class ListeningChildren:
+    """The children of one process, and the ports on which they listen."""
+
+    def __init__(self, cluster: Process) -> None:
+        self._cluster = cluster
+        #: By the tags of their replicas.
+        self._children: dict[str, ListeningChild] = {}
+        self._ports: list[Port] = []
+        self._facts: dict[str, Any] = {}
+        self._published: dict[str, Any] = {}
+        self._watches: dict[str, Callable[[], None]] = {}
+        self._rules_of: Callable[[str], Any] = lambda endpoint: None
+        self._tasks = TaskSet(logger)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the children listen anywhere."""
+        return bool(self._ports)
+
+    def open(
+        self,
+        name: str,
+        start: bytes,
+        sockets: Sequence[int],
+        leave_to_others: Callable[[bool], None],
+        rules_of: Callable[[str], Any],
+    ) -> Port:
+        """Have the children accept from the sockets of a proxy; see `Port`."""
+        port = Port(name, start, sockets, leave_to_others)
+        self._ports.append(port)
+        self._rules_of = rules_of
+        for child in self._children.values():
+            self._watch_key(f"backend/{child.backend_tag}")
+        self._tell()
+        return port
+
+    async def close(self, port: Port, grace_s: float) -> None:
+        """Have the children leave a port, and wait until they have."""
+        if port not in self._ports:
+            return
+        self._ports.remove(port)
+        port.leave_to_others(False)
+        await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children.values())))
+
+    def note(self, **facts: Any) -> None:
+        """Note what proxies know: routes and others, in plain values."""
+        self._facts.update(facts)
+        if "routes" in facts:
+            self._watch_endpoints()
+        self._tell()
+
+    def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
+        """Begin to tell a child."""
+        child = ListeningChild(backend_tag, replica_tag, call, hand_over, self._cluster)
+        child.on_change = self._note_accepting
+        self._children[replica_tag] = child
+        child.telling = self._tasks.spawn(child.run(), "listening-child")
+        if self.is_open:
+            self._watch_key(f"backend/{backend_tag}")
+            child.tell(*self._wanted(child))
+
+    def report(self, replica_tag: str, listeners: Mapping[str, Any]) -> None:
+        """Record the metrics of a child's listeners, by their keys."""
+        if (child := self._children.get(replica_tag)) is not None:
+            child.report(listeners)
+
+    async def remove(self, replica_tag: str, grace_s: float) -> None:
+        """Have a child stop to accept connections; return when those that it has have ended."""
+        if (child := self._children.pop(replica_tag, None)) is not None:
+            await child.end(grace_s)
+
+    def forget(self, replica_tag: str) -> None:
+        """Note that a child has ended."""
+        if (child := self._children.pop(replica_tag, None)) is not None:
+            child.lose()
+            self._note_accepting()
+
+    async def wait_until_told(self) -> None:
+        """Return when all children have what is known now, or do not answer."""
+        waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children.values()]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=TOLD_S)
+            for each in late:
+                each.cancel()
+
+    def _note_accepting(self) -> None:
+        for port in self._ports:
+            port.leave_to_others(any(port in child.accepts for child in self._children.values()))
+
+    def _watch_endpoints(self) -> None:
+        keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
+        for key in [each for each in self._watches if each.startswith("endpoint/") and each not in keys]:
+            self._watches.pop(key)()
+            self._published.pop(key, None)
+        for key in keys:
+            self._watch_key(key)
+
+    def _watch_key(self, key: str) -> None:
+        if key not in self._watches:
+
+            def update(value: Any) -> None:
+                self._published[key] = value
+                self._tell()
+
+            # It may call `update` at once, which watches nothing.
+            self._watches[key] = self._cluster.listener.watch(key, update)
+
+    def _wanted(self, child: ListeningChild) -> tuple[dict[str, Any], list[Port]]:
+        routes = self._facts.get("routes") or {}
+        endpoints = {fields["endpoint"] for fields in routes.values()}
+        backend = self._published.get(f"backend/{child.backend_tag}")
+        own = [
+            each
+            for each in endpoints
+            if answers_itself(
+                self._published.get(f"endpoint/{each}"), backend, child.backend_tag, child.replica_tag
+            )
+        ]
+        rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}
+        return {"own": own, "rules": rules, **self._facts}, list(self._ports) if own else []
+
+    def _tell(self) -> None:
+        if self.is_open:
+            for child in self._children.values():
+                child.tell(*self._wanted(child))
+
+
+def listening_children(cluster: Process) -> ListeningChildren:
+    """Return those of a process for an instance; the first call creates them."""
+    found: ListeningChildren | None = cluster.shared.get(KEY)
+    if found is None:
+        found = cluster.shared[KEY] = ListeningChildren(cluster)
+    return found
+
+
+def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) -> ActorRequest:
+    """Return a request of a child's listener for the routers of this process."""
+
+    async def respond(receive: Receive, send: Send) -> Load:
+        await cluster.shared["routers"].send(endpoint, envelope, receive, send)
+        return Load()
+
+    return TaskRequest(respond)
+
+
+def with_children(own: Mapping[str, Any], samples: Iterable[MetricSample]) -> dict[str, Any]:
+    """Return the counts of a proxy with those of the listeners of its children, from their metrics."""
+    more = totals_of(samples)
+    return {key: _added(value, more[key]) if key in more else value for key, value in own.items()}
+
+
+def _added(own: Any, more: Any) -> Any:
+    if isinstance(own, Mapping):
+        return {
+            **more,
+            **{key: _added(each, more[key]) if key in more else each for key, each in own.items()},
+        }
+    if isinstance(own, list):
+        return [sum(each) for each in zip_longest(own, more, fillvalue=0)]
+    return own + more
+
+
+def totals_of(samples: Iterable[MetricSample]) -> dict[str, Any]:
+    """Return the requests that listeners have under way and have ended, from their metrics."""
+    responses: Counter[str] = Counter()
+    endpoints: dict[str, list[int]] = {}
+    ended = failed = ongoing = 0
+    latency: HistogramCounts | None = None
+    for name, labels, value in samples:
+        if name == "http_request_duration_seconds":
+            assert isinstance(value, HistogramCounts)
+            if latency is None:
+                latency = value.copy()
+            else:
+                latency.add(value.counts, value.sum)
+        elif name == "http_ongoing_requests":
+            ongoing += int(value)  # type: ignore[arg-type]
+        elif name == "http_requests":
+            assert not isinstance(value, HistogramCounts)
+            endpoint, status, count = labels[2], labels[4], int(value)
+            responses[f"{status[0]}xx"] += count
+            ended += count
+            failed += count if status >= "500" else 0
+            if endpoint:
+                known = endpoints.setdefault(endpoint, [0, 0])
+                known[0] += count
+                known[1] += count if status >= "500" else 0
+    return {
+        "ongoing": ongoing,
+        "responses": dict(responses),
+        "ended": ended,
+        "failed": failed,
+        "endpoints": endpoints,
+        "handled_total": 0 if latency is None else sum(latency.counts),
+        "latency_counts": [] if latency is None else list(latency.counts),
+        "latency_sum_s": 0.0 if latency is None else latency.sum,
+    }

@@ -1,0 +1,239 @@
+"""One HTTP listener with its ingress: what a proxy and the process of a replica have alike."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+from collections.abc import Awaitable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.middleware import Middleware
+
+from daskserve.common import settings
+from daskserve.common.clock import Clock
+from daskserve.common.types import BodyUse
+from daskserve.errors import BadRequestError
+from daskserve.options.fields.secrets import read_secret
+from daskserve.payload.importing import call_imported
+from daskserve.payload.pickling import load_bytes
+from daskserve.proxies.ingress.access import AccessLog
+from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
+from daskserve.proxies.ingress.bodies import BodyGate
+from daskserve.proxies.ingress.forwarded import ForwardedHeaders
+from daskserve.proxies.ingress.routes import CurrentRoutes, RouteTable
+from daskserve.proxies.server.health import health_server
+from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.listen import can_share_ports
+from daskserve.proxies.server.tls import server_context
+from daskserve.telemetry.logs.process import ProcessLogs
+from daskserve.telemetry.table import MetricSample
+
+if TYPE_CHECKING:
+    from daskserve.options.http import HTTPOptions
+    from daskserve.options.start_messages import ProxyStart
+    from daskserve.telemetry.tracing.process import Tracing
+
+#: How long the health checks that a listener has accepted may take when it drains.
+HEALTH_GRACE_S = 1.0
+
+
+def middlewares_from(path: str) -> list[Middleware]:
+    """Return the middlewares of the function that ``proxy_callback`` names.
+
+    Raises
+    ------
+    BadRequestError
+        It failed, or returned something else.
+    """
+    found = call_imported(path, "proxy_callback")
+    if not isinstance(found, list) or not all(isinstance(each, Middleware) for each in found):
+        raise BadRequestError(
+            f"proxy_callback={path!r} must return a list of starlette.middleware.Middleware objects, got "
+            f"{found!r}"
+        )
+    return found
+
+
+def tls_of(options: HTTPOptions) -> ssl.SSLContext | None:
+    """Return the context of the proxy's HTTPS server; raise `BadRequestError` if a file is wrong."""
+    password = options.ssl_keyfile_password
+    if password is not None:
+        password = read_secret(password, "ssl_keyfile_password", settings.process_variables())
+    return server_context(options.ssl_certfile, options.ssl_keyfile, password)
+
+
+class Requests(Protocol):
+    """Where the requests of a listener go."""
+
+    @property
+    def largest_body_bytes(self) -> float:
+        """The maximum size of a body for the endpoint that allows most."""
+
+    @property
+    def send(self) -> CallBackend:
+        """The function that answers a request; see `daskserve.proxies.ingress.app.IngressApp`."""
+
+    def prepare(self, endpoint: str) -> None:
+        """Note that a route leads to an endpoint."""
+
+    def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
+        """Return how the bodies of an endpoint are read, and their maximum size; None if not known yet."""
+
+    def wait_until_published(self, endpoint: str) -> Awaitable[None]:
+        """Return an awaitable, after which the rules are known."""
+
+    def check_queue(self, endpoint: str) -> None:
+        """Raise `BackPressureError` if no further request to an endpoint may wait for a slot."""
+
+    def is_crowded(self, endpoint: str) -> bool:
+        """Return whether requests of an endpoint wait for a slot."""
+
+
+class HTTPListener:
+    """An HTTP server, its health port, and the ingress behind both.
+
+    Parameters
+    ----------
+    start : ProxyStart
+        The options.
+    requests : Requests
+        Answers the requests.
+    name, instance : str
+        The names of the proxy and of its instance, for logs and metrics.
+    logs : ProcessLogs, optional
+        Takes the access log.
+    """
+
+    def __init__(
+        self,
+        start: ProxyStart,
+        requests: Requests,
+        *,
+        name: str,
+        instance: str,
+        clock: Clock,
+        rng: random.Random,
+        logs: ProcessLogs | None,
+    ) -> None:
+        self._start, self._requests = start, requests
+        self._instance, self._clock, self._rng = instance, clock, rng
+        self._routes = CurrentRoutes()
+        self.unready: Collection[str] | None = None
+        self.is_store_taken = False
+        self._access_log = None if logs is None else AccessLog(logs, clock, name, instance)
+        self.configure_logs(start.logging)
+        self.server: HTTPServer | None = None
+        self._health: HTTPServer | None = None
+        self.ingress: IngressApp | None = None
+
+    async def bind(self, tracing: Tracing | None, sockets: list[socket.socket] | None = None) -> None:
+        """Take the ports, or the sockets of another process."""
+        options, requests = self._start.options, self._requests
+        middlewares = load_bytes(self._start.middlewares) if self._start.middlewares else []
+        if options.proxy_callback is not None:
+            middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
+        self.ingress = ingress = IngressApp(
+            options=options,
+            routes=self._routes,
+            dispatch=requests.send,
+            rng=self._rng,
+            is_direct=not middlewares,
+            bodies=BodyGate(
+                lambda endpoint: requests.body_rules(endpoint, options.max_body_bytes),
+                requests.wait_until_published,
+                requests.check_queue,
+            ),
+            unready=lambda: self.unready,
+            is_store_taken=lambda: self.is_store_taken,
+            access_log=self._access_log,
+            tracing=tracing,
+        )
+        if self._routes.table is not None:
+            ingress.metrics.keep(self._routes.table.endpoints())
+        app = build_app(ingress, middlewares)
+        if options.trusted_forwarders:
+            app = ForwardedHeaders(app, options.trusted_forwarders)
+        place: dict[str, Any] = {
+            # Its successor on this host listens on the same port before this listener stops.
+            "reuse_port": self._start.reuse_port or can_share_ports(),
+            "claims_port": self._start.claims_port,
+            "public_host": self._start.public_host,
+            "clock": self._clock,
+        }
+        self.server = HTTPServer(app, options, tls=tls_of(options), **place)
+        self.server.consult(
+            lambda: max(options.max_body_bytes, requests.largest_body_bytes), self._is_crowded
+        )
+        if self._access_log is not None:
+            self.server.tell_refused(self._access_log.refused)
+        if sockets is not None:
+            self.server.adopt(sockets)
+            return
+        await self.server.bind(may_move=self._start.may_move)
+        self._health = health_server(ingress, options, **place)
+        if self._health is not None:
+            await self._health.bind()
+
+    def start(self) -> None:
+        """Start to accept connections."""
+        assert self.server is not None
+        self.server.start()
+        if self._health is not None:
+            self._health.start()
+
+    async def stop(self, grace_s: float, *, is_last: bool = True, sends_away: bool = True) -> None:
+        """Close the ports, and let running requests finish for up to ``grace_s``; idempotent.
+
+        Parameters
+        ----------
+        is_last : bool
+            Whether health checks on open connections fail from now on, because nothing listens here any more.
+        sends_away : bool
+            As for `daskserve.proxies.server.life.HTTPServer.drain`.
+        """
+        if self._health is not None:
+            # First: who looks now finds another proxy of this host, or none.
+            await self._health.drain(min(grace_s, HEALTH_GRACE_S))
+            await self._health.stop()
+        if self.server is not None:
+            if grace_s > 0:
+                if self.ingress is not None and is_last:
+                    self.ingress.start_draining()
+                await self.server.drain(grace_s, sends_away=sends_away)
+            await self.server.stop()
+        if self._access_log is not None:
+            self._access_log.close()
+
+    def update_routes(self, value: Mapping[str, Mapping[str, Any]]) -> None:
+        """Use these routes from now on."""
+        table = self._routes.table = RouteTable(value)
+        if self.ingress is not None:
+            self.ingress.metrics.keep(table.endpoints())
+        for fields in value.values():
+            self._requests.prepare(fields["endpoint"])
+
+    def configure_logs(self, config: Mapping[str, Any] | None) -> None:
+        """Log as the instance does."""
+        if self._access_log is not None:
+            self._access_log.configure(config)
+
+    def samples(self) -> list[MetricSample]:
+        """Return the metrics; see `daskserve.telemetry.table.Source`."""
+        if self.ingress is None:
+            return []
+        instance = self._instance
+        counts = self.ingress.statistics()
+        return [
+            ("http_ongoing_requests", (instance,), counts.ongoing),
+            ("http_timeouts", (instance,), counts.timed_out),
+            ("http_cancellations", (instance,), counts.unanswered),
+            *([] if self.server is None else self.server.samples(instance)),
+            *([] if self._health is None else self._health.samples(instance)),
+            *self.ingress.metrics.samples(instance),
+        ]
+
+    def _is_crowded(self, path: str) -> bool:
+        endpoint = None if self.ingress is None else self.ingress.endpoint_of(path)
+        return endpoint is not None and self._requests.is_crowded(endpoint)

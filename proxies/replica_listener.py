@@ -1,0 +1,178 @@
+"""The listeners in the process of a replica.
+
+Requests of its own endpoint are answered here as long as the replica has a slot; all others go to the worker,
+whose routers send them on as any request of a proxy. So queues, their limits and the choice of a replica stay
+in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from daskserve.common.types import ActorRequest, BodyUse, Envelope, Receive, Send
+from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.options.start_messages import ProxyStart
+from daskserve.proxies.listener import HTTPListener
+from daskserve.telemetry.collector import plain_sample
+
+if TYPE_CHECKING:
+    from daskserve.telemetry.tracing.process import Tracing
+
+logger = logging.getLogger("daskserve.proxies")
+
+
+class ReplicaRequests:
+    """Answers what the replica of this process may answer, and sends on the rest.
+
+    It is the `daskserve.proxies.listener.Requests` of its listeners.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Envelope], ActorRequest],
+        slots: Any,
+        to_worker: Callable[[str, Envelope], ActorRequest],
+    ) -> None:
+        self._handle, self._slots = handle, slots
+        self._to_worker = to_worker
+        self.own: frozenset[str] = frozenset()
+        self.rules: Mapping[str, tuple[BodyUse, int]] = {}
+        #: How many requests of these listeners run in the replica, and how many it has begun.
+        self.ongoing = self.begun = 0
+
+    @property
+    def largest_body_bytes(self) -> float:
+        return max((limit for _, limit in self.rules.values()), default=0)
+
+    async def send(self, endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        if self.may_answer(endpoint, envelope):
+            self.ongoing += 1
+            self.begun += 1
+            try:
+                await self._handle(envelope).respond(receive, send)
+                return
+            except ReplicaBusyError:
+                self.begun -= 1  # it has not begun
+            except ActorLostError as error:
+                if error.begun:
+                    raise
+                self.begun -= 1
+            finally:
+                self.ongoing -= 1
+        await self._to_worker(endpoint, replace(envelope, is_direct=False)).respond(receive, send)
+
+    def may_answer(self, endpoint: str, envelope: Envelope) -> bool:
+        """Return whether a request needs no router, and there is a slot."""
+        return endpoint in self.own and not envelope.model_id and self._slots.has_room
+
+    def prepare(self, endpoint: str) -> None:
+        pass
+
+    def body_rules(self, endpoint: str, default_max_bytes: int) -> tuple[BodyUse, int] | None:
+        return self.rules.get(endpoint, ("gather", default_max_bytes))
+
+    async def wait_until_published(self, endpoint: str) -> None:
+        pass
+
+    def check_queue(self, endpoint: str) -> None:
+        pass  # the worker does
+
+    def is_crowded(self, endpoint: str) -> bool:
+        return endpoint in self.own and self._slots.ongoing >= self._slots.concurrency
+
+
+class ReplicaListeners:
+    """All listeners of one replica's process, one for each proxy of its worker."""
+
+    def __init__(
+        self,
+        handle: Callable[[Envelope], ActorRequest],
+        slots: Any,
+        context: Any,
+        *,
+        to_worker: Callable[[str, Envelope], ActorRequest],
+        take_sockets: Callable[[str], list[socket.socket]],
+        trace: Callable[[Mapping[str, Any]], Tracing | None],
+    ) -> None:
+        self.requests = ReplicaRequests(handle, slots, to_worker)
+        self._context = context
+        self._take_sockets, self._trace = take_sockets, trace
+        #: By the keys of their ports, as `daskserve.data.replica.process.listening.Port` has them.
+        self._listeners: dict[str, HTTPListener] = {}
+        self._sockets: dict[str, list[socket.socket]] = {}
+        self._lock = asyncio.Lock()
+        self._is_left = False
+
+    async def listen(self, wanted: Mapping[str, Any]) -> None:
+        """Listen as wanted; idempotent."""
+        self.requests.own = frozenset(wanted["own"])
+        self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
+        for listener in self._listeners.values():
+            self._update(listener, wanted)
+        async with self._lock:
+            for key, start in wanted["listeners"].items():
+                if key not in self._listeners and not self._is_left:
+                    await self._open(key, ProxyStart.decode(start), wanted)
+
+    def _update(self, listener: HTTPListener, wanted: Mapping[str, Any]) -> None:
+        listener.update_routes(wanted["routes"])
+        listener.unready = wanted.get("unready")
+        listener.is_store_taken = bool(wanted.get("is_store_taken"))
+        if "logging" in wanted:
+            listener.configure_logs(wanted["logging"])
+
+    async def _open(self, key: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
+        context = self._context
+        name, _, _ = key.rpartition("#")
+        listener = HTTPListener(
+            start,
+            self.requests,
+            name=name,
+            instance=context.spec.instance,
+            clock=context.clock,
+            rng=context.rng,
+            logs=context.logs,
+        )
+        self._update(listener, wanted)
+        # A second attempt has the sockets of the first.
+        if key not in self._sockets:
+            self._sockets[key] = self._take_sockets(key)
+        await listener.bind(self._trace(start.tracing), self._sockets[key])
+        del self._sockets[key]
+        self._listeners[key] = listener
+        listener.start()
+
+    async def stop(self, key: str, grace_s: float, *, sends_away: bool = True) -> dict[str, Any]:
+        """Close one listener, or all of them for good if the key is empty; return their last metrics.
+
+        ``sends_away`` is that of `daskserve.proxies.server.life.HTTPServer.drain`.
+        """
+        is_left = not key
+        self._is_left = self._is_left or is_left
+        async with self._lock:
+            keys = list(self._listeners) if is_left else [key]
+            found = {each: self._listeners[each] for each in keys if each in self._listeners}
+        # If the proxy stays, its host is no less healthy than before.
+        stopping = [
+            each.stop(grace_s, is_last=sends_away and not is_left, sends_away=sends_away)
+            for each in found.values()
+        ]
+        await asyncio.gather(*stopping)
+        counted = {key: plain_samples(each) for key, each in found.items()}
+        for each in found:
+            self._listeners.pop(each, None)
+        return counted
+
+    def samples(self) -> dict[str, list[Any]]:
+        """Return the metrics of each listener, in plain values."""
+        return {key: plain_samples(each) for key, each in self._listeners.items()}
+
+
+def plain_samples(listener: HTTPListener) -> list[Any]:
+    """Return the metrics of a listener, in plain values."""
+    return [plain_sample(each) for each in listener.samples()]

@@ -1,0 +1,211 @@
+"""What a worker tells the children that listen, and which requests they may answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tables import each_case
+
+from daskserve.common.clock import LoopClock
+from daskserve.data.replica.process.listening import LEAVE_S, ListeningChildren, answers_itself, with_children
+from daskserve.errors import ActorLostError
+
+ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
+BACKEND = {"replicas": [["b#1", "tcp://w:1", 1]]}
+#: The first listener of a child.
+KEY = "proxy#1"
+ROUTES = {"/b": {"endpoint": "e", "methods": ["GET"]}}
+
+
+@each_case(
+    ("endpoint", "backend", "expected"),
+    [
+        (ENDPOINT, BACKEND, True),
+        ({**ENDPOINT, "traffic": {"b": 1.0, "c": 0.0}}, BACKEND, True),
+        ({**ENDPOINT, "traffic": {"c": 1.0}}, BACKEND, False),
+        ({**ENDPOINT, "traffic": {"b": 0.5, "c": 0.5}}, BACKEND, False),
+        ({**ENDPOINT, "shadows": {"c": 0.1}}, BACKEND, False),
+        (ENDPOINT, {**BACKEND, "router": "prefix"}, False),
+        (ENDPOINT, {**BACKEND, "order": "priority"}, False),
+        (ENDPOINT, {**BACKEND, "hedging": {"percentile": 99}}, False),
+        (ENDPOINT, {**BACKEND, "rollout": {"new": {}}}, False),
+        (ENDPOINT, {"replicas": [["b#2", "tcp://w:1", 1]]}, False),  # it stops, or is not healthy
+        (None, BACKEND, False),  # not published yet
+        (ENDPOINT, None, False),  # deleted
+    ],
+)
+def test_a_replica_answers_itself_only_what_needs_no_router(
+    endpoint: Any, backend: Any, expected: bool
+) -> None:
+    assert answers_itself(endpoint, backend, "b", "b#1") is expected
+
+
+class Published:
+    """The listener of a process, with values that a test publishes."""
+
+    def __init__(self) -> None:
+        self.watchers: dict[str, Callable[[Any], None]] = {}
+        self.published: dict[str, Any] = {}
+        self.clock = LoopClock()
+        self.shared: dict[str, Any] = {}
+        self.listener = SimpleNamespace(watch=self._watch)
+
+    def _watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        self.watchers[key] = watcher
+        if key in self.published:
+            watcher(self.published[key])
+        return lambda: self.watchers.pop(key) and None
+
+
+class Child:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.given: list[tuple[str, list[int]]] = []
+        self.is_lost = False
+        #: What the listeners of the child have counted, by port.
+        self.counted: dict[str, Any] = {}
+
+    async def call(self, verb: str, **message: Any) -> Any:
+        if self.is_lost:
+            raise ActorLostError("gone", begun=False)
+        self.calls.append((verb, message))
+        return self.counted if verb == "stop_listening" else None
+
+    def hand_over(self, key: str, sockets: Any) -> None:
+        self.given.append((key, list(sockets)))
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        return self.calls[-1][1]["wanted"]  # type: ignore[no-any-return]
+
+
+class Opened:
+    """The children of a process with one child, and the port of one proxy."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.child = Child()
+        self.children = ListeningChildren(cluster)
+        self.children.add("b", "b#1", self.child.call, self.child.hand_over)
+        cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
+        self.children.note(routes=ROUTES)
+        #: Whether the proxy leaves connections to children, each time that it was told.
+        self.left: list[bool] = []
+        self.port = self.children.open(
+            "proxy", b"start", [7], self.left.append, lambda endpoint: ("stream", 10)
+        )
+
+
+async def opened(cluster: Any) -> Opened:
+    found = Opened(cluster)
+    await found.children.wait_until_told()
+    return found
+
+
+def counted(count: int, ongoing: int = 0) -> list[Any]:
+    return [
+        ["http_requests", ["i", "/b", "e", "GET", "200"], count],
+        ["http_requests", ["i", "/b", "e", "GET", "500"], 1],
+        ["http_ongoing_requests", ["i"], ongoing],
+    ]
+
+
+async def test_without_a_proxy_that_asks_for_it_a_child_is_told_nothing() -> None:
+    cluster, child = Published(), Child()
+    children = ListeningChildren(cluster)  # type: ignore[arg-type]
+    children.add("b", "b#1", child.call, child.hand_over)
+    await children.wait_until_told()
+    await asyncio.sleep(0)
+    assert cluster.watchers == {}
+    await children.remove("b#1", 0)
+    assert child.calls == child.given == []
+
+
+async def test_a_child_gets_the_sockets_once_and_is_told_routes_and_what_is_its_own() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    child = found.child
+    assert child.given == [(KEY, [7])]
+    assert child.wanted["listeners"] == {KEY: b"start"}
+    assert child.wanted["own"] == ["e"]
+    assert child.wanted["rules"] == {"e": ["stream", 10]}
+    found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
+    await found.children.wait_until_told()
+    assert child.wanted["routes"].keys() == {"/b", "/other"}
+    assert child.given == [(KEY, [7])]
+    await found.children.remove("b#1", 0)
+
+
+async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    child = found.child
+    cluster.watchers["endpoint/e"]({**ENDPOINT, "traffic": {"c": 1.0}})
+    await found.children.wait_until_told()
+    await asyncio.sleep(0)
+    left = {"key": KEY, "grace_s": LEAVE_S, "sends_away": False}
+    assert ("stop_listening", left) in child.calls
+    assert not found.left[-1]
+    cluster.watchers["endpoint/e"](ENDPOINT)
+    await found.children.wait_until_told()
+    assert found.left[-1]
+    assert [key for key, _ in child.given] == [KEY, "proxy#2"]
+    assert child.wanted["listeners"] == {"proxy#2": b"start"}
+    found.children.note(routes={})
+    await found.children.wait_until_told()
+    assert "endpoint/e" not in cluster.watchers
+    await found.children.remove("b#1", 0)
+
+
+@pytest.mark.parametrize("how", ["close", "remove", "forget"])
+async def test_a_proxy_leaves_connections_to_children_while_one_accepts(how: str) -> None:
+    found = await opened(Published())
+    assert found.left[-1]
+    if how == "close":
+        await found.children.close(found.port, 5.0)
+        assert found.child.calls[-1] == ("stop_listening", {"key": KEY, "grace_s": 5.0, "sends_away": True})
+    elif how == "remove":
+        await found.children.remove("b#1", 5.0)
+        assert found.child.calls[-1] == ("stop_listening", {"key": "", "grace_s": 5.0, "sends_away": True})
+    else:
+        found.children.forget("b#1")
+    assert not found.left[-1]
+    await found.children.remove("b#1", 0)
+
+
+@pytest.mark.parametrize("how", ["close", "remove", "forget"])
+async def test_the_counts_of_a_child_stay_when_it_listens_no_more(how: str) -> None:
+    found = await opened(Published())
+    found.children.report("b#1", {KEY: counted(3, ongoing=2)})
+    found.child.counted = {KEY: counted(5, ongoing=1)}
+    own = {"ongoing": 1, "responses": {"2xx": 2}, "ended": 2, "failed": 0, "endpoints": {}}
+    assert with_children(own, found.port.samples()) == {
+        "ongoing": 3,
+        "responses": {"2xx": 5, "5xx": 1},
+        "ended": 6,
+        "failed": 1,
+        "endpoints": {"e": [4, 1]},
+    }
+    if how == "close":
+        await found.children.close(found.port, 0)
+    elif how == "remove":
+        await found.children.remove("b#1", 0)
+    else:  # killed: what it was last asked for
+        found.children.forget("b#1")
+    found.children.report("b#1", {KEY: counted(9)})  # read before it ended
+    total = with_children(own, found.port.samples())
+    assert (total["ongoing"], total["ended"]) == (1, 6 if how == "forget" else 8)
+    await found.children.remove("b#1", 0)
+
+
+async def test_a_lost_child_holds_up_nothing() -> None:
+    found = await opened(Published())
+    found.child.is_lost = True
+    found.children.note(unready=["b"])
+    await found.children.wait_until_told()
+    assert not found.left[-1]
+    await found.children.close(found.port, 0)
+    await found.children.remove("b#1", 0)
