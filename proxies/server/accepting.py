@@ -44,7 +44,7 @@ FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
 #: How often, and how many times, the process that has bound a socket looks whether others accept from it.
-LOOK_S, LOOKS = 0.01, 5
+LOOK_S, LOOKS = 0.02, 10
 #: For how long no connection is left to them after one waited each time.
 BLOCKED_S = 1.0
 #: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
