@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from http_load import program
 
 import daskserve as serve
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 
 REPLICAS, MODELS, KINDS = 4, 8, 300
 

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from typing import Any
 
 from daskserve.common.types import Envelope, EnvelopeKind, Load
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.interface import RequestRouter, Setup
 from daskserve.data.caller.request_routers.routing import RequestRouting
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.payload.pickling import dump
 
 SIZES = (10, 100, 1000)

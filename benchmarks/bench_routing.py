@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 
 FEW, MANY = 10, 1000
 REQUESTS = 20_000

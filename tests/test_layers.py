@@ -320,7 +320,7 @@ def test_every_package_on_disk_is_listed_in_setup_py(tree: Tree) -> None:
 # ---- each rule can fail, and names the location
 
 GOALS = "daskserve/control/verbs/goals.py"
-ROUTING = "daskserve/data/caller/routing/choice.py"
+ROUTING = "daskserve/data/caller/choice.py"
 LAZY = "def start():\n    from daskserve.control import goals\n"
 TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 

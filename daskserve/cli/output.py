@@ -119,6 +119,10 @@ def errors_as_messages() -> Iterator[None]:
     except ReplicaStartError as error:
         text = f"{spelled(str(error))}\n\n{shortened(error.user_traceback)}"
         raise _command_error(error, text.rstrip()) from error
+    except click.UsageError as error:
+        if not wants_json():
+            raise
+        raise CommandError(error.format_message(), ExitCode.USAGE, type(error).__name__) from error
     except (ServeError, ValidationError, TypeError, ValueError) as error:
         # Names in files are not those of options.
         text = str(error) if isinstance(error, ConfigFileError) else spelled(str(error))

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -92,10 +92,8 @@ class RequestIds:
     def __init__(self, rng: random.Random) -> None:
         bits = rng.getrandbits(128) & ~(0xF << 76 | 0x3 << 62) | (0x4 << 76 | 0x2 << 62)
         digits = f"{bits >> _BITS:020x}"
-        self._first = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:]}-"
+        text = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:]}-%012x"
         # next() of a count is atomic in Python, so no two threads get the same number.
-        self._numbers = itertools.count(bits & _MASK, rng.getrandbits(_BITS) | 1)
-
-    def next(self) -> str:
-        """Return a new id."""
-        return f"{self._first}{next(self._numbers) & _MASK:012x}"
+        numbers = map(_MASK.__and__, itertools.count(bits & _MASK, rng.getrandbits(_BITS) | 1))
+        #: Returns a new id.
+        self.next: Callable[[], str] = map(text.__mod__, numbers).__next__

@@ -41,7 +41,7 @@ class ModelConfig(BaseModel):
     owned_by: str = Field("daskserve", description="The owner, as the list of models shows it.")
 
 
-def build_app(models: Mapping[str, Any]) -> Application:
+def build_app(models: Mapping[str, Any], *, server: Mapping[str, Any] | None = None) -> Application:
     """Return an application that serves models in OpenAI's form.
 
     It has one deployment for each model, and the deployment ``OpenAIServer``, which answers requests to
@@ -52,6 +52,8 @@ def build_app(models: Mapping[str, Any]) -> Application:
     models : dict
         The models by the names that clients use. Each is a `ModelConfig`, or a dict of its fields, or only
         the engine: a class, a function that makes one, or an import path.
+    server : dict, optional
+        Options of the deployment ``OpenAIServer``, such as ``num_replicas`` or ``priority_config``.
 
     Raises
     ------
@@ -82,9 +84,8 @@ def build_app(models: Mapping[str, Any]) -> Application:
         applications[name] = made.bind(config.engine, config.args, config.token_timeout_s)
         facts[name] = ModelFacts(config.adapters, config.owned_by)
     # Cancelled, so that the model stops, also when a client leaves that waits for a whole answer.
-    served = deployment(max_ongoing_requests=MAX_ONGOING_OF_SERVER, on_disconnect="cancel")
-    server = served(OpenAIServer)
-    return server.bind(applications, facts)
+    own = {"max_ongoing_requests": MAX_ONGOING_OF_SERVER, "on_disconnect": "cancel", **(server or {})}
+    return deployment(**own)(OpenAIServer).bind(applications, facts)
 
 
 def _config_of(name: Any, given: Any) -> ModelConfig:

@@ -144,9 +144,14 @@ class OpenAIServer:
                 return _failure(error)
 
     def _handle(self, model: str, adapter: str) -> Any:
-        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`.
+        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`, and
+        # those of a session where the model's router sends them.
+        present = current_request.get()
+        session, priority = ("", 0) if present is None else (present.session_id, present.priority_number)
+        facts = {"multiplexed_model_id": adapter, "session_id": session, "priority": priority}
+        options = {name: fact for name, fact in facts.items() if fact}
         handle = self._handles[model]
-        return handle.options(multiplexed_model_id=adapter) if adapter else handle
+        return handle.options(**options) if options else handle
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
         # An error before the first token has a status of its own.
@@ -162,7 +167,9 @@ class OpenAIServer:
             model, adapter = self._find(body.model)
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
-            found = await self._handle(model, adapter).embed.remote(asked)
+            # May run twice, if the model's deployment has second tries.
+            handle = self._handle(model, adapter).options(idempotent=True)
+            found = await handle.embed.remote(asked)
             return _json(
                 _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
             )

@@ -52,6 +52,10 @@ class TornadoTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self._accepted_bytes += len(data)
+        if self._unsent is None and (sent_bytes := self._stream.send_now(data)):
+            if sent_bytes == len(data):
+                return
+            data = memoryview(data)[sent_bytes:]
         try:
             written = self._stream.write(data)
         except StreamClosedError:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import daskserve as serve
 from daskserve.cli.main import main
+from daskserve.cli.verbs import config_file as cli_config_file
 from daskserve.cli.verbs import deploy as cli_deploy
 from daskserve.cli.verbs import operate as cli_operate
 from daskserve.client.verbs import declared
@@ -59,6 +60,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
         monkeypatch.setattr(cli_deploy, "connected", connected)
         monkeypatch.setattr(cli_deploy, "reading", connected)
         monkeypatch.setattr(cli_operate, "connected", connected)
+        monkeypatch.setattr(cli_config_file, "reading", connected)
         yield client
 
 
@@ -168,3 +170,27 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
     result = call("restart", "mail", "--json", code=1)
     assert json.loads(result.stderr)["error"]["type"] == "NotFoundError"
+
+
+def test_a_file_that_cannot_be_read_is_wrong_usage(folder: Path) -> None:
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert (
+        "The file 'missing.yaml' cannot be read: No such file" in call("diff", "missing.yaml", code=2).stderr
+    )
+    error = json.loads(call("diff", "binary.yaml", "--json", code=2).stderr)["error"]
+    assert (error["type"], error["message"][:44]) == (
+        "UsageError",
+        "The file 'binary.yaml' is not text in UTF-8:",
+    )
+
+
+def test_the_file_of_what_runs_deploys_to_the_same(client: serve.Client, folder: Path) -> None:
+    @serve.deployment
+    def own(request: Any = None) -> str:
+        return "own"
+
+    call("deploy", "serve.yaml", "--wait")
+    client.run(own.bind(), name="own", route_prefix="/own")
+    built = call("build", "--running", "-o", "running.yaml")
+    assert built.stderr == "own: it is left out, because a program has deployed it\n"
+    assert call("diff", "running.yaml", "--exit-code").stdout == "Applications: 2 unchanged.\n"

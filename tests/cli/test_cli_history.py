@@ -97,6 +97,14 @@ def test_events_shows_a_line_for_each() -> None:
     assert len(found) == 2
 
 
+def test_events_of_a_name_that_nothing_has_say_so() -> None:
+    found = call("events", "shopp", "--json")
+    assert (found.exit_code, json.loads(found.stdout)) == (0, [])
+    assert found.stderr == (
+        "There are no such events of 'shopp', and no application 'shopp'; there are: shop.\n"
+    )
+
+
 def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 

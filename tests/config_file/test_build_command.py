@@ -25,7 +25,7 @@ def policy(context): ...
 
 @serve.deployment(
     num_replicas=2, max_surge="25%", user_config={"a": [1, 2]}, ray_actor_options={"num_cpus": 0.5},
-    env={"env_vars": {"A": "b"}}, version="v1",
+    env={"env_vars": {"A": "b"}}, version="v1", graceful_shutdown_timeout_s=3,
 )
 class Model:
     def __call__(self): ...
@@ -81,6 +81,7 @@ def test_what_it_writes_deploys_to_the_same(folder: Path) -> None:
         "num_replicas": 2,
         "max_surge": "25%",
         "user_config": {"a": [1, 2]},
+        "graceful_shutdown_timeout_s": 3.0,
         "actor_options": {"num_cpus": 0.5},
         "env": {"env_vars": {"A": "b"}},
         "version": "v1",

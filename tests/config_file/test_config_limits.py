@@ -44,6 +44,12 @@ def test_a_file_with_too_much_is_refused_in_one_line(
         assert str(caught.value).count("\n") == 0
 
 
+def test_the_applications_of_all_documents_of_a_file_count() -> None:
+    with dask.config.set({"daskserve.controller.max-applications": 3}):
+        with pytest.raises(ConfigFileError, match="has 4 applications, and at most 3 are allowed"):
+            read(f"{text_of(2)}\n---\n{text_of(2)}")
+
+
 @staged(workers=2)
 async def test_the_controller_refuses_what_comes_without_a_file(stage: Stage) -> None:
     config = json.loads(text_of(3))

@@ -437,6 +437,7 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
     }
     shop = details["applications"]["shop"]
     assert shop["deployed_app_config"]["runtime_env"]["env_vars"] == {"TOKEN": "***", "KEY": "${KEY}"}
+    assert "env" not in shop["deployed_app_config"]
     assert shop["deployments"]["d"]["deployment_config"]["num_replicas"] == 1
     nodes = details["applications"]["own"]["deployment_topology"]["nodes"]
     assert list(nodes["front"]["outbound_deployments"]) == [{"name": "back", "app_name": "own"}]

@@ -157,6 +157,7 @@ def test_a_replica_that_loses_a_bundle_is_replaced(how: str, state: S) -> None:
     verb = "left the cluster" if how == "lost" else "does not answer"
     (dead,) = bench.observed.notes["b"].dead
     assert dead.reason == f"worker {other}, which has bundle 1 of its placement group, {verb}"
+    assert dead.version == old.version != ""
     bench.settle()
     (new,) = bench.state.replicas_of("b")
     assert new.state is S.RUNNING

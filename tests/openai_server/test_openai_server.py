@@ -238,6 +238,29 @@ def test_a_client_that_leaves_frees_the_engine(instance: serve.Client) -> None:
         poll_for(lambda: count() == 0, what=lambda: f"open: {count()}")
 
 
+def test_the_session_and_the_priority_of_a_request_go_to_the_model(instance: serve.Client) -> None:
+    routed = {"num_replicas": 3, "request_router_config": {"request_router_class": "ConsistentHash"}}
+    model = {"engine": "echo_engine:Witness", "deployment": routed}
+    app = build_app({"m": model}, server={"priority_config": {"header": "X-Priority"}})
+    instance.run(app, name="sessions", route_prefix="/sessions")
+    url = f"{instance.http_urls()[0]}/sessions/v1/chat/completions"
+
+    def ask(session: str) -> list[str]:
+        headers = {"X-Session-Id": session, "X-Priority": "7"}
+        answer = httpx.post(url, json={"model": "m", "messages": USER}, headers=headers).json()
+        return str(answer["choices"][0]["message"]["content"]).split()
+
+    homes = set()
+    for session in "abcdefgh":
+        ((home, *facts),) = {tuple(ask(session)) for _ in range(4)}
+        assert facts == [session, "7"]
+        homes.add(home)
+    assert len(homes) > 1
+    body = {"model": "m", "input": "x"}
+    answer = httpx.post(url.replace("chat/completions", "embeddings"), json=body, headers={"X-Priority": "7"})
+    assert answer.json()["data"][0]["embedding"] == [1, 7]  # they may run twice
+
+
 def test_a_user_config_needs_an_engine_that_takes_it(instance: serve.Client) -> None:
     model = {"engine": "echo_engine:Echo", "deployment": {"user_config": {"a": 1}}}
     with pytest.raises(serve.errors.DeployError, match="no method reconfigure"):

@@ -48,6 +48,11 @@ def test_replicas_in_groups_are_simulated_in_groups() -> None:
     assert outcome.history.running[0] == 4
     assert {each % 4 for each in outcome.history.target} == {0}
     assert max(outcome.history.target) > 8
+    wanted, running = (
+        next(second for second, count in enumerate(counts) if count > 4)
+        for counts in (outcome.history.target, outcome.history.running)
+    )
+    assert running == wanted + 5
 
 
 # ---- the fluid compared with events

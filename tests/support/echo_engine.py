@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import daskserve as serve
+from daskserve.context import current_request
 from daskserve.errors import BackPressureError
 from daskserve.openai import (
     EmbeddingRequest,
@@ -93,3 +94,17 @@ def _text(request: GenerationRequest) -> str:
     if request.messages is not None:
         return text_of(request.messages[-1])
     return request.prompt if isinstance(request.prompt, str) else " ".join(map(str, request.prompt or ()))
+
+
+class Witness:
+    """Says which replica it is, and which session and priority a request has."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:
+        present = current_request.get()
+        assert present is not None
+        yield f"{serve.get_replica_context().replica_tag} {present.session_id} {present.priority}"
+
+    def embed(self, request: EmbeddingRequest) -> list[list[float]]:
+        present = current_request.get()
+        assert present is not None
+        return [[float(present.idempotent), float(present.priority)]]

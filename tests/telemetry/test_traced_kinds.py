@@ -6,6 +6,7 @@ import asyncio
 import threading
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,13 +146,20 @@ def sizes(requests: list[Any]) -> list[int]:
     return [len(requests) for _ in requests]
 
 
-def test_a_batch_of_requests_has_a_span_that_links_to_each(collected: Collected) -> None:
-    with local_instance(tracing_config=CONFIG) as client:
+@pytest.mark.parametrize("way", ["handle", "HTTP"])
+def test_a_batch_of_requests_has_a_span_that_links_to_each(way: str, collected: Collected) -> None:
+    with local_instance(tracing_config=CONFIG, http_options={"port": 0}) as client:
         client.create_backend("sizes", sizes, config={"max_batch_size": 2, "batch_wait_timeout": 5})
-        client.create_endpoint("sizes", backend="sizes")
-        handle = client.get_handle("sizes")
-        asked = [handle.remote(), handle.remote()]
-        assert [each.result(timeout_s=10) for each in asked] == [2, 2]
+        client.create_endpoint("sizes", backend="sizes", route="/sizes")
+        if way == "handle":
+            handle = client.get_handle("sizes")
+            asked = [handle.remote(), handle.remote()]
+            assert [each.result(timeout_s=10) for each in asked] == [2, 2]
+        else:
+            url = f"{client.http_urls()[0]}/sizes"
+            with ThreadPoolExecutor() as pool:
+                answers = pool.map(lambda _: urllib.request.urlopen(url, timeout=10).read(), range(2))
+                assert list(answers) == [b"2", b"2"]
         batch = named(collected, "batch __call__")
         until(lambda: sum(each.name.startswith("replica ") for each in collected.spans) == 2)
     calls = [each for each in collected.spans if each.name == "batched call __call__"]

@@ -61,7 +61,9 @@ def build(
     if not paths and not running:
         raise click.UsageError("Give the import path of an application, such as module:app, or --running.")
     with errors_as_messages():
-        values = _running(address, name, paths) if running else _importable(paths, app_dir)
+        values, notes = _running(address, name, paths) if running else _importable(paths, app_dir)
+    for each in notes:
+        click.echo(each, err=True)
     note = f"# daskserve schema > {SCHEMA_FILE} writes what editors complete from.\n"
     text = to_json(values) if as_json else f"{SCHEMA_LINE}{note}{to_yaml(values)}"
     if output_path is None:
@@ -70,17 +72,17 @@ def build(
         Path(output_path).write_text(text, encoding="utf-8")
 
 
-def _importable(paths: Sequence[str], app_dir: str) -> dict[str, Any]:
+def _importable(paths: Sequence[str], app_dir: str) -> tuple[dict[str, Any], list[str]]:
     from daskserve.client.hosting.describing import described_paths
 
     sys.path.insert(0, os.path.abspath(app_dir))
     applications, notes = described_paths(paths)
-    for each in notes:
-        click.echo(each, err=True)
-    return {"applications": applications}
+    return {"applications": applications}, notes
 
 
-def _running(address: str | None, name: str | None, applications: Sequence[str]) -> dict[str, Any]:
+def _running(
+    address: str | None, name: str | None, applications: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
     from daskserve.client.hosting.describing import declared
 
     with reading(address, name) as client:

@@ -12,6 +12,7 @@ import click
 from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import instance_options, reading
 from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.client.client import Client
 from daskserve.client.views.history import Event
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.specs import deployment_tag
@@ -86,9 +87,21 @@ def events(
     with errors_as_messages(), reading(address, name) as client:
         found = client._events(application, since_s=since, limit=limit)
         _show(found.events, as_json=as_json, is_stream=follow)
+        if application is not None and not found.events:
+            tell_of_none(client, application, f"events of {application!r}")
         while follow:
             found = client._events(application, after=found.next, wait_s=WAIT_S)
             _show(found.events, as_json=as_json, is_stream=True)
+
+
+def tell_of_none(client: Client, application: str, what: str) -> None:
+    """Say on standard error that nothing was found of an application, and whether it runs."""
+    known = client.status().applications
+    text = f"There are no such {what}."
+    if application not in known:
+        names = ", ".join(sorted(known)) or "none"
+        text = f"There are no such {what}, and no application {application!r}; there are: {names}."
+    click.secho(text, fg="yellow", err=True)
 
 
 def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:

@@ -12,7 +12,7 @@ from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import instance_options, reading
 from daskserve.cli.output import errors_as_messages, json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
-from daskserve.cli.views.history import time_options
+from daskserve.cli.views.history import tell_of_none, time_options
 from daskserve.client.views.logs import LogRecord, Logs
 from daskserve.common.types import name_in
 
@@ -78,12 +78,7 @@ def logs(
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)
         if application and not found.records:
-            known = client.status().applications
-            names = ", ".join(known) or "none"
-            text = f"There is no application {application!r}, and no record of one; there are: {names}."
-            if application in known:
-                text = f"There are no such records of {target!r}."
-            click.secho(text, fg="yellow", err=True)
+            tell_of_none(client, application, f"records of {target!r}")
         while follow:
             found = client.logs(**wanted, after=found.next, wait_s=WAIT_S)
             _show(found, as_json=as_json, is_stream=True)

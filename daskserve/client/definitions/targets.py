@@ -109,7 +109,12 @@ def _is_wsgi_app(found: Any) -> bool:
 
 def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Application:
     name = builder.__qualname__
-    parameters = list(inspect.signature(builder).parameters.values())
+    # Optional ones that only a caller's code can name do not count.
+    parameters = [
+        each
+        for each in inspect.signature(builder).parameters.values()
+        if each.kind is not each.KEYWORD_ONLY or each.default is each.empty
+    ]
     if len(parameters) != 1:
         raise TypeError(
             f"Application builder {name} must have exactly one parameter, for its arguments, but has "

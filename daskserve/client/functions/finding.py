@@ -107,16 +107,19 @@ async def _unanswered(form: Form[Any], address: str, name: InstanceName, limit_s
     finally:
         await cluster_connection.disconnect(asynchronous=form.asynchronous)
     silent = {each: shown(round(for_s)) for each, for_s in silences.items() if for_s >= limit_s}
+    begin = f"The controller of instance {name!r} does not answer within {shown(limit_s)} s"
+    if not silences:
+        return f"{begin}: the cluster has no workers; add one."
     if controller in silent:
         where = f"its worker {controller} has been silent for {silent[controller]} s"
     elif controller in silences:
         where = f"it hangs, though the scheduler hears of its worker {controller}"
     else:
         where = "it is being replaced"
-    text = f"The controller of instance {name!r} does not answer within {shown(limit_s)} s: {where}."
     of_all = f"{len(silent)} of {counted(len(silences), 'worker', 'workers')}"
     names = ", ".join(sorted(silent)[:SHOWN_WORKERS]) + ("..." if len(silent) > SHOWN_WORKERS else "")
-    return f"{text} {of_all} {'is' if len(silent) == 1 else 'are'} silent{f': {names}' if names else ''}."
+    are = "is" if len(silent) == 1 else "are"
+    return f"{begin}: {where}. {of_all} {are} silent{f': {names}' if names else ''}."
 
 
 instances = blocking(_instances)

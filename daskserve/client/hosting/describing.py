@@ -13,7 +13,9 @@ from daskserve.client.definitions.targets import application_of
 from daskserve.client.hosting.building import users_errors
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.errors import BadRequestError
+from daskserve.options.backend import BackendConfig
 from daskserve.options.environment import parse_environment
+from daskserve.options.fields.base import spellings_of
 
 
 def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -72,7 +74,8 @@ def plain_options(deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
     config = {name: getattr(deployment.config, name) for name in deployment.config.model_fields_set}
     config.pop("internal_metadata", None)
     values: dict[str, Any] = {
-        name: value.to_plain() if hasattr(value, "to_plain") else value for name, value in config.items()
+        _spelled(name): value.to_plain() if hasattr(value, "to_plain") else value
+        for name, value in config.items()
     }
     if deployment.actor_options.model_fields_set:
         values["actor_options"] = deployment.actor_options.to_plain()
@@ -90,6 +93,12 @@ def plain_options(deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
     )
 
 
+def _spelled(name: str) -> str:
+    """Return the usual name of an option, which may have a longer one of old."""
+    short = name.removeprefix("experimental_")
+    return short if spellings_of(BackendConfig).get(short) == name else name
+
+
 def _is_plain(value: Any) -> bool:
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
@@ -103,8 +112,8 @@ def _is_local(name: str, value: Any) -> bool:
     return folder is not None and "://" not in folder
 
 
-def declared(client: Client, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the configuration that a running instance has, of some applications or of all.
+def declared(client: Client, names: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration that a running instance has, of some applications or of all, and notes.
 
     Raises
     ------
@@ -115,4 +124,7 @@ def declared(client: Client, names: Sequence[str] = ()) -> dict[str, Any]:
     found = [client.get_config(each) for each in wanted]
     instance = {} if names else found[0]["instance"]
     applications = [each["config"] for part in found for each in part["applications"].values()]
-    return {**instance, "applications": applications}
+    written = {each["name"] for each in applications}
+    others = [] if names else sorted(client.status().applications.keys() - written)
+    notes = [f"{each}: it is left out, because a program has deployed it" for each in others]
+    return {**instance, "applications": applications}, notes

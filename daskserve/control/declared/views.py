@@ -67,7 +67,7 @@ def progress(
         name: _progress_of(state, observed, name, waiting) for name in (chosen if names is None else names)
     }
     is_done = all(each["status"] not in ("BUILDING", "DEPLOYING") for each in found.values())
-    return {"is_done": is_done, "is_current": version == state.declared.last.number, "applications": found}
+    return {"is_done": is_done, "applications": found}
 
 
 def _progress_of(state: State, observed: Observed, name: str, waiting: Mapping[str, str]) -> dict[str, str]:

@@ -203,7 +203,7 @@ async def test_a_body_that_is_too_large_is_refused(site: Site) -> None:
     assert (await site.send(fitting)).code == 200
     for body in (fitting + b" ", b" " * (10 << 20)):
         reply = await site.send(body)
-        assert (reply.code, message_of(reply)) == (400, "the body has more than 4096 bytes")
+        assert (reply.code, message_of(reply)) == (413, "the body has more than 4096 bytes")
     assert len(site.hosts.calls) == 1
     assert site.guard.refusals["body"] == 2
 
@@ -352,14 +352,15 @@ async def test_a_configuration_is_put_as_text_with_the_version_that_it_is_based_
     assert (await site.ask(f"{path}?dry_run=true", "PUT", b"a: 1")).code == 200
     assert site.hosts.verbs[-1] == "plan_text"
     assert site.hosts.calls[-1][2] == {"text": "a: 1", "name": "body.yaml", "merge": False}
-    for query, given, body, text in (
-        ("", {"If_Match": "three"}, b"{}", "must be the ETag"),
-        ("?merge=perhaps", {}, b"{}", "merge='perhaps' must be true or false"),
-        ("", {}, b"\xff", "not UTF-8"),
-        ("", {}, b" " * (MAX_CONFIG_BYTES + 1), f"more than {MAX_CONFIG_BYTES} bytes"),
+    for query, given, body, status, text in (
+        ("", {"If_Match": "three"}, b"{}", 400, "must be the ETag"),
+        ("?merge=perhaps", {}, b"{}", 400, "merge='perhaps' must be true or false"),
+        ("?mrge=true", {}, b"{}", 400, "no parameter 'mrge' of this request; there are: merge, dry_run"),
+        ("", {}, b"\xff", 400, "not UTF-8"),
+        ("", {}, b" " * (MAX_CONFIG_BYTES + 1), 413, f"more than {MAX_CONFIG_BYTES} bytes"),
     ):
         reply = await site.ask(f"{path}{query}", "PUT", body, **given)
-        assert (reply.code, text in message_of(reply)) == (400, True)
+        assert (reply.code, text in message_of(reply)) == (status, True)
 
 
 async def test_each_operation_answers_and_refuses_pages_of_other_sites(site: Site) -> None:
@@ -486,13 +487,13 @@ async def test_the_document_names_every_operation_and_the_page_needs_no_other_si
     assert (await site.ask("/daskserve/api", Origin="http://evil.example")).code == 403
 
 
-async def test_numbers_that_are_too_large_are_refused(site: Site) -> None:
+async def test_numbers_that_are_too_large_and_unknown_fields_are_refused(site: Site) -> None:
     del site.instances["two words"]
     digits, path = "9" * 31, "/api/serve/applications"
     assert (await site.ask(f"/api/serve/events?after={digits}")).code == 400
     assert (await site.ask(f"{path}/", "PUT", b"{}", **{"If-Match": f'"{digits}"'})).code == 400
-    body = f'{{"revision": {digits}}}'.encode()
-    assert (await site.ask(f"{path}/shop/rollback", "POST", body)).code == 400
+    for body in (f'{{"revision": {digits}}}'.encode(), b'{"revison": 1}'):
+        assert (await site.ask(f"{path}/shop/rollback", "POST", body)).code == 400
     assert site.hosts.verbs == []
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from daskserve.cluster.worker import retirement
 from daskserve.cluster.worker.retirement import ANSWER_S, EXIT_SHARE, NEWS_S, Retirement
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import RetirementStatus
@@ -87,3 +89,26 @@ async def test_a_worker_and_its_nanny_that_both_get_sigterm_retire_the_worker_on
     bench = Bench(RetirementStatus.MOVED)
     await asyncio.gather(bench.retirement.begin(), bench.retirement.begin())
     assert len(bench.asked) == 1
+
+
+async def test_a_worker_that_is_closed_leaves_the_signal_to_dask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answering: list[object] = []
+
+    def on_sigterm(answer: object) -> Callable[[], None]:
+        answering.append(answer)
+        return answering.clear
+
+    async def watch_nanny(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(retirement, "on_sigterm", on_sigterm)
+    monkeypatch.setattr(retirement, "watch_nanny", watch_nanny)
+    bench = Bench(RetirementStatus.MOVED)
+    await bench.retirement.open(has_process=True)
+    await bench.retirement.open(has_process=True)
+    assert len(answering) == 1
+    bench.retirement.close()
+    assert answering == []
+    bench.retirement.close()

@@ -166,6 +166,8 @@ def test_service_times_are_a_line(fixed_s: float, item_s: float) -> None:
         times.add(size, fixed_s + item_s * size)
     for size in (1, 10, 100):
         assert times.predict(size) == pytest.approx(fixed_s + item_s * size, rel=0.01)
+    if item_s:
+        assert times.largest(fixed_s + item_s * 10) == pytest.approx(10, rel=0.02)
     # A long time of equal sizes does not make it forget the slope.
     for _ in range(2000):
         times.add(20, fixed_s + item_s * 20)

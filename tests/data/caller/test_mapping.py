@@ -14,11 +14,12 @@ from quick_instance import poll_for
 from tables import each_case
 
 import daskserve as serve
-from daskserve.data.caller.backlogs import backlogs
+from daskserve.data.caller.mapping.backlogs import backlogs
 from daskserve.data.caller.mapping.rules import MAX_LOSSES, Again, Rules, Tries
 from daskserve.data.caller.mapping.target import room_of
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.routing.pool.replica_pool import ROOM_S, ReplicaPool
+from daskserve.data.caller.pool.pooled_replica import ROOM_S
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.errors import (
     ActorLostError,
     BackPressureError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import heapq
 import itertools
@@ -11,9 +12,12 @@ from typing import Any
 
 import dask
 import pytest
+from tables import each_case
 
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Load
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.multiplexing.demand import WINDOW, ModelDemand
 from daskserve.data.caller.routing.multiplexing.model_routing import (
     ASSUMED_S,
@@ -21,8 +25,6 @@ from daskserve.data.caller.routing.multiplexing.model_routing import (
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.multiplexing.cache import CachedModel, ModelCache
 
 pytestmark = pytest.mark.smoke
@@ -192,6 +194,37 @@ async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
     shown = {each.replica_id.unique_id: each.multiplexed_model_ids for each in waiting.routing._replicas}
     assert shown[replica.tag] == {"a", "b", "c"}
     assert waiting.take(Envelope(EnvelopeKind.CALL, {})) is not None
+
+
+class ToldCluster:
+    """Keeps which replicas the controller was told of."""
+
+    is_ended = False
+
+    def __init__(self) -> None:
+        self.told: list[list[str]] = []
+
+    async def controller(self) -> str:
+        return "controller"
+
+    async def call(self, controller: str, verb: str, replicas: list[str]) -> None:
+        self.told.append(replicas)
+
+
+@each_case("is_closed", [False, True])
+def test_the_controller_is_told_of_models_that_load_until_the_backend_is_closed(is_closed: bool) -> None:
+    async def tell() -> list[list[str]]:
+        backend, cluster = Backend(), ToldCluster()
+        waiting: Any = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, None, cluster)  # type: ignore[arg-type]
+        assert waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a")) is not None
+        (telling,) = asyncio.all_tasks() - {asyncio.current_task()}
+        if is_closed:
+            waiting.close()
+        await asyncio.wait([telling])
+        return cluster.told
+
+    told = asyncio.run(tell())
+    assert [len(each) for each in told] == ([] if is_closed else [1])
 
 
 def test_demand_is_a_share_that_forgets() -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
-from daskserve.data.caller.routing.pool.pooled_replica import REPORT_S, PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ROOM_S, ReplicaPool, come_back, set_aside
+from daskserve.data.caller.pool.pooled_replica import REPORT_S, ROOM_S, PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool, come_back, set_aside
 from daskserve.data.caller.routing.queued_request import place_in_queue
 from daskserve.options.fields.priority import BATCH_PRIORITY
 

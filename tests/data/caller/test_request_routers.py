@@ -16,13 +16,13 @@ import pytest
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers import thread
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
 from daskserve.data.caller.request_routers.interface import Setup
 from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, beginnings_of, prompt_in
 from daskserve.data.caller.request_routers.routing import RequestRouting
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.sessions import session_in
 from daskserve.payload.pickling import dump
 from daskserve.request_router import (
@@ -34,6 +34,7 @@ from daskserve.request_router import (
     RequestRouter,
     RunningReplica,
 )
+from daskserve.testing import run_virtual
 
 
 class Stage:
@@ -146,6 +147,19 @@ async def test_a_session_may_be_bound_to_few_replicas_and_then_waits_for_them() 
     assert stage.take(call("other")) is not None
     stage.end(0)
     assert stage.take(call("same")) == first[0]
+
+
+@each_case(("options", "latency_s"), [({}, 0.82), ({"weight": 0.5}, 0.55), ({"weight": 1}, 0.1)])
+def test_the_weight_of_the_newest_request_is_an_option(options: dict[str, Any], latency_s: float) -> None:
+    async def scenario() -> float:
+        stage = Stage("LeastLatency", 1, **options)
+        for took_s in (1.0, 0.1):
+            stage.take()
+            await asyncio.sleep(took_s)
+            stage.end()
+        return stage.routing._replicas[0].latency_s
+
+    assert run_virtual(scenario) == pytest.approx(latency_s)
 
 
 async def test_the_faster_replicas_get_more() -> None:

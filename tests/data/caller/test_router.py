@@ -32,9 +32,9 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.pool.pooled_replica import REPORT_S
+from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S
 from daskserve.data.caller.routing.contact import CHECK_S, CONTROLLER_S
-from daskserve.data.caller.routing.pool.pooled_replica import REPORT_S
-from daskserve.data.caller.routing.pool.replica_pool import BUSY_BACKOFF_S
 from daskserve.data.caller.routing.queued_request import MIN_QUEUE_TIMEOUT_S, QUEUE_TIMEOUT_S
 from daskserve.data.caller.routing.replay import KEPT_BYTES
 from daskserve.data.caller.routing.replica_set import (

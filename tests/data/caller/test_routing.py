@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.value_places import ValuePlaces
-from daskserve.data.caller.routing.choice import (
+from daskserve.data.caller.choice import (
     Candidate,
     PlacedCandidate,
     TrafficPolicy,

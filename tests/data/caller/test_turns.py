@@ -9,9 +9,9 @@ from tables import each_case
 from test_replica_pool import pool_of
 
 from daskserve.common.types import Load
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import HOP_S, ReplicaPool
-from daskserve.data.caller.routing.pool.websocket_cost import TurnMeter
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import HOP_S, ReplicaPool
+from daskserve.data.caller.pool.websocket_cost import TurnMeter
 
 
 @each_case(

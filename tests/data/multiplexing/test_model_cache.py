@@ -76,6 +76,14 @@ def test_a_model_that_was_popular_once_is_dropped_in_the_end() -> None:
     assert "a" in dropped
 
 
+def test_requests_for_a_model_that_does_not_load_yet_make_it_popular() -> None:
+    cache = ModelCache(2)
+    use(cache, "a", "b")
+    for _ in range(5):
+        assert cache.use("c", 0.0) is None
+    assert cache.popularity(cache.expect("c", 0.0)) == pytest.approx(5, rel=0.3)
+
+
 def test_a_dropped_model_is_remembered_but_not_for_ever() -> None:
     cache = ModelCache(1)
     use(cache, *("a" * 40), *("b" * 100), "a")

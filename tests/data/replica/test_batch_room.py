@@ -56,6 +56,22 @@ def test_the_limit_follows_code_that_changes() -> None:
     assert limit.found == 7
 
 
+def test_a_maximum_that_stays_does_not_end_what_is_measured() -> None:
+    """The controller publishes the number with each change of a config."""
+    limits = BatchLimit(7), BatchLimit(7)
+    now = 0.0
+    for step in range(400):
+        now += 1 / 50
+        for limit in limits:
+            limit.refused()
+            limit.ended(limit.limit, now)
+        if step % 20 == 0:
+            limits[1].resize(7)
+    assert limits[0].found == limits[1].found < 7
+    limits[1].resize(limits[1].found - 1)
+    assert limits[1].limit == limits[1].found == limits[0].found - 1
+
+
 def test_a_job_that_leaves_slots_free_measures_nothing() -> None:
     limit = BatchLimit(7)
     for number in range(1000):

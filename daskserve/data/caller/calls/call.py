@@ -1,4 +1,4 @@
-"""One call of a handle: its identity and arguments, its way to a replica, and its outcome.
+"""One call of a handle: its identity, facts and arguments, its way to a replica, and its outcome.
 
 Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
 Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
@@ -9,11 +9,12 @@ it because the chosen replica has no channel yet, is full after all, or was lost
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NoReturn
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
-from daskserve.common.clock import stopwatch
+from daskserve.common.clock import stopwatch, wall_ns
 from daskserve.common.types import (
     DONE,
     ActorRequest,
@@ -33,9 +34,9 @@ from daskserve.data.caller.calls.chaining import chained_arguments
 from daskserve.data.caller.calls.naming import with_called
 from daskserve.data.caller.calls.pending import begin_call
 from daskserve.data.caller.calls.response import Response
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.routing.replica_set import ReplicaSet
-from daskserve.data.caller.routing.router import Router
+from daskserve.data.caller.routing.router import SAMPLING, Router
 from daskserve.errors import ActorLostError, ClosedError, PassedResponseError, ReplicaBusyError, ServeError
 from daskserve.loops.deadlines import earliest, is_over
 from daskserve.loops.pending_call import PendingCall
@@ -43,6 +44,11 @@ from daskserve.loops.tasks import pause
 from daskserve.payload.pickling import dump, may_mention_dask
 from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
+from daskserve.telemetry.tracing.carrier import NEW, TRACE
+
+#: The part of a call that user code can read as its request's context: ids of `CallOptions`, the route. Until
+#: the call is sent, its trace is here, too.
+Facts: TypeAlias = Mapping[str, Any] | None
 
 
 def identity_of(
@@ -54,6 +60,34 @@ def identity_of(
     if options.timeout_s is not None:
         deadline = earliest(deadline, connection.loop.time() + options.timeout_s)
     return request_id, deadline
+
+
+def facts_of_call(
+    facts: Facts, current: RequestContext | None, connection: ClusterConnection, shared: Mapping[str, Any]
+) -> Facts:
+    """Return the facts of a call that the present request makes, if there is one."""
+    if current is not None:
+        if current.route:
+            facts = {**(facts or {}), "route": current.route}
+        if current.is_shown:
+            facts = {**(facts or {}), "is_shown": True}
+    if "opentelemetry.context" in sys.modules:
+        from daskserve.telemetry.tracing.context import outgoing
+
+        if (carrier := outgoing()) is not None:
+            return {**(facts or {}), TRACE: carrier}
+    # A request without a trace is not sampled, and nor is what it calls.
+    if current is None and (ratio := shared.get(SAMPLING)) and connection.rng.random() < ratio:
+        return {**(facts or {}), TRACE: [NEW, "", "", str(wall_ns())]}
+    return facts
+
+
+def head_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a call's head for its facts."""
+    if TRACE not in facts:
+        return {"facts": facts} if facts else {}
+    others = {name: value for name, value in facts.items() if name != TRACE}
+    return {TRACE: facts[TRACE], **({"facts": others} if others else {})}
 
 
 def pack(

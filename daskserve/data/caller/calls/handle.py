@@ -30,9 +30,8 @@ from daskserve.common.types import (
 )
 from daskserve.context import current_request
 from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
-from daskserve.data.caller.calls.call import Call, ShutDown, identity_of, pack
+from daskserve.data.caller.calls.call import Call, Facts, ShutDown, facts_of_call, head_of, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
-from daskserve.data.caller.calls.facts import Facts, facts_of_call, head_of
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
 from daskserve.data.caller.calls.replica_choice import ReplicaChoice, ReplicaSelection

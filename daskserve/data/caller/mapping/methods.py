@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
-from daskserve.data.caller.backlogs import batches_of
+from daskserve.data.caller.mapping.backlogs import batches_of
 from daskserve.data.caller.mapping.results import MapResults, OneResult
 from daskserve.data.caller.mapping.rules import Errors, Rules, check_collection, check_max_in_flight
 from daskserve.data.caller.mapping.target import MapTarget

@@ -10,22 +10,18 @@ from daskserve.common.clock import stopwatch
 from daskserve.common.types import EndpointTag
 from daskserve.data.caller.blocking import TaskPlace, Wait, refuse_in_loop
 from daskserve.data.caller.mapping.window import Item
-from daskserve.data.caller.routing.pool.replica_pool import ROOM_S
 
 
 def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
     """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
 
-    One slot of each is for live requests, if it has several, and one request is on its way to each. A replica
-    that has refused some lately, although it had free slots, takes as many as it had then. May be called from
-    any thread; both are 0 while they are not known.
+    One more than its room is on the way to each. May be called from any thread; both are 0 while they are not
+    known.
     """
     replicas = room = 0
     for tag in () if routers is None else routers.router(endpoint).backends:
         entries = routers.replica_set(tag).pool.entries()
-        for each in entries.values():
-            found_at, found = each.batch_room
-            room += 1 + (found if now - found_at < ROOM_S else max(1, each.concurrency - 1))
+        room += sum(1 + each.room_for_batch(now) for each in entries.values())
         replicas += len(entries)
     return replicas, room
 

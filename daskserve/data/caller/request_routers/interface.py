@@ -11,42 +11,17 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from daskserve.common.clock import seeded_rng
-from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, ReplicaTag
+from daskserve.common.types import Envelope, EnvelopeKind
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.multiplexing.ids import short_id
 from daskserve.payload.pickling import load
 
 #: Arguments of calls larger than this are not unpickled for a router.
 MAX_ARGUMENT_BYTES = 1 << 20
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class PooledEntry(Protocol):
-    """What a process knows of a replica; see `daskserve.data.caller.routing.pool.pooled_replica`."""
-
-    tag: ReplicaTag
-    address: ActorAddress
-    concurrency: int
-    in_flight: int
-    index: int
-    is_full: bool
-
-    def score(self, now: float) -> float:
-        """Return the number of requests at the replica, as far as this process knows."""
-
-
-class Pool(Protocol):
-    """The replicas of a process; `daskserve.data.caller.routing.pool.replica_pool.ReplicaPool`."""
-
-    in_flight: int
-
-    def entries(self) -> Mapping[str, Any]:
-        """Return all replicas by tag, in the same mapping until they change."""
-
-    def take(self, now: float, rng: random.Random, pick: Callable[[Any], Any] | None = None) -> Any:
-        """Return the replica for a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +85,7 @@ class RunningReplica:
         "routing_stats",
     )
 
-    def __init__(self, entry: PooledEntry, deployment: DeploymentID, now: Callable[[], float]) -> None:
+    def __init__(self, entry: PooledReplica, deployment: DeploymentID, now: Callable[[], float]) -> None:
         self._entry = entry
         self._now = now
         self.replica_id = ReplicaID(entry.tag, deployment)
@@ -321,6 +296,8 @@ class RequestRouter:
 
     #: Whether `PendingRequest.body` is read before a router is asked for an HTTP request.
     wants_body = False
+    #: The weight of the newest request in `RunningReplica.latency_s`; for built-in routers.
+    latency_weight = 0.2
 
     def __init__(
         self,

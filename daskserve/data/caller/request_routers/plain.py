@@ -54,7 +54,6 @@ class LeastLatencyRouter(RequestRouter):
     """
 
     _choices = 2
-    _weight = 0.2
 
     def initialize_state(self, choices: int = 2, weight: float = 0.2) -> None:
         """Take how many replicas are drawn, and the weight of the newest request in a latency."""
@@ -62,7 +61,7 @@ class LeastLatencyRouter(RequestRouter):
             raise ValueError(f"choices must be a whole number from 1, got {choices!r}")
         if not 0 < weight <= 1:
             raise ValueError(f"weight must be above 0 and up to 1, got {weight!r}")
-        self._choices, self._weight = choices, weight
+        self._choices, self.latency_weight = choices, weight
 
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -28,13 +28,13 @@ from daskserve.common.types import (
     Message,
     Send,
 )
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     DeploymentID,
     PendingRequest,
-    Pool,
-    PooledEntry,
     ReplicaResult,
     RequestRouter,
     RunningReplica,
@@ -51,8 +51,6 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: The weight of the newest request in a replica's latency.
-LATENCY_WEIGHT = 0.2
 #: A failure counts as a latency of this many times the mean of all replicas at least, up to so many seconds.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
@@ -82,7 +80,7 @@ class RequestRouting:
         self,
         setup: Setup,
         tag: BackendTag,
-        pool: Pool,
+        pool: ReplicaPool,
         rng: random.Random,
         self_node_id: str = "",
     ) -> None:
@@ -211,7 +209,7 @@ class RequestRouting:
             self._tell(self._router.on_request_routed, request, chosen.replica_id, result)
         return taken
 
-    def _pick(self, request: PendingRequest, but: str = "") -> PooledEntry | None:
+    def _pick(self, request: PendingRequest, but: str = "") -> PooledReplica | None:
         router = self._router
         assert router is not None
         entries = self._pool.entries()
@@ -248,14 +246,14 @@ class RequestRouting:
             text = f"returned {type(found).__name__}, which is no list of lists of replicas: "
             raise RouterError("answer", text + summary_of(error)) from error
 
-    def _best_of(self, ranks: Any, but: str = "") -> PooledEntry | None:
+    def _best_of(self, ranks: Any, but: str = "") -> PooledReplica | None:
         """Return the least loaded replica with room of the first list that has one.
 
         If all are full with requests of other processes, this one queues at one of them. A second try needs a
         replica with room, ``but`` not the one that has the first.
         """
         now = self._loop.time()
-        waiting: PooledEntry | None = None
+        waiting: PooledReplica | None = None
         is_empty = True
         for rank in ranks:
             best, least = None, 0.0
@@ -287,7 +285,7 @@ class RequestRouting:
         self._attempts = min(self._attempts + 1, 100)
         self.ask_again_at = self._loop.time() + pause_s
 
-    def _note_replicas(self, entries: Mapping[str, PooledEntry], router: RequestRouter) -> None:
+    def _note_replicas(self, entries: Mapping[str, PooledReplica], router: RequestRouter) -> None:
         known = self._known
         self._known = {
             tag: each
@@ -318,7 +316,10 @@ class RequestRouting:
             # There may be none any more.
             mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
-        changed = latency_s + (LATENCY_WEIGHT if latency_s else 1.0) * (took_s - latency_s)
+        # Not that of a user's router: a wrong value would be an error of the request.
+        router: Any = RequestRouter if self._router is None or self._thread is not None else self._router
+        weight = router.latency_weight
+        changed = latency_s + (weight if latency_s else 1.0) * (took_s - latency_s)
         replica.latency_s = changed if is_good else max(latency_s, changed)
         request.has_failed = False
         if self._notes_completed and self._router is not None:

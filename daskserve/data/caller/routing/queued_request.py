@@ -24,15 +24,9 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
-from daskserve.data.caller.routing.choice import choose
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import (
-    BUSY_BACKOFF_S,
-    ROOM_S,
-    ReplicaPool,
-    come_back,
-    set_aside,
-)
+from daskserve.data.caller.choice import choose
+from daskserve.data.caller.pool.pooled_replica import ROOM_S, PooledReplica
+from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S, ReplicaPool, come_back, set_aside
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
 from daskserve.telemetry.histogram import LatencyHistogram

@@ -22,14 +22,14 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
+from daskserve.data.caller.pool.pooled_replica import NEVER_REFUSED, PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers.routing import noting_failure
 from daskserve.data.caller.routing.availability import ReplicaAvailability
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import ReplicaSetMetrics
 from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
-from daskserve.data.caller.routing.pool.pooled_replica import NEVER_REFUSED, PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.queued_request import QueuedRequest, place_in_queue
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
@@ -183,9 +183,9 @@ class ReplicaSet:
 
     def take_now(self, envelope: Envelope) -> PooledReplica | None:
         """Return the replica for a request, counting one more in flight; None if it has to wait."""
-        if self._waiting or self._waiting.may_hedge(envelope):
+        if self._waiting or (not self._waiting.is_plain and self._waiting.may_hedge(envelope)):
             return None
-        return self._waiting.take(envelope)
+        return _take(self, envelope)
 
     def release(
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
@@ -247,10 +247,12 @@ class ReplicaSet:
         QuarantinedError
             Retries of the same request have ended several processes.
         """
-        if not is_rejected and taken is None and self._waiting.may_hedge(envelope):
-            return self._waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
-        if self._waiting.routing is not None:
-            send = noting_failure(self._waiting.routing, envelope, send)
+        waiting = self._waiting
+        if not waiting.is_plain:
+            if not is_rejected and taken is None and waiting.may_hedge(envelope):
+                return waiting.send_hedged(envelope, receive, send, self.send, self.release, self._apart)
+            if waiting.routing is not None:
+                send = noting_failure(waiting.routing, envelope, send)
         if TRACE in envelope.head:
             return _send_traced(self, envelope, receive, send, is_rejected=is_rejected)
         return self._send(envelope, receive, send, is_rejected, taken=taken)
@@ -438,7 +440,14 @@ def _take_at_once(
     if trial is not None:
         return replicas._apart.take(trial)
     # The requests that already wait go first.
-    return replicas._waiting.take(envelope) if is_rejected or not replicas._waiting else None
+    return _take(replicas, envelope) if is_rejected or not replicas._waiting else None
+
+
+def _take(replicas: ReplicaSet, envelope: Envelope) -> PooledReplica | None:
+    waiting = replicas._waiting
+    if waiting.is_plain and not envelope.model_id and envelope.places is None and envelope.routed is None:
+        return replicas.pool.take(replicas._clock.now(), replicas._rng)
+    return waiting.take(envelope)
 
 
 def _turn_of(

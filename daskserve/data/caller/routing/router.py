@@ -34,9 +34,9 @@ from daskserve.common.types import (
     WorkerAddress,
     short_tag,
 )
-from daskserve.data.caller.backlogs import backlogs, batches_of
 from daskserve.data.caller.body_rules import BodyLimits, combined
-from daskserve.data.caller.routing.choice import TrafficPolicy, shard_draw
+from daskserve.data.caller.choice import TrafficPolicy, shard_draw
+from daskserve.data.caller.mapping.backlogs import backlogs, batches_of
 from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Receive, Send, described
-from daskserve.data.caller.routing.choice import shard_draw
+from daskserve.data.caller.choice import shard_draw
 from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
 from daskserve.data.caller.sessions import session_in
 from daskserve.data.version_counts import is_socket, sent

@@ -27,7 +27,7 @@ from daskserve.cluster.scheduler.http.api.requests import NUMBER, Asked, Documen
 from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings
-from daskserve.errors import BadRequestError, ServeError, UnavailableError, http_status_of
+from daskserve.errors import BadRequestError, BodyTooLargeError, ServeError, UnavailableError, http_status_of
 
 #: Value of the ``Retry-After`` header.
 RETRY_AFTER_S = 1
@@ -43,8 +43,6 @@ NAME_LENGTH = 60
 SILENT = ":\n\n"
 #: Nothing of other sites, and no scripts.
 _POLICY = "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src 'self'; frame-ancestors 'self'"
-#: The verbs whose answers can be followed.
-_STREAMS = frozenset(("events", "live_metrics", "logs"))
 _ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
 
 
@@ -119,7 +117,7 @@ class ApiHandler(GuardedHandler):
             if not self._is_allowed(operation):
                 return
             verb, message = operation.verb(asked)
-            if verb in _STREAMS and "text/event-stream" in self.request.headers.get("Accept", ""):
+            if operation.is_stream and "text/event-stream" in self.request.headers.get("Accept", ""):
                 await self._stream(instance, verb, message)
                 return
             value = await self._api.access.call(instance, verb, message, may_take_s(verb, message))
@@ -139,13 +137,15 @@ class ApiHandler(GuardedHandler):
     def _asked(self, operation: Operation, path: Mapping[str, str]) -> Asked:
         if self._is_too_large or len(self._body) > operation.max_body_bytes:
             self._guard.refusals[BODY] += 1
-            raise BadRequestError(f"the body has more than {operation.max_body_bytes} bytes")
+            raise BodyTooLargeError(f"the body has more than {operation.max_body_bytes} bytes")
+        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
+        operation.check(query)
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
         if agent.startswith("Mozilla/"):
             agent = "a browser"  # they all say that they are this one, and more than anyone wants to read
         return Asked(
             path,
-            {name: self.get_query_argument(name) for name in self.request.query_arguments},
+            query,
             bytes(self._body),
             self.request.headers.get("Content-Type", ""),
             self._expected() if operation.is_conditional else None,

@@ -105,7 +105,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "responses": {str(code): _answer(code, operation) for code in _codes(operation)},
     }
     if operation.body:
-        is_needed = operation.body != "revision"
+        is_needed = operation.body in ("configuration", "number")
         found["requestBody"] = {"required": is_needed, "content": _BODIES[operation.body]}
     return found
 
@@ -114,6 +114,8 @@ def _codes(operation: Operation) -> list[int]:
     codes = [200, 400, 403, 404, 503]
     if operation.changes and (operation.is_conditional or operation.is_guarded):
         codes.append(412)
+    if operation.body:
+        codes.append(413)
     return sorted(codes)
 
 
@@ -123,6 +125,7 @@ _TEXTS: Mapping[int, str] = {
     403: "It comes from a page of another site, or changes over HTTP are switched off.",
     404: "There is no such instance, application or deployment.",
     412: "It was changed since it was read, or external scaling is not enabled.",
+    413: "The body is too large.",
     503: "The controller is being replaced, or its store is away: call again after Retry-After.",
 }
 
@@ -135,7 +138,7 @@ def _answer(code: int, operation: Operation) -> dict[str, Any]:
         "description": _TEXTS[code],
         "content": {"application/json": {"schema": {}}},
     }
-    if operation.path.endswith("/events"):
+    if operation.is_stream:
         found["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     if operation.is_conditional:
         found["headers"] = {"ETag": {"schema": {"type": "string"}, "description": "The version."}}

@@ -53,6 +53,8 @@ class Operation:
         Whether ``If-Match`` counts, or the answer has an ``ETag``.
     is_guarded : bool
         Whether the verb has a guard of its own against changes over HTTP.
+    is_stream : bool
+        Whether the answer can be followed, as server-sent events.
     """
 
     method: str
@@ -64,6 +66,15 @@ class Operation:
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_conditional: bool = False
     is_guarded: bool = False
+    is_stream: bool = False
+
+    def check(self, query: Mapping[str, str]) -> None:
+        """Raise `BadRequestError` for an unknown parameter of a change, which may be meant to limit it."""
+        unknown = [each for each in query if each not in self.query]
+        if unknown and self.changes:
+            wrong = unknown[0][:MAX_SHOWN]
+            known = ", ".join(self.query) or "none"
+            raise BadRequestError(f"There is no parameter {wrong!r} of this request; there are: {known}.")
 
     @property
     def changes(self) -> bool:
@@ -125,7 +136,7 @@ def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
         found: Message = {"name": deployment_tag(asked.path["application"], asked.path["deployment"])}
         if "model" not in asked.path:
             return verb, found
-        fields, found["model"] = asked.fields(), asked.path["model"]
+        fields, found["model"] = asked.fields("version", "default"), asked.path["model"]
         version, is_default = fields.get("version"), fields.get("default", True)
         if not isinstance(version, str | None) or (version is None and verb == "set_default_model"):
             raise BadRequestError(f"version must be a text, got {version!r}")
@@ -153,7 +164,7 @@ def _scaled(asked: Asked, number: Any) -> Any:
 
 
 def _rollback(asked: Asked) -> tuple[str, Message]:
-    revision = asked.fields().get("revision")
+    revision = asked.fields("revision").get("revision")
     is_number = isinstance(revision, int) and not isinstance(revision, bool) and abs(revision) < 10**18
     if revision is not None and not is_number:
         raise BadRequestError(f"revision must be a number, got {str(revision)[:MAX_SHOWN]!r}")
@@ -422,6 +433,7 @@ OPERATIONS: Sequence[Operation] = (
             "application": ("string", "Only those of this application."),
             "limit": ("integer", "How many at most."),
         },
+        is_stream=True,
     ),
     Operation(
         "GET",
@@ -430,12 +442,14 @@ OPERATIONS: Sequence[Operation] = (
         "text/event-stream, the new ones, too.",
         lambda asked: ("logs", logs.message(asked.query, asked.number)),
         query=logs.QUERY,
+        is_stream=True,
     ),
     Operation(
         "GET",
         "/api/serve/metrics/live",
         "The rates, latencies and queues of the last second; with Accept: text/event-stream, every second.",
         lambda asked: ("live_metrics", {"wait_s": LIVE_WAIT_S}),
+        is_stream=True,
     ),
 )
 

@@ -70,12 +70,16 @@ class Asked:
             raise BadRequestError(f"The parameter {name}={value[:MAX_SHOWN]!r} must be a number.")
         return int(value)
 
-    def fields(self) -> Mapping[str, Any]:
-        """Return the fields of a body, which may be empty."""
+    def fields(self, *known: str) -> Mapping[str, Any]:
+        """Return the fields of a body, which may be empty; raise `BadRequestError` for an unknown one."""
         try:
             found = json.loads(self.body or b"{}")
         except (ValueError, RecursionError):
             raise BadRequestError("the body is not JSON") from None
         if not isinstance(found, dict):
             raise BadRequestError("the body must be a JSON object")
+        unknown = [each for each in found if each not in known]
+        if unknown:
+            text = f"the body has no field {unknown[0][:MAX_SHOWN]!r}; there are: {', '.join(known)}"
+            raise BadRequestError(text)
         return found

@@ -27,7 +27,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 
 #: A replica is overloaded from this many requests on, or this share of its slots, if that is also this many
 #: times the mean.

@@ -18,6 +18,9 @@ from typing import Any, TypeAlias
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.types import BackendTag, Envelope, Load, Receive, Send
+from daskserve.data.caller.choice import choose
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import Pick, ReplicaPool, has_room, near
 from daskserve.data.caller.request_routers.hedging import Hedging, Sent, no_body, note_sent, sent_to
 from daskserve.data.caller.request_routers.interface import Setup, host_of
 from daskserve.data.caller.request_routers.priorities import Order, RankedQueue
@@ -27,12 +30,9 @@ from daskserve.data.caller.request_routers.routing import (
     bound_by,
     take_other,
 )
-from daskserve.data.caller.routing.choice import choose
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.model_routing import ModelRouting
 from daskserve.data.caller.routing.multiplexing.news import ModelNews
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import Pick, ReplicaPool, has_room, near
 from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
@@ -86,6 +86,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._order = Order()
         #: Whether replicas cannot tell the priorities of requests without their order.
         self._names_priorities = False
+        #: Whether no option chooses, orders or hedges, so that requests take replicas from the pool itself.
+        self.is_plain = True
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
         #: Those for which the router was asked in vain, since it was last asked for all.
@@ -107,6 +109,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.routing = None
         if setup is not None:
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
+        self.is_plain = _is_plain(self)
         routing = self.routing
         if self._reports is not None:
             trouble = None if routing is None else routing.present_trouble
@@ -122,6 +125,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         """Hedge requests as the controller has published it; None for not."""
         if published != (None if self.hedging is None else self.hedging.setup):
             self.hedging = None if published is None else Hedging(**published)
+            self.is_plain = _is_plain(self)
 
     def may_hedge(self, envelope: Envelope) -> bool:
         """Return whether a request gets a second try if it takes long."""
@@ -186,6 +190,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         if order != self._order:
             self._order, self._ranked = order, None
             self._names_priorities = bool(order.header or order.classes)
+            self.is_plain = _is_plain(self)
             if self:
                 self._rank()
 
@@ -386,6 +391,10 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def _wake_at(self, at: float | None) -> None:
         if at is not None:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
+
+
+def _is_plain(waiting: WaitingRequests) -> bool:
+    return waiting.routing is None and waiting.hedging is None and not waiting._names_priorities
 
 
 def _plain_pick(waiting: WaitingRequests, envelope: Envelope, now: float, since: float | None) -> Pick | None:

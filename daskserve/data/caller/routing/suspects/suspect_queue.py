@@ -12,9 +12,9 @@ from functools import partial
 
 from daskserve.common.clock import Clock
 from daskserve.common.types import Envelope, EnvelopeKind
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.availability import ReplicaAvailability
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
-from daskserve.data.caller.routing.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from daskserve.common.formatting import counted, shown
 from daskserve.common.types import Reachability, WorkerAddress
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.errors import QuarantinedError, RequestTimeoutError
 
 #: How long the loss of a process is remembered, and the interval at which memories are removed.

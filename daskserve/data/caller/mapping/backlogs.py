@@ -6,32 +6,23 @@ Without them, a job of a million items would look like a handful of requests to 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from daskserve.common.types import BackendTag, EndpointTag
+from daskserve.data.caller.mapping.window import Window
 
 _KEY = "batches"
 
 
-class Batch(Protocol):
-    """The items of one map; a `daskserve.data.caller.mapping.window.Window`."""
-
-    endpoint: EndpointTag
-
-    @property
-    def waiting(self) -> int:
-        """How many items are still to be sent."""
-
-
-def batches_of(shared: MutableMapping[str, Any]) -> WeakSet[Batch]:
+def batches_of(shared: MutableMapping[str, Any]) -> WeakSet[Window]:
     """Return the maps of a process and instance that are under way; add to it on the connection's loop."""
-    found: WeakSet[Batch] = shared.setdefault(_KEY, WeakSet())
+    found: WeakSet[Window] = shared.setdefault(_KEY, WeakSet())
     return found
 
 
 def backlogs(
-    batches: Iterable[Batch], backends_of: Callable[[EndpointTag], Collection[BackendTag]]
+    batches: Iterable[Window], backends_of: Callable[[EndpointTag], Collection[BackendTag]]
 ) -> dict[BackendTag, int]:
     """Return the number of items that wait in maps, by backend."""
     found: dict[BackendTag, int] = {}

@@ -17,6 +17,8 @@ from daskserve.data.caller.batch_turns import BatchTurns
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
+#: How long it counts that a replica has refused a request of a batch job although it had free slots.
+ROOM_S = 3.0
 #: The `PooledReplica.batch_room` of a replica that has refused no request of a batch job.
 NEVER_REFUSED = (-math.inf, 0)
 
@@ -87,6 +89,15 @@ class PooledReplica:
     def worker(self) -> WorkerAddress:
         """The address of its worker."""
         return self.address.worker
+
+    def room_for_batch(self, now: float) -> int:
+        """Return how many requests of a batch job it takes at a time.
+
+        One slot is for live requests, if it has several. If it has refused some lately although it had free
+        slots, it takes as many as it had then.
+        """
+        refused_at, found = self.batch_room
+        return found if now - refused_at < ROOM_S else max(1, self.concurrency - 1)
 
     def score(self, now: float) -> float:
         """Return the number of requests at the replica, as far as this process knows."""

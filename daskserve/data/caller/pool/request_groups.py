@@ -12,7 +12,7 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
-from daskserve.data.caller.routing.pool.pooled_replica import PooledReplica
+from daskserve.data.caller.pool.pooled_replica import PooledReplica
 
 #: The time in which the requests of a group arrive, and are answered.
 GROUP_S = 0.001

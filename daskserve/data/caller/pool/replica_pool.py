@@ -12,10 +12,10 @@ no-ops stay in their process, and a model that computes for 10 ms gets no reques
 idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
 
 Requests that arrive together go to the same one of several local replicas, if they are light: see
-`daskserve.data.caller.routing.pool.request_groups`.
+`daskserve.data.caller.pool.request_groups`.
 
 An open WebSocket counts like a request, until the turns of its backend are known to be light
-(`daskserve.data.caller.routing.pool.websocket_cost`). Then new ones stay near.
+(`daskserve.data.caller.pool.websocket_cost`). Then new ones stay near.
 
 A replica that is full with requests of other processes reports it when it refuses one, and in its answers.
 From then on it gets only requests for which no other replica has room. They queue there, one at a time per
@@ -47,10 +47,10 @@ from daskserve.common.types import (
     WorkerAddress,
 )
 from daskserve.common.value_places import ValuePlaces
-from daskserve.data.caller.routing.choice import choose, nearest
-from daskserve.data.caller.routing.pool.pooled_replica import REPORT_S, PooledReplica
-from daskserve.data.caller.routing.pool.request_groups import RequestGroups
-from daskserve.data.caller.routing.pool.websocket_cost import TurnMeter
+from daskserve.data.caller.choice import choose, nearest
+from daskserve.data.caller.pool.pooled_replica import REPORT_S, PooledReplica
+from daskserve.data.caller.pool.request_groups import RequestGroups
+from daskserve.data.caller.pool.websocket_cost import TurnMeter
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 #: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
@@ -66,8 +66,6 @@ RANDOM_SHARE = 0.05
 PACE_WEIGHT = 0.1
 #: How long a replica is suspended after its queue was full, or after a request timed out in it.
 BUSY_BACKOFF_S = 0.02
-#: How long it counts that a replica has refused a request of a batch job although it had free slots.
-ROOM_S = 3.0
 
 
 #: Chooses one of some replicas for a request, or none.
