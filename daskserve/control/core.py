@@ -111,7 +111,6 @@ class ControllerCore:
             self.observed,
             self.writer,
             epoch=self.epoch,
-            worker=self.worker,
             next_worker=reconciler.next_worker,
             poke=reconciler.poke,
         )

@@ -12,7 +12,6 @@ from controller_harness import ScriptedReplica, Stage, boom, staged
 from scripted_builder import config, instance_config
 
 from daskserve.common.types import Location
-from daskserve.control.declared.building import BATCH
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -486,26 +485,6 @@ async def test_builds_avoid_a_worker_in_which_an_import_hangs(stage: Stage) -> N
     for name in ("shop", "mail"):
         await declare(stage, config(name), merge=True)
     assert workers["slow"] not in (workers["shop"], workers["mail"])
-
-
-@staged(workers=4)
-async def test_a_file_of_many_applications_is_built_by_several_workers_and_last_by_the_controllers(
-    stage: Stage,
-) -> None:
-    workers: dict[str, str] = {}
-
-    async def note(name: str, worker: str) -> None:
-        workers[name] = worker
-
-    stage.script.before = note
-    names = [f"app{number}" for number in range(3 * BATCH + 1)]
-    await stage.call("plan_config", config=instance_config(*map(config, names)), merge=False)
-    assert set(workers) == set(names)
-    actors = (await stage.call("status"))["actors"]
-    (own,) = [each["worker"] for each in actors if each["kind"] == "controller"]
-    used = list(dict.fromkeys(workers.values()))
-    assert len(used) >= 3
-    assert own not in used[1:]
 
 
 @staged()

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -54,15 +53,7 @@ LOOK_S = 5.0
 
 
 class Builders:
-    """Builds applications in workers.
-
-    Parameters
-    ----------
-    worker
-        The worker of the controller.
-    next_worker
-        Returns the worker that gets the next replica.
-    """
+    """Builds applications in workers."""
 
     def __init__(
         self,
@@ -70,17 +61,13 @@ class Builders:
         observed: Observed,
         *,
         epoch: int,
-        worker: WorkerAddress,
         next_worker: Callable[[], WorkerAddress | None],
     ) -> None:
         self._cluster = cluster
         self._observed = observed
-        self._own_worker = worker
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
-        #: The number of builds under way, by worker.
-        self._under_way: Counter[WorkerAddress] = Counter()
         #: The workers in whose process an import hangs, which cannot be interrupted; others go elsewhere.
         self._hanging: set[WorkerAddress] = set()
 
@@ -130,7 +117,6 @@ class Builders:
                 start_timeout_s=BUILD_S,
                 payload=BuilderStart(list(configs)).encode(),
             )
-            self._under_way[worker] += 1
             try:
                 facts = await self._cluster.create(spec, worker)
             except UnavailableError:
@@ -144,27 +130,19 @@ class Builders:
                     "A module must not wait or serve when it is imported; see whether it does."
                 ) from None
             finally:
-                self._under_way[worker] -= 1
                 await self._remove(ActorAddress(name, worker, incarnation))
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker for the next build.
-
-        The first of several goes to that of the next replica, which then has the module. Others go where
-        least is built, and to the controller's worker last, because they take the interpreter lock from it.
-        """
+        """Return the worker that gets the next replica, or any other if none has room, or an import hangs."""
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
             raise NoWorkerError("There is no worker that could build the application.")
         self._hanging.intersection_update(known)
-        first = None if any(self._under_way.values()) else self._next_worker()
-
-        def rank(worker: WorkerAddress) -> tuple[bool, bool, bool, int]:
-            is_own = worker == self._own_worker
-            return worker in self._hanging, worker != first, is_own, self._under_way[worker]
-
-        return min(known, key=rank)
+        found = self._next_worker()
+        if found is not None and found not in self._hanging:
+            return found
+        return next((each for each in known if each not in self._hanging), found or known[0])
 
     async def _remove(self, address: ActorAddress) -> None:
         try:
@@ -376,12 +354,11 @@ def building_for(
     writer: Writer,
     *,
     epoch: int,
-    worker: WorkerAddress,
     next_worker: Callable[[], WorkerAddress | None],
     poke: Callable[[Collection[str]], None],
 ) -> Building:
     """Return the loop of a controller."""
-    builders = Builders(cluster, observed, epoch=epoch, worker=worker, next_worker=next_worker)
+    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
     return Building(
         builders,
         state,
