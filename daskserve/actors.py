@@ -139,6 +139,7 @@ class ProxyActor:
             server.share(),
             server.leave_to_others,
             lambda endpoint: routers.router(endpoint).body_rules(options.max_body_bytes),
+            is_only=options.location == "HeadOnly",
         )
 
     async def stop(self, grace_s: float) -> None:

@@ -422,7 +422,7 @@ def get_model(name: str, version: str | None = None) -> Any:
     Raises
     ------
     NotFoundError
-        It is not loaded in this replica; an HTTP request gets 404.
+        It is not loaded in this replica. HTTP clients get 500 unless you catch it.
     NotInReplicaError
         As for `get_replica_context`.
     """

@@ -329,11 +329,34 @@ def _section(path: str) -> dict[str, Any]:
 
 def _known(path: str, model: type[Any]) -> dict[str, Any]:
     found = _section(path)
-    names = {field.name for field in fields(model)}
+    types = {field.name: str(field.type) for field in fields(model)}
+    names = set(types)
     unknown = sorted(set(found) - names)
     if unknown:
         raise ValueError(
             f"Dask's configuration has {path}.{unknown[0]}, which is not an option; remove it or use one of: "
             f"{', '.join(sorted(names))}"
         )
-    return found
+    return {name: _checked(path, name, types[name], value) for name, value in found.items()}
+
+
+def _checked(path: str, name: str, kind: str, value: Any) -> Any:
+    """Return the value of an option; a number of bytes may be a size, such as ``256 MiB``."""
+    if kind.partition(" |")[0] not in ("int", "float") or (value is None and "None" in kind):
+        return value
+    if isinstance(value, str) and name.endswith("_bytes"):
+        value = _size_of(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        example = ", such as 1000000 or '256 MiB'" if name.endswith("_bytes") else ""
+        option = f"{path}.{name.replace('_', '-')}"
+        raise ValueError(f"Dask's configuration has {option}: {value!r}; set it to a number{example}.")
+    return value
+
+
+def _size_of(text: str) -> int | str:
+    from dask.utils import parse_bytes
+
+    try:
+        return int(parse_bytes(text))
+    except ValueError:
+        return text

@@ -477,20 +477,20 @@ class BackendConfig(Options):
         Autoscaling replaces a number of replicas. A number replaces autoscaling only with
         ``ends_autoscaling``; otherwise the two together are an error.
         """
-        # Not model_copy: that skips validation.
-        if not changes.model_fields_set - {"internal_metadata"}:
+        named = changes.model_fields_set - {"internal_metadata"}
+        if not named:
             return self.model_copy()
+        if not self.model_fields_set and named == changes.model_fields_set:
+            return changes.model_copy()  # validated as a whole already
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
             values.pop("num_replicas", None)  # the previous number, which autoscaling replaces
-        before, has_number = self.autoscaling_config, "num_replicas" in changes.model_fields_set
+        before, has_number = self.autoscaling_config, "num_replicas" in named
         if ends_autoscaling and has_number and before is not None and not before.dry_run:
             values["autoscaling_config"] = None
-        values |= {
-            name: getattr(changes, name) for name in changes.model_fields_set if name != "internal_metadata"
-        }
-        return BackendConfig(**values)
+        values |= {name: getattr(changes, name) for name in named}
+        return BackendConfig(**values)  # not model_copy: that skips validation
 
 
 @cache

@@ -8,10 +8,10 @@
    `SCARCE_S`, less a few that are closed so that Dask and user code find some.
 3. If accepting fails in another way, it pauses for `FAILED_S`, as asyncio's servers do. Tornado's
    ``add_accept_handler`` would try again in each turn of the event loop.
-4. Several processes may accept from the same sockets. One that is handed them takes one connection in each
-   turn of its event loop, so that the others get theirs. The process that has bound them leaves connections
-   to those others. If one waits each of the `LOOKS` times that it looks, the others are blocked, were killed
-   or have too much to do, and it accepts as well.
+4. Several processes may accept from the same sockets. One that is handed them waits the longer the more
+   connections it has, and then takes few, so that each gets its share: the operating system would wake all,
+   and the first would take most. The process that has bound them leaves connections to those others. If they
+   have taken none in `LOOKS` looks, they are blocked or were killed, and it accepts as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import errno
 import logging
 import selectors
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
@@ -44,7 +45,10 @@ FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
 #: How often, and how many times, the process that has bound a socket looks whether others accept from it.
-LOOK_S, LOOKS = 0.01, 5
+LOOK_S, LOOKS = 0.02, 10
+#: How long a process waits at most before it takes a connection of another's socket, with how many
+#: connections it waits half of that, and for how many connections it takes one more at once.
+_SHARING_S, _HALF, _PER_SHARE = 0.02, 64, 16
 #: For how long no connection is left to them after one waited each time.
 BLOCKED_S = 1.0
 #: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
@@ -60,6 +64,9 @@ _HANDSHAKES_S = 0.5
 _SHARE = 3 / 4
 #: The largest default. An idle connection takes about 10 kB of memory.
 _MOST = 10_000
+
+#: Where ``tcpi_unacked`` is in Linux' ``struct tcp_info``.
+_TCPI_UNACKED = 24
 
 #: The causes of pauses.
 FULL, NO_DESCRIPTORS, FAILED = "max_connections", "descriptors", "other"
@@ -91,6 +98,15 @@ def is_readable(sockets: Iterable[socket.socket]) -> bool:
         for sock in sockets:
             waiting.register(sock, selectors.EVENT_READ)
         return bool(waiting.select(0))
+
+
+def _backlog_of(listening: socket.socket) -> int:
+    """Return how many connections wait on a socket, or 1 if that is not known."""
+    if sys.platform != "linux":
+        return 1
+    # Of a socket that listens, ``tcpi_unacked`` is the length of the queue.
+    info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCPI_UNACKED + 4)
+    return int.from_bytes(info[_TCPI_UNACKED:], sys.byteorder)
 
 
 def _is_unused(connection: Connection) -> bool:
@@ -137,11 +153,12 @@ class Acceptor:
         self._fitting = max_connections
         self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
-        self._at_once = _ACCEPT_AT_ONCE
+        #: Whether another process has bound the sockets.
+        self._is_guest = False
         #: Whether other processes accept from these sockets; how often a connection waited since one came;
         #: and until when none is left to them.
         self._has_others = False
-        self._looks = 0
+        self._looks = self._waited = 0
         self._others_blocked_until = float("-inf")
         self._cause = ""  # why accepting pauses, or paused when it was last tried
         self._logged = SparseLog(_LOG_AGAIN_S)
@@ -160,7 +177,7 @@ class Acceptor:
 
     def start(self, sockets: list[socket.socket], *, is_guest: bool = False) -> None:
         """Accept connections on listening sockets; those of another process for a guest."""
-        self._at_once = 1 if is_guest else _ACCEPT_AT_ONCE
+        self._is_guest = is_guest
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
             log.warning(
@@ -212,15 +229,30 @@ class Acceptor:
         """Accept connections that wait, or leave them to other processes at first."""
         if self._has_others and self._loop.time() >= self._others_blocked_until:
             self._unwatch()
-            self._looks = 0
+            self._looks, self._waited = 0, self._waiting()
             self._pause = self._loop.call_later(LOOK_S, self._look)
+        elif self._is_guest and (count := self.open):
+            self._unwatch()
+            self._pause = self._loop.call_later(_SHARING_S * count / (count + _HALF), self._accept_share)
         else:
             self._accept(listening)
 
+    def _waiting(self) -> int:
+        """Return how many connections wait; 1 for any number where the operating system does not tell."""
+        return sum(map(_backlog_of, self._sockets)) if is_readable(self._sockets) else 0
+
+    def _accept_share(self) -> None:
+        """Accept some of the connections that no process with fewer has taken."""
+        self._go_on()
+        for each in list(self._sockets):
+            if self._pause is None:
+                self._accept(each)
+
     def _look(self) -> None:
-        """Leave connections to other processes for longer, unless they leave some each time."""
-        if is_readable(self._sockets):
-            self._looks += 1
+        """Leave connections to other processes for longer, unless they have not taken any for some time."""
+        if waiting := self._waiting():
+            self._looks = 0 if waiting < self._waited else self._looks + 1
+            self._waited = waiting
             if self._looks < LOOKS:
                 self._pause = self._loop.call_later(LOOK_S, self._look)
                 return
@@ -228,7 +260,8 @@ class Acceptor:
         self._go_on()
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(self._at_once):
+        at_once = 1 + self.open // _PER_SHARE if self._is_guest else _ACCEPT_AT_ONCE
+        for _ in range(at_once):
             close_idle = None
             if self.open >= (limit := self._limit()):
                 close_idle = self._find_idle()

@@ -24,7 +24,7 @@ GOING_ON: dict[str, Any] = {
     "replicas": {"candidate": 1, "stable": 4},
     "requests": {"candidate": {"ended": 200, "failed": 3}, "stable": {"ended": 4000, "failed": 4}},
     "gates": [{"metric": "error_rate", "is_worse": False, "text": "3 of 200 requests failed"}],
-    "shadowed": {"compared": 9, "different": 1, "samples": ["1 != 2"]},
+    "shadowed": {"compared": 9, "different": 1, "samples": ["1 != 2"], "failed": 2, "trouble": "f raised E"},
     "waiting": "",
 }
 ENDED = {**{name: GOING_ON[name] for name in ("deployment", "version", "stable", "step")}, "why": "it failed"}
@@ -69,6 +69,7 @@ def test_the_status_has_the_figures_of_both_versions(client: Known) -> None:
         "  stable: 4 replicas, 4000 requests at this step, 4 failed",
         "  error_rate: not worse: 3 of 200 requests failed",
         "  shadowed: 1 of 9 answers differ",
+        "    2 could not be compared: f raised E",
         "    1 != 2",
     ]
     assert client.calls[0] == ("rollout_status", {"name": "m", "application": "shop"})

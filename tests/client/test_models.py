@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,12 @@ def test_models_are_loaded_and_unloaded_without_a_deploy(folder: Path, client: C
     poll_for(lambda: handle.remote(1).result()[1] == ["three/9"])
     assert states(client) == {"9": "AVAILABLE", "10": "READY"}
     assert serve.status().backends["Adder"].models == {"three": {"10": "READY"}}
+    told = [each for each in serve.events("default") if each.kind.startswith("MODEL")]
+    assert [each.message for each in told[-2:]] == [
+        "Version 10 is the default of model 'three'",
+        "Version 9 of model 'three' is unloaded",
+    ]
+    assert all(str(os.getpid()) in each.by for each in told)
 
 
 def test_replicas_that_start_later_have_the_same_models(folder: Path, client: Client) -> None:

@@ -131,6 +131,9 @@ def test_each_turn_of_a_replica_is_told_once(
     before = replica("b#A", state)
     change: Change = {before.key: move(before, event)}
     causes = {"replica_b#A": cause} if cause else {}
+    if kind is EventKind.REPLICA_STOPPING:
+        (moved,) = tell(state_of(backend(), before), change, **{"leaving_b#A": "it moves to another worker"})
+        assert moved.message.endswith("stops: it moves to another worker")
     found = tell(state_of(backend(), before), change, **causes)
     assert kinds(found) == ([] if kind is None else [kind])
     assert all(cause in each.message for each in found)
@@ -153,6 +156,8 @@ def test_traffic_and_capacity_are_told() -> None:
     (traffic,) = tell(state, {after.key: after}, **{"": "prog.py"})
     assert traffic.by == "prog.py"
     assert traffic.message == "The traffic of endpoint 'e' goes to b 50%, c 50%"
+    (copied,) = tell(state, {before.key: replace(before, shadows={"c": 0.1})})
+    assert copied.message == "Copies for endpoint 'e' go to c 10%"
     (capacity,) = tell(state, {"capacity/target": CapacityRecord(50.0, "DOWN")})
     assert capacity.message == "The target capacity is 50%"
 

@@ -148,14 +148,21 @@ def test_a_step_that_only_compares_waits_for_answers(least: int, compared: int) 
 
     def compare(count: int) -> None:
         key = bench.published()["rollout"]["key"]
-        counted = {"key": key, "new": [0, 0, []], "old": [900, 0, [900]], "shadowed": [count, 0, []]}
+        counted = {
+            "key": key,
+            "new": [0, 0, []],
+            "old": [900, 0, [900]],
+            "shadowed": [count, 0, [], 7, "f raised OSError"],
+        }
         bench.observed.rollouts.report("r", {"b": counted})
 
     compare(compared)
     bench.after(300)
     assert (bench.share(), bench.phase) == (0.0, P.SERVING)
     lacks = f"{compared} of {'100 answers have' if least else '1 answer has'} been compared"
-    assert lacks in rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
+    text = rollout_text(bench.observed, bench.state.backends["b"], bench.state.replicas_of("b"))
+    assert f"{lacks}; 7 could not be compared: f raised OSError" in text
+    assert text.count("raised") == 1
     compare(max(1, least))
     bench.after(2)
     bench.after(1)

@@ -118,6 +118,8 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
     if shadowed is not None:
         compared = counted(shadowed["compared"], "answer differs", "answers differ")
         yield f"  shadowed: {shadowed['different']} of {compared}"
+        if shadowed["failed"]:
+            yield f"    {shadowed['failed']} could not be compared: {shadowed['trouble']}"
         yield from (f"    {each}" for each in shadowed["samples"])
     if found["waiting"]:
         yield f"  waits: {found['waiting']}"

@@ -119,13 +119,15 @@ def split_config(
         options["request_router_config"] = router.model_copy(
             update={"request_router_class": f"{PICKLED}{pickled}"}
         )
-    if metadata is not None:
+    hidden: dict[str, Any] = {"user_config": None}
+    if metadata is None:
+        hidden["internal_metadata"] = BackendMetadata()
+    else:
         options["internal_metadata"] = metadata
     user_config = None
     if config.user_config is not None:
         remedy = "Pass what it is made from, and create it in reconfigure()."
         user_config = dump_option("user_config", config.user_config, remedy)
-    hidden = {"user_config": None, "internal_metadata": BackendMetadata()}
     sealed = config.model_copy(update=hidden | options)
     sealed.model_fields_set.difference_update(hidden.keys() - options.keys())
     return sealed, user_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.client.instance.connection import Verbs
+from daskserve.client.instance.connection import Verbs, this_program
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 
 #: How long one call waits for a version.
@@ -67,7 +67,12 @@ class ModelVerbs(Verbs):
             A `TimeoutError`: it took longer than ``timeout_s``.
         """
         answer = await self._call(
-            "load_model", name=deployment, model=model, version=version, is_default=default
+            "load_model",
+            name=deployment,
+            model=model,
+            version=version,
+            is_default=default,
+            by=this_program(),
         )
         chosen = str(answer["version"])
         left_s = float("inf") if timeout_s is None else timeout_s
@@ -99,7 +104,7 @@ class ModelVerbs(Verbs):
         NotFoundError
             It is not loaded.
         """
-        await self._call("unload_model", name=deployment, model=model, version=version)
+        await self._call("unload_model", name=deployment, model=model, version=version, by=this_program())
 
     async def set_default_model(self, deployment: str, model: str, version: str) -> None:
         """Set the default version of a model, one that is loaded.
@@ -109,4 +114,6 @@ class ModelVerbs(Verbs):
         NotFoundError
             It is not loaded.
         """
-        await self._call("set_default_model", name=deployment, model=model, version=version)
+        await self._call(
+            "set_default_model", name=deployment, model=model, version=version, by=this_program()
+        )

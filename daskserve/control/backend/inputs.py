@@ -56,7 +56,8 @@ class Step:
     kept : dict
         The notes about the replicas of an old version during a rollout, by their key.
     causes : dict
-        Why replicas end that should have run, by the key of their record.
+        Why replicas end that should have run, by the key of their record; with ``leaving/`` in place of the
+        kind, why they leave their workers.
     """
 
     change: Change = field(default_factory=dict)

@@ -241,6 +241,8 @@ class _Stepper:
             criteria=criteria,
         )
         for replica in steps.stop:
+            if replica.tag in leaving:
+                self.step.causes[f"leaving/{replica.tag}"] = "it moves to another worker"
             self.give_up(replica)
         if app_state.awaited(inputs.state, inputs.observed, self.backend, inputs.undone):
             return

@@ -13,6 +13,7 @@ from daskserve.control.records import model_decisions
 from daskserve.control.records.models import ModelsRecord, ModelState
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.verbs import backends as backend_verbs
+from daskserve.control.verbs.history.events import WHOLE
 from daskserve.control.views.rollouts import model_texts
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.options.environment import ModelRepository
@@ -49,7 +50,7 @@ class ModelVerbs(DecidingVerbs):
 
     @verb
     async def load_model(
-        self, name: str, model: str, version: str | None = None, is_default: bool = True
+        self, name: str, model: str, version: str | None = None, is_default: bool = True, by: str = ""
     ) -> dict[str, Any]:
         """Have all replicas load a version, by default the newest; return its name before they have it."""
         _, repository = self._find(name)
@@ -61,20 +62,21 @@ class ModelVerbs(DecidingVerbs):
             raise NotFoundError(
                 f"{what} is not in the model repository; versions there: {', '.join(versions) or 'none'}."
             )
-        await self._decide(name, partial(_loaded, model, chosen, is_default, repository.rollout is not None))
+        rolls_out = repository.rollout is not None
+        await self._decide(name, by, partial(_loaded, model, chosen, is_default, rolls_out, by))
         return {"version": chosen}
 
     @verb
-    async def unload_model(self, name: str, model: str, version: str | None = None) -> None:
+    async def unload_model(self, name: str, model: str, version: str | None = None, by: str = "") -> None:
         """Have all replicas unload a version, or all of a model."""
         _, repository = self._find(name)
         self._check_explicit(repository)
-        await self._decide(name, lambda each: model_decisions.unloaded(each, model, version))
+        await self._decide(name, by, lambda each: model_decisions.unloaded(each, model, version))
 
     @verb
-    async def set_default_model(self, name: str, model: str, version: str) -> None:
+    async def set_default_model(self, name: str, model: str, version: str, by: str = "") -> None:
         """Set the default version of a model, which must be READY."""
-        await self._decide(name, lambda each: model_decisions.with_default(each, model, version))
+        await self._decide(name, by, lambda each: model_decisions.with_default(each, model, version))
 
     @verb
     async def wait_for_model(self, name: str, model: str, version: str, timeout_s: float) -> dict[str, Any]:
@@ -121,17 +123,19 @@ class ModelVerbs(DecidingVerbs):
                 f"The model repository cannot be read: {type(error).__name__}: {error}"
             ) from None
 
-    async def _decide(self, name: str, decide: Callable[[ModelsRecord], ModelsRecord]) -> None:
+    async def _decide(self, name: str, by: str, decide: Callable[[ModelsRecord], ModelsRecord]) -> None:
         async with self._deciding():
             backend, _ = self._find(name)
             before = self._core.state.models.get(backend.tag, ModelsRecord(backend.tag))
             after = decide(before)
             if after != before:
-                await self._core.writer.commit({after.key: after})
+                await self._core.writer.commit({after.key: after}, causes={WHOLE: by})
 
 
-def _loaded(model: str, version: str, is_next: bool, rolls_out: bool, record: ModelsRecord) -> ModelsRecord:
-    return model_decisions.loaded(record, model, version, is_next=is_next, rolls_out=rolls_out)
+def _loaded(
+    model: str, version: str, is_next: bool, rolls_out: bool, by: str, record: ModelsRecord
+) -> ModelsRecord:
+    return model_decisions.loaded(record, model, version, is_next=is_next, rolls_out=rolls_out, by=by)
 
 
 def _entry(state: str, reason: str = "", is_default: bool = False) -> dict[str, Any]:

@@ -41,11 +41,21 @@ class _Step:
 
 @dataclass(slots=True)
 class Shadowed:
-    """Compared answers of a rollout: how many, how many differ, and the last differences."""
+    """Compared answers of a rollout: how many, how many differ, and the last differences.
+
+    ``failed`` are those that the function could not compare; ``trouble`` is why, the last time.
+    """
 
     compared: int = 0
     different: int = 0
     samples: list[str] = field(default_factory=list)
+    failed: int = 0
+    trouble: str = ""
+
+    @property
+    def failed_text(self) -> str:
+        """How many answers could not be compared, and why; empty if there are none."""
+        return f"{self.failed} could not be compared: {self.trouble}" if self.failed else ""
 
 
 @dataclass(slots=True)
@@ -75,10 +85,9 @@ class RolloutCounts:
         if answers is None or answers.key != key:
             answers = self._answers[tag] = _Answers(key)
         if router in answers.routers or len(answers.routers) < MAX_ROUTERS:
-            compared, different, samples = found
-            answers.routers[router] = Shadowed(
-                int(compared), int(different), [str(each) for each in samples][-KEPT_DIFFERENCES:]
-            )
+            compared, different, samples, failed, trouble = found
+            kept = [str(each) for each in samples][-KEPT_DIFFERENCES:]
+            answers.routers[router] = Shadowed(int(compared), int(different), kept, int(failed), str(trouble))
 
     def _of(self, tag: BackendTag, key: str) -> _Step:
         """Return the counts of a step; a router that has not heard of the present one may name one before."""
@@ -101,8 +110,9 @@ class RolloutCounts:
     def evidence(self, tag: BackendTag, key: str) -> Evidence:
         """Return the known counts of a step."""
         step = self._steps.get(tag, {}).get(key) or _Step()
-        compared = self.shadowed(tag, _rollout_of(key)).compared
-        return Evidence(step.new, step.old, dict(step.polls), dict(step.troubles), compared)
+        answers = self.shadowed(tag, _rollout_of(key))
+        polls, troubles = dict(step.polls), dict(step.troubles)
+        return Evidence(step.new, step.old, polls, troubles, answers.compared, answers.failed_text)
 
     def shadowed(self, tag: BackendTag, rollout_id: str) -> Shadowed:
         """Return the compared answers of a rollout."""
@@ -112,6 +122,8 @@ class RolloutCounts:
             found.compared += each.compared
             found.different += each.different
             found.samples += each.samples
+            found.failed += each.failed
+            found.trouble = each.trouble or found.trouble
         found.samples = found.samples[-KEPT_DIFFERENCES:]
         return found
 

@@ -68,6 +68,8 @@ class Evidence:
         By the number of such a gate: why the last comparison could not be made.
     compared : int
         Answers of shadowed requests that were compared since the rollout began.
+    not_compared : str
+        How many could not be compared, and why; empty if there are none.
     """
 
     new: VersionCounts = VersionCounts()
@@ -75,6 +77,7 @@ class Evidence:
     polls: Mapping[int, tuple[int, int, float, float]] = field(default_factory=dict)
     troubles: Mapping[int, str] = field(default_factory=dict)
     compared: int = 0
+    not_compared: str = ""
 
 
 @dataclass(frozen=True, slots=True)

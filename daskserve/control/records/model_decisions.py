@@ -102,11 +102,18 @@ def is_met(wanted: Mapping[str, Any], report: ModelReport) -> bool:
 
 
 def loaded(
-    record: ModelsRecord, name: str, version: str, *, is_next: bool, rolls_out: bool = False
+    record: ModelsRecord,
+    name: str,
+    version: str,
+    *,
+    is_next: bool,
+    rolls_out: bool = False,
+    by: str = "",
 ) -> ModelsRecord:
     """Return the record with a version to load; one that failed is tried again.
 
-    ``rolls_out`` says whether a version that is READY becomes the default one by a rollout, too.
+    ``rolls_out`` says whether a version that is READY becomes the default one by a rollout, too; ``by`` is
+    the program that asks for it, empty if it was found in the folder.
     """
     known = record.models.get(name, {}).get(version)
     if known is not None and known["state"] == ModelState.ROLLING_OUT:
@@ -120,6 +127,7 @@ def loaded(
         return changed(record, name, version, {**known, "is_next": is_next})
     number = record.attempts + 1
     entry = {"state": ModelState.LOADING.value, "attempt": number, "reason": "", "is_next": is_next}
+    entry |= {"by": by} if by else {}
     return replace(changed(record, name, version, entry), attempts=number)
 
 

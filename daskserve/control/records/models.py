@@ -35,7 +35,8 @@ class ModelsRecord:
     ----------
     models : dict
         By name and version: ``state`` (a `ModelState`), ``attempt`` (the number of the attempt to load it),
-        ``reason`` (why it failed) and ``is_next`` (whether it becomes the default version once it is READY).
+        ``reason`` (why it failed), ``is_next`` (whether it becomes the default version once it is READY) and
+        perhaps ``by`` (the program that asked for it).
     defaults : dict
         The default version of each model that has one.
     attempts : int

@@ -79,7 +79,8 @@ def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
         # Nothing but the answers of copies is known of the new version.
         least = max(1, config.min_requests)
         if evidence.compared < least:
-            return f"{evidence.compared} of {counted(least, 'answer has', 'answers have')} been compared"
+            text = f"{evidence.compared} of {counted(least, 'answer has', 'answers have')} been compared"
+            return "; ".join(filter(None, (text, evidence.not_compared)))
     needed = max((least_requests(each, evidence, share, p) for each in config.gates), default=0)
     if share > 0 and requests < max(needed, config.min_requests):
         least = max(needed, config.min_requests)

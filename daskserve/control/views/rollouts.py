@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from daskserve.common.formatting import shown
+from daskserve.common.formatting import counted, shown
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
 from daskserve.control.records.model_decisions import rollouts_of, share_of
@@ -27,7 +27,13 @@ def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[
     assert rollout is not None
     assert plan is not None
     split = split_of(backend, *running_of(backend, replicas))
-    return _text(rollout, plan, split.share, observed.rollouts.evidence(backend.tag, split.key))
+    text = _text(rollout, plan, split.share, observed.rollouts.evidence(backend.tag, split.key))
+    answers = observed.rollouts.shadowed(backend.tag, rollout.rollout_id)
+    if answers.different:
+        text += f"; {answers.different} of {counted(answers.compared, 'compared answer')} differ"
+    if answers.failed and answers.failed_text not in text:
+        text += f"; {answers.failed_text}"
+    return text
 
 
 def model_texts(observed: Observed, backend: BackendRecord, record: ModelsRecord | None) -> dict[str, str]:

@@ -239,6 +239,13 @@ def test_settings_come_from_the_dask_configuration() -> None:
                 settings.channel()
     with dask.config.set({"daskserve.channel.lost-after-s": 0}):
         assert settings.channel().lost_after_s == 0
+    for given, found in ((5, 5), ("2 MiB", 2 << 20)):
+        with dask.config.set({"daskserve.controller.history-bytes": given}):
+            assert settings.controller().history_bytes == found
+    for wrong in ("much", True, None, [1]):
+        with dask.config.set({"daskserve.controller.history-bytes": wrong}):
+            with pytest.raises(ValueError, match=r"history-bytes: .*; set it to a number, such as 1000000"):
+                settings.controller()
 
 
 @pytest.mark.virtual_time

@@ -504,7 +504,9 @@ async def test_models_are_loaded_and_unloaded(site: Site) -> None:
     assert (await site.ask(path)).code == 200
     reply = await site.ask(f"{path}/three/load", "POST", b'{"default": false}')
     assert (reply.code, json.loads(reply.body)) == (200, {"version": "2"})
-    message = {"name": "shop/m", "model": "three", "version": None}
+    by = site.hosts.calls[-1][2]["by"]
+    assert "127.0.0.1" in by
+    message = {"name": "shop/m", "model": "three", "version": None, "by": by}
     assert site.hosts.calls[-1][2] == {**message, "is_default": False}
     assert (await site.ask(f"{path}/three/unload", "POST", b"")).code == 200
     assert site.hosts.calls[-1][2] == message

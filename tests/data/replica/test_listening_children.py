@@ -44,6 +44,15 @@ def test_a_replica_answers_itself_only_what_needs_no_router(
     assert answers_itself(endpoint, backend, "b", "b#1") is expected
 
 
+@each_case("worker, expected", [("tcp://w:1", True), ("tcp://w:2", False)])
+def test_the_only_proxy_spreads_requests_over_the_replicas_of_all_workers(
+    worker: str, expected: bool
+) -> None:
+    backend = {"replicas": [*BACKEND["replicas"], ["b#2", worker, 1]]}
+    assert answers_itself(ENDPOINT, backend, "b", "b#1", has_only_proxy=True) is expected
+    assert answers_itself(ENDPOINT, backend, "b", "b#1")
+
+
 class Published:
     """The listener of a process, with values that a test publishes."""
 

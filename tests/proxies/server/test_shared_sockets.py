@@ -8,10 +8,12 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
+import pytest
 from http_harness import connected, make_server, on_each_transport, poll_for, respond, serving
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.server import accepting
 from daskserve.proxies.server.life import HTTPServer
 
 
@@ -77,3 +79,34 @@ async def test_nothing_listens_when_the_host_has_stopped_whoever_has_its_sockets
             await poll_for(lambda: not guest._acceptor._sockets)
         for each in forgotten:
             os.close(each)
+
+
+@on_each_transport
+async def test_guests_get_equal_shares_of_the_connections() -> None:
+    async with serving(named(b"host")) as host, guest_of(host) as one, guest_of(host) as other:
+        async with contextlib.AsyncExitStack() as opened:
+            for _ in range(20):
+                client = await opened.enter_async_context(connected(host))
+                assert (await client.get()).body == b"guest"
+            shares = [len(each.state.connections) for each in (one, other)]
+    assert sum(shares) == 20
+    assert min(shares) >= 7
+
+
+@on_each_transport
+async def test_the_host_accepts_once_the_others_have_taken_nothing_for_some_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, looks = iter([9, 8, 7, 7, 6, 6, 5]), []  # how many connections wait at each look, then always 4
+
+    def backlog_of(listening: socket.socket) -> int:
+        looks.append(next(taken, 4))
+        return looks[-1]
+
+    monkeypatch.setattr(accepting, "_backlog_of", backlog_of)
+    monkeypatch.setattr(accepting, "LOOK_S", 0.001)
+    monkeypatch.setattr(accepting, "LOOKS", 3)
+    async with serving(named(b"host")) as host:
+        host.leave_to_others(True)
+        assert await answer(host) == b"host"
+    assert looks == [9, 8, 7, 7, 6, 6, 5, 4, 4, 4, 4]

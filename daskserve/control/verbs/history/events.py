@@ -22,7 +22,6 @@ from daskserve.control.records.records import (
     BackendRecord,
     CapacityRecord,
     Change,
-    EndpointRecord,
     GoalRecord,
     GoalState,
     Record,
@@ -258,7 +257,11 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
     if backend is None or backend.is_deleting:
         return "it is deleted"
     if backend.version != replica.version:
-        return f"version {replica.named_version} is replaced"
+        rollout = backend.rollout
+        is_taken_back = rollout is not None and rollout.phase.is_taken_back
+        return f"version {replica.named_version} is {'taken back' if is_taken_back else 'replaced'}"
+    if cause := world.causes.get(f"leaving/{replica.tag}"):
+        return cause
     before = world.state.backends.get(replica.backend)
     if len(world.state.replicas_of(replica.backend)) > backend.num_replicas or before is not backend:
         return f"{counted(backend.num_replicas, 'replica is', 'replicas are')} wanted"
@@ -298,15 +301,16 @@ def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator
 
 
 def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
-    old = {} if before is None else before.traffic
-    new = after.traffic if isinstance(after, EndpointRecord) else {}
     # A deployment's endpoint begins and ends with it.
-    is_own = not getattr(after or before, "is_legacy", True) and (before is None or after is None)
-    if dict(old) == dict(new) or is_own:
+    if not getattr(after or before, "is_legacy", True) and (before is None or after is None):
         return
-    shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
-    text = f"The traffic of endpoint '{short_tag(name)}' goes to {shares}"
-    yield Event(K.TRAFFIC_SET, text, world.application(name), subject=name, by=world.causes.get(WHOLE, ""))
+    what, by = f"endpoint '{short_tag(name)}'", world.causes.get(WHOLE, "")
+    fields = {"traffic": f"The traffic of {what} goes", "shadows": f"Copies for {what} go"}
+    for name_of_field, text in fields.items():
+        old, new = dict(getattr(before, name_of_field, {})), dict(getattr(after, name_of_field, {}))
+        if old != new:
+            shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
+            yield Event(K.TRAFFIC_SET, f"{text} to {shares}", world.application(name), subject=name, by=by)
 
 
 def _of_capacity(world: _World, __: str, before: Any, after: Record | None) -> Iterator[Event]:
@@ -328,14 +332,28 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
             application = world.application(name)
             if state == former:
                 continue
+            by = entry.get("by", "")
             if state == ModelState.READY and former != ModelState.ROLLING_OUT:
-                yield Event(K.MODEL_LOADED, f"{what} is loaded", application, name)
+                yield Event(K.MODEL_LOADED, f"{what} is loaded", application, name, by=by)
             elif state == ModelState.FAILED:
                 text = f"{what} could not be loaded: {entry['reason']}"
-                yield Event(K.MODEL_FAILED, text, application, name)
+                yield Event(K.MODEL_FAILED, text, application, name, by=by)
             elif state is None and former == ModelState.READY:
-                yield Event(K.MODEL_UNLOADED, f"{what} is unloaded", application, name)
+                by = world.causes.get(WHOLE, "")
+                yield Event(K.MODEL_UNLOADED, f"{what} is unloaded", application, name, by=by)
+    if isinstance(after, ModelsRecord) and before is not None:
+        yield from _of_defaults(world, name, before, after)
     yield from _of_model_rollouts(world, name, before, after)
+
+
+def _of_defaults(world: _World, name: str, before: ModelsRecord, after: ModelsRecord) -> Iterator[Event]:
+    """Tell of versions that others have made the default one, not of those that became it by being loaded."""
+    for model, version in after.defaults.items():
+        former = before.models.get(model, {}).get(version, {}).get("state")
+        if former == ModelState.READY and before.defaults.get(model) != version:
+            text = f"Version {version} is the default of model '{model}'"
+            by = world.causes.get(WHOLE, "")
+            yield Event(K.MODEL_DEFAULT_SET, text, world.application(name), name, by=by)
 
 
 def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:

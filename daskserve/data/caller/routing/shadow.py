@@ -216,7 +216,9 @@ class AnswerComparer:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-        self.compared = self.different = 0
+        #: `failed` are those that the function could not compare; `trouble` is why, the last time.
+        self.compared = self.different = self.failed = 0
+        self.trouble = ""
         #: The last differences.
         self.samples: deque[str] = deque(maxlen=KEPT_DIFFERENCES)
         self._pending = 0
@@ -242,7 +244,11 @@ class AnswerComparer:
             if copy.cancelled() or not (old.is_whole and new.is_whole):
                 return
             async with self._turn:
-                difference = await asyncio.to_thread(self._difference, old, new)
+                difference, trouble = await asyncio.to_thread(self._difference, old, new)
+            if trouble:
+                self.failed += 1
+                self.trouble = trouble[:MAX_SAMPLE]
+                return
             self.compared += 1
             if difference:
                 self.different += 1
@@ -250,8 +256,8 @@ class AnswerComparer:
         finally:
             self._pending -= 1
 
-    def _difference(self, old: Answer, new: Answer) -> str:
-        """Return the difference between two answers; empty if there is none."""
+    def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
+        """Return the difference between two answers, and why they cannot be compared; empty if none."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)
@@ -264,12 +270,12 @@ class AnswerComparer:
                 )
             except BaseException as error:
                 # User code may raise anything, and this thread runs nothing else.
-                return f"{self.path or 'the comparison'} raised {summary_of(error)}"
-        return "" if is_equal else f"{_short(before)} != {_short(after)}"
+                return "", f"{self.path or 'the comparison'} raised {summary_of(error)}"
+        return ("" if is_equal else f"{_short(before)} != {_short(after)}"), ""
 
     def plain(self) -> list[Any]:
-        """Return the totals and the last differences as plain values."""
-        return [self.compared, self.different, list(self.samples)]
+        """Return the totals, the last differences and the last trouble as plain values."""
+        return [self.compared, self.different, list(self.samples), self.failed, self.trouble]
 
 
 def _shown_value(answer: Answer) -> Any:

@@ -137,10 +137,11 @@ class Versions:
     def plain(self) -> dict[str, Any] | None:
         """Return the totals for the controller; None if no request has ended."""
         new, old = self._counters[NEW], self._counters[OLD]
-        if not (new.requests or old.requests or self.comparer.compared):
+        has_answers = bool(self.comparer.compared or self.comparer.failed)
+        if not (new.requests or old.requests or has_answers):
             return None
         found = {"key": self.key, "new": new.plain(), "old": old.plain()}
-        return {**found, "shadowed": self.comparer.plain()} if self.comparer.compared else found
+        return {**found, "shadowed": self.comparer.plain()} if has_answers else found
 
 
 def _header(envelope: Envelope, name: bytes) -> bytes:

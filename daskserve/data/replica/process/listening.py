@@ -46,19 +46,26 @@ HandOver = Callable[[str, Sequence[int]], None]
 
 
 def answers_itself(
-    endpoint: Mapping[str, Any] | None, backend: Mapping[str, Any] | None, backend_tag: str, replica_tag: str
+    endpoint: Mapping[str, Any] | None,
+    backend: Mapping[str, Any] | None,
+    backend_tag: str,
+    replica_tag: str,
+    *,
+    has_only_proxy: bool = False,
 ) -> bool:
     """Return whether a replica of a backend may answer any request of an endpoint.
 
     Other requests need a router: to draw a backend or a version, to send copies, or because an option of the
-    backend chooses among replicas or orders requests. So do those of a replica that gets no requests now.
+    backend chooses among replicas or orders requests. So do those of a replica that gets no requests now. If
+    the instance has one proxy, replicas of other workers get their share from its routers alone.
     """
     if not endpoint or not backend:
         return False
     traffic = [each for each, weight in endpoint["traffic"].items() if weight > 0]
     if traffic != [backend_tag] or endpoint["shadows"]:
         return False
-    if replica_tag not in [tag for tag, *_ in backend["replicas"]]:
+    workers = {tag: worker for tag, worker, *_ in backend["replicas"]}
+    if replica_tag not in workers or (has_only_proxy and len(set(workers.values())) > 1):
         return False
     return not any(backend.get(each) for each in ("router", "order", "hedging", "rollout"))
 
@@ -76,12 +83,21 @@ class Port:
         The descriptors of the listening sockets.
     leave_to_others : callable
         Has the proxy leave connections to children, or no longer.
+    is_only : bool
+        Whether the instance has no other proxy.
     """
 
     def __init__(
-        self, name: str, start: bytes, sockets: Sequence[int], leave_to_others: Callable[[bool], None]
+        self,
+        name: str,
+        start: bytes,
+        sockets: Sequence[int],
+        leave_to_others: Callable[[bool], None],
+        *,
+        is_only: bool = False,
     ) -> None:
         self.name, self.start, self.sockets = name, start, sockets
+        self.is_only = is_only
         self.leave_to_others = leave_to_others
         self._reported: dict[str, list[MetricSample]] = {}
         #: The totals of listeners that have ended.
@@ -247,9 +263,11 @@ class ListeningChildren:
         sockets: Sequence[int],
         leave_to_others: Callable[[bool], None],
         rules_of: Callable[[str], Any],
+        *,
+        is_only: bool = False,
     ) -> Port:
         """Have the children accept from the sockets of a proxy; see `Port`."""
-        port = Port(name, start, sockets, leave_to_others)
+        port = Port(name, start, sockets, leave_to_others, is_only=is_only)
         self._ports.append(port)
         self._rules_of = rules_of
         for child in self._children.values():
@@ -336,7 +354,11 @@ class ListeningChildren:
             each
             for each in endpoints
             if answers_itself(
-                self._published.get(f"endpoint/{each}"), backend, child.backend_tag, child.replica_tag
+                self._published.get(f"endpoint/{each}"),
+                backend,
+                child.backend_tag,
+                child.replica_tag,
+                has_only_proxy=any(port.is_only for port in self._ports),
             )
         ]
         rules = {each: list(found) for each in endpoints if (found := self._rules_of(each)) is not None}

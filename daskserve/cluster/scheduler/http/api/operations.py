@@ -142,7 +142,7 @@ def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
             raise BadRequestError(f"version must be a text, got {version!r}")
         if not isinstance(is_default, bool):
             raise BadRequestError(f"default must be true or false, got {is_default!r}")
-        found["version"] = version
+        found["version"], found["by"] = version, asked.by
         return verb, found | ({"is_default": is_default} if verb == "load_model" else {})
 
     return message

@@ -721,6 +721,7 @@ function rolloutBody(each) {
   const facts = [["State", chip(["STARTING", "SERVING", "WATCHING"].includes(it.state) ? "UPDATING" : it.state, word(it.state))], ["Versions", `${it.version} beside ${it.stable}`], ["Since", `${age(it.began_at)} ago`]];
   if (it.why) facts.push(["Reason", it.why]);
   if (it.requests) facts.push(["Requests", `${number(it.requests.candidate.ended)} of the new version, ${number(it.requests.candidate.failed)} failed; ${number(it.requests.stable.ended)} of the old, ${number(it.requests.stable.failed)} failed`]);
+  if (it.shadowed) facts.push(["Copies", `${number(it.shadowed.different)} of ${number(it.shadowed.compared)} compared answers differ${it.shadowed.failed ? `; ${number(it.shadowed.failed)} could not be compared: ${it.shadowed.trouble}` : ""}`]);
   if (it.waiting) facts.push(["Waits for", it.waiting]);
   if ((it.gates || []).length) facts.push(["Gates", h("ul", null, it.gates.map((gate, index) => h("li", { key: index, class: gate.is_worse ? "bad" : "" }, gate.text || gate.metric)))]);
   return h("div", { class: "stack" },
