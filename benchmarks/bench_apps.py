@@ -144,7 +144,8 @@ def uvicorn(workers: int = 2) -> AbstractContextManager[System]:
 
 def shipped(workers: int) -> AbstractContextManager[System]:
     """Run the application as one does on one's own machine."""
-    return _running(["daskserve", "run", APP, "--workers", str(workers), "--no-access-log"], workers)
+    command = ["-m", "daskserve", "run", APP, "--workers", str(workers), "--no-access-log"]
+    return _running([sys.executable, *command], workers)
 
 
 @contextmanager
