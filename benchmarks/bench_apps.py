@@ -160,7 +160,7 @@ def _running(command: list[str], children: int) -> Iterator[System]:
             deadline = time.monotonic() + 60
             while socket.socket().connect_ex(("127.0.0.1", port)) or len(_busy_children(tree)) < children:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{command[0]} did not start")
+                    raise RuntimeError(f"{' '.join(command)} did not start")
                 time.sleep(0.1)
             yield System(f"http://127.0.0.1:{port}", (tree,))
         finally:
