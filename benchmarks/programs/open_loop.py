@@ -53,13 +53,23 @@ def run(url: str, rate: float, seconds: float) -> list[float]:
     requests = deque((each, request_of(place, number)) for number, each in enumerate(times))
     idle: list[socket.socket] = []
     busy: dict[socket.socket, tuple[float, bytearray]] = {}
+
+    def take() -> socket.socket:
+        # Servers close connections that have been idle for some seconds.
+        while idle:
+            client = idle.pop()
+            if not select.select([client], [], [], 0)[0]:
+                return client
+            client.close()
+        return socket.create_connection((place.hostname, place.port))
+
     took: list[float] = []
     began = time.perf_counter()
     while requests or busy:
         now = time.perf_counter() - began
         while requests and requests[0][0] <= now:
             due, request = requests.popleft()
-            client = idle.pop() if idle else socket.create_connection((place.hostname, place.port))
+            client = take()
             busy[client] = (due, bytearray())
             client.sendall(request)
         left_s = requests[0][0] - (time.perf_counter() - began) if requests else PATIENCE_S
@@ -68,7 +78,9 @@ def run(url: str, rate: float, seconds: float) -> list[float]:
             raise RuntimeError(f"{len(busy)} requests have no answer")
         for client in readable:
             due, answer = busy[client]
-            answer += client.recv(65536)
+            if not (data := client.recv(65536)):
+                raise RuntimeError("a connection was closed before the answer")
+            answer += data
             if is_whole(bytes(answer)):
                 if due >= WARM_S:
                     took.append(time.perf_counter() - began - due)
