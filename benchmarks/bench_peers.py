@@ -1,13 +1,13 @@
 """Requests per second of daskserve and other serving systems, in the same run.
 
-Each system answers two bytes to ``wrk -t1 -c32``. mosec accepts only POST, so daskserve is compared with it
-on POST requests. Requests differ in query, headers and body; every system gets the same ones. daskserve runs
-in two workers with ``event_loop="worker"``, on Tornado and on uvicorn; ``peers/`` contains the other systems.
-Systems take turns, and each ratio is the median of the ratios.
+Each system answers two bytes to ``wrk -t1 -c32``. mosec, LitServe and BentoML accept only POST, so daskserve
+is compared with them on POST requests. Requests differ in query, headers and body; every system gets the
+same ones. daskserve runs in two workers with ``event_loop="worker"``, on Tornado and on asyncio; ``peers/``
+contains the other systems. Systems take turns, and each ratio is the median of the ratios.
 
-The peers need a separate environment: ``python -m venv DIR``, then
-``DIR/bin/pip install "ray[serve]" mosec fastapi uvicorn httptools uvloop`` (Ray's fastest setting needs the
-program ``haproxy`` too). Run: ``python benchmarks/bench_peers.py --python DIR/bin/python [--only WORD]``.
+The peers need a separate environment: ``python -m venv DIR``, then ``DIR/bin/pip install "ray[serve]" mosec
+litserve bentoml fastapi uvicorn httptools uvloop`` (Ray's fastest setting needs the program ``haproxy`` too).
+Run: ``python benchmarks/bench_peers.py --python DIR/bin/python [--only WORD]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PEERS = Path(__file__).parent / "peers"
 PEER_PROGRAMS = {
     "FastAPI on two uvicorn workers": ("fastapi_uvicorn.py", (), "GET"),
     "mosec": ("mosec_worker.py", (), "POST"),
+    "LitServe": ("litserve_noop.py", (), "POST"),
+    "BentoML": ("bentoml_noop.py", (), "POST"),
     "Ray Serve": ("ray_serve.py", (), "GET"),
     "Ray Serve with HAProxy": ("ray_serve.py", ("haproxy",), "GET"),
 }

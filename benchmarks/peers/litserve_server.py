@@ -11,7 +11,7 @@ from typing import Any
 import litserve
 
 
-def serve(api: Any, path: str = "") -> None:
+def serve(api: Any, path: str = "", workers: int = 1) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -27,5 +27,5 @@ def serve(api: Any, path: str = "") -> None:
         print(url + path, flush=True)
 
     threading.Thread(target=announce, daemon=True).start()
-    server = litserve.LitServer(api, accelerator="cpu")
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=workers)
     server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="error")
