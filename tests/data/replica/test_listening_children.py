@@ -101,7 +101,7 @@ class Opened:
         self.children.add("b", "b#1", self.child.call, self.child.hand_over)
         cluster.published |= {"endpoint/e": ENDPOINT, "backend/b": BACKEND}
         self.children.note(routes=ROUTES)
-        #: Whether the proxy leaves connections to children, each time that it was told.
+        #: What the proxy was told: whether to leave connections to children.
         self.left: list[bool] = []
         self.port = self.children.open(
             "proxy", b"start", [7], self.left.append, lambda endpoint: ("stream", 10)
@@ -167,6 +167,27 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     await found.children.wait_until_told()
     assert "endpoint/e" not in cluster.watchers
     await found.children.remove("b#1", 0)
+
+
+async def test_changes_at_once_are_told_once() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    before = len(found.child.calls)
+    for number in range(100):
+        cluster.watchers["endpoint/e"]({**ENDPOINT, "number": number})
+    await found.children.wait_until_told()
+    assert len(found.child.calls) == before + 1
+    await found.children.remove("b#1", 0)
+
+
+async def test_a_backend_is_watched_while_it_has_children_here() -> None:
+    cluster, other = Published(), Child()
+    found = await opened(cluster)
+    found.children.add("b", "b#2", other.call, other.hand_over)
+    await found.children.remove("b#1", 0)
+    assert "backend/b" in cluster.watchers
+    found.children.forget("b#2")
+    assert "backend/b" not in cluster.watchers
 
 
 @pytest.mark.parametrize("how", ["close", "remove", "forget"])

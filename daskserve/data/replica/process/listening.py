@@ -120,35 +120,45 @@ class Port:
 
 
 class ListeningChild:
-    """One child: what it was told last, and the task that tells it.
+    """One child, and the task that tells it each change.
 
     It accepts connections while an endpoint is its own; others would only pass through it.
+
+    Parameters
+    ----------
+    wanted : callable
+        Returns what the child should have, and the ports from which it should accept.
+    on_change : callable
+        Called when it begins or ends to accept.
     """
 
     def __init__(
-        self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver, cluster: Process
+        self,
+        backend_tag: str,
+        replica_tag: str,
+        call: CallChild,
+        hand_over: HandOver,
+        cluster: Process,
+        wanted: Callable[[ListeningChild], tuple[dict[str, Any], Sequence[Port]]],
+        on_change: Callable[[], object],
     ) -> None:
         self.backend_tag, self.replica_tag = backend_tag, replica_tag
         self._call, self._hand_over, self._cluster = call, hand_over, cluster
-        self._wanted: dict[str, Any] = {}
-        self._ports: Sequence[Port] = ()
+        self._wanted, self._on_change = wanted, on_change
         #: The keys of the listeners that it should have, and the ports of all that it has, by their keys.
         self._keys: dict[Port, str] = {}
         self._open: dict[str, Port] = {}
         self._numbers = itertools.count(1)
         #: The ports from which it accepts.
         self.accepts: set[Port] = set()
-        #: Called when it begins or ends to accept.
-        self.on_change: Callable[[], object] = bool
         #: The task of `run`.
         self.telling: asyncio.Task[None] | None = None
         self._changed, self.told = asyncio.Event(), asyncio.Event()
         self.told.set()
         self._leaving = TaskSet(logger)
 
-    def tell(self, wanted: dict[str, Any], ports: Sequence[Port]) -> None:
-        """Note what the child should have, and the ports from which it should accept."""
-        self._wanted, self._ports = wanted, ports
+    def tell(self) -> None:
+        """Have the child told what it should have; changes that follow each other at once are one."""
         self.told.clear()
         self._changed.set()
 
@@ -173,10 +183,10 @@ class ListeningChild:
         finally:
             self.told.set()
             self.accepts.clear()
-            self.on_change()
+            self._on_change()
 
     async def _listen(self) -> None:
-        ports = self._ports
+        wanted, ports = self._wanted(self)
         for port in [each for each in self._keys if each not in ports]:
             self._leaving.spawn(self.leave(port, LEAVE_S, sends_away=False), "listening-leave")
         for port in ports:
@@ -188,14 +198,14 @@ class ListeningChild:
         if not self._open:
             return
         listeners = {self._keys[each]: each.start for each in ports}
-        await self._call("listen", wanted={**self._wanted, "listeners": listeners})
+        await self._call("listen", wanted={**wanted, "listeners": listeners})
         self.accepts.update(each for each in ports if each in self._keys)
-        self.on_change()
+        self._on_change()
 
     async def leave(self, port: Port, grace_s: float, *, sends_away: bool = True) -> None:
         """Have the child close a port, and return when its connections have ended."""
         self.accepts.discard(port)
-        self.on_change()
+        self._on_change()
         key = self._keys.pop(port, None)
         if key is not None:
             await self._stop(key, grace_s, sends_away=sends_away)
@@ -206,7 +216,7 @@ class ListeningChild:
         if self.telling is not None:
             self.telling.cancel()
         self.accepts.clear()
-        self.on_change()
+        self._on_change()
         if self._open:
             await self._stop("", grace_s, sends_away=True)
         self.lose()
@@ -292,13 +302,14 @@ class ListeningChildren:
 
     def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
         """Begin to tell a child."""
-        child = ListeningChild(backend_tag, replica_tag, call, hand_over, self._cluster)
-        child.on_change = self._note_accepting
+        child = ListeningChild(
+            backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted, self._note_accepting
+        )
         self._children[replica_tag] = child
         child.telling = self._tasks.spawn(child.run(), "listening-child")
         if self.is_open:
             self._watch_key(f"backend/{backend_tag}")
-            child.tell(*self._wanted(child))
+            child.tell()
 
     def report(self, replica_tag: str, listeners: Mapping[str, Any]) -> None:
         """Record the metrics of a child's listeners, by their keys."""
@@ -307,14 +318,22 @@ class ListeningChildren:
 
     async def remove(self, replica_tag: str, grace_s: float) -> None:
         """Have a child stop to accept connections; return when those that it has have ended."""
-        if (child := self._children.pop(replica_tag, None)) is not None:
+        if (child := self._pop(replica_tag)) is not None:
             await child.end(grace_s)
 
     def forget(self, replica_tag: str) -> None:
         """Note that a child has ended."""
-        if (child := self._children.pop(replica_tag, None)) is not None:
+        if (child := self._pop(replica_tag)) is not None:
             child.lose()
             self._note_accepting()
+
+    def _pop(self, replica_tag: str) -> ListeningChild | None:
+        child = self._children.pop(replica_tag, None)
+        if child is not None and all(
+            each.backend_tag != child.backend_tag for each in self._children.values()
+        ):
+            self._unwatch(f"backend/{child.backend_tag}")
+        return child
 
     async def wait_until_told(self) -> None:
         """Return when all children have what is known now, or do not answer."""
@@ -331,10 +350,14 @@ class ListeningChildren:
     def _watch_endpoints(self) -> None:
         keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
         for key in [each for each in self._watches if each.startswith("endpoint/") and each not in keys]:
-            self._watches.pop(key)()
-            self._published.pop(key, None)
+            self._unwatch(key)
         for key in keys:
             self._watch_key(key)
+
+    def _unwatch(self, key: str) -> None:
+        if key in self._watches:
+            self._watches.pop(key)()
+            self._published.pop(key, None)
 
     def _watch_key(self, key: str) -> None:
         if key not in self._watches:
@@ -367,7 +390,7 @@ class ListeningChildren:
     def _tell(self) -> None:
         if self.is_open:
             for child in self._children.values():
-                child.tell(*self._wanted(child))
+                child.tell()
 
 
 def listening_children(cluster: Process) -> ListeningChildren:
