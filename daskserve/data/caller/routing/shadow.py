@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag, Envelope, Message, Receive, Send
 from daskserve.loops.deadlines import until
 from daskserve.loops.tasks import TaskSet
@@ -31,6 +32,8 @@ MAX_WHOLE_BYTES = 64 * 1024 * 1024
 MAX_COMPARED_BYTES = 1024 * 1024
 #: Maximum number of shadowed requests of one rollout and process whose answers are awaited.
 MAX_PENDING = 16
+#: How long the function that compares two answers may take.
+SLOW_S = 10.0
 #: Number of differences that are kept, and the characters of each, and of each of its answers.
 KEPT_DIFFERENCES = 10
 MAX_SAMPLE, MAX_SHOWN = 300, 100
@@ -212,10 +215,14 @@ class AnswerComparer:
     ----------
     path : str or None
         Import path of the function that returns whether two answers are equal.
+    slow_s : float
+        After this time, a comparison that has not returned counts as one that could not be made. No other is
+        made until it returns.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, slow_s: float = SLOW_S) -> None:
         self.path = path
+        self._slow_s = slow_s
         #: `failed` are those that the function could not compare; `trouble` is why, the last time.
         self.compared = self.different = self.failed = 0
         self.trouble = ""
@@ -244,10 +251,16 @@ class AnswerComparer:
             if copy.cancelled() or not (old.is_whole and new.is_whole):
                 return
             async with self._turn:
-                difference, trouble = await asyncio.to_thread(self._difference, old, new)
+                comparing = asyncio.ensure_future(asyncio.to_thread(self._difference, old, new))
+                if not (await asyncio.wait([comparing], timeout=self._slow_s))[0]:
+                    self._fail(
+                        f"{self.path or 'the comparison'} has not returned for {shown(self._slow_s)} s"
+                    )
+                    await asyncio.wait([comparing])
+                    return
+                difference, trouble = comparing.result()
             if trouble:
-                self.failed += 1
-                self.trouble = trouble[:MAX_SAMPLE]
+                self._fail(trouble)
                 return
             self.compared += 1
             if difference:
@@ -255,6 +268,10 @@ class AnswerComparer:
                 self.samples.append(f"{name}: {difference}"[:MAX_SAMPLE])
         finally:
             self._pending -= 1
+
+    def _fail(self, trouble: str) -> None:
+        self.failed += 1
+        self.trouble = trouble[:MAX_SAMPLE]
 
     def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
         """Return the difference between two answers, and why they cannot be compared; empty if none."""
