@@ -40,10 +40,11 @@ def measure(system: System, path: str, rate: float, seconds: float) -> Tail:
     """Return the result of one round."""
     command = [sys.executable, str(PROGRAMS / "open_loop.py"), system.url + path, str(rate), str(seconds)]
     before_s = system.cpu_s()
-    took = sorted(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
+    count, took = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     cpu_s = system.cpu_s() - before_s
+    took.sort()
     p50, p99, p999 = (took[int(len(took) * share)] * 1000 for share in (0.5, 0.99, 0.999))
-    return Tail(p50, p99, p999, cpu_s / (len(took) / seconds * (seconds + 1)) * 1e6)
+    return Tail(p50, p99, p999, cpu_s / count * 1e6)
 
 
 def compare(name: str, path: str, server: str, *, rate: float, seconds: float, rounds: int) -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
-import urllib.request
 from typing import Any
 
 import litserve
+from starting import free_port, wait_until_it_answers
 
 
 def serve(api: Any, path: str = "", workers: int = 1) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
 
     def announce() -> None:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health").close()
-                break
-            except OSError:
-                time.sleep(0.2)
+        wait_until_it_answers(f"{url}/health")
         print(url + path, flush=True)
 
     threading.Thread(target=announce, daemon=True).start()

@@ -1,8 +1,9 @@
 """An open loop of requests: they come at random times at a given rate, however slow the answers are.
 
-``python open_loop.py URL RATE SECONDS`` posts images of 64 pixels and prints the latencies, in seconds, as
-JSON. They count from when a request was due, so a server that stalls is charged for all that had to wait. One
-thread does everything, with `select`, whose timeout is exact, unlike that of event loops.
+``python open_loop.py URL RATE SECONDS`` posts images of 64 pixels and prints as JSON how many requests it has
+sent, and the latencies in seconds of those after the warm-up. They count from when a request was due, so a
+server that stalls is charged for all that had to wait. One thread does everything, with `select`, whose
+timeout is exact, unlike that of event loops.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def is_whole(answer: bytes) -> bool:
     return len(body) >= next(int(value) for name, _, value in lines if name == b"content-length")
 
 
-def run(url: str, rate: float, seconds: float) -> list[float]:
-    """Send requests, and return the latencies of those after the warm-up."""
+def run(url: str, rate: float, seconds: float) -> tuple[int, list[float]]:
+    """Send requests; return their number, and the latencies of those after the warm-up."""
     place = urlsplit(url)
     rng = random.Random(1)
     times, due = [], 0.0
@@ -86,7 +87,7 @@ def run(url: str, rate: float, seconds: float) -> list[float]:
                     took.append(time.perf_counter() - began - due)
                 del busy[client]
                 idle.append(client)
-    return took
+    return len(times), took
 
 
 if __name__ == "__main__":
