@@ -68,7 +68,7 @@ def port_of(url: str) -> int:
 
 
 def until_listening(url: str, count: int) -> set[int]:
-    """Return the processes that listen, once there are so many."""
+    """Wait until this many processes listen, and return them."""
     port = port_of(url)
 
     def found() -> set[int] | None:

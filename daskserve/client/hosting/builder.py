@@ -111,9 +111,9 @@ def _build(config: Mapping[str, Any], instance: str, scan: ModuleScan) -> Any:
     shares_ids.set(True)
     try:
         return build_configured(ApplicationConfig(**config), instance, None, scan)
-    except Exception:
-        raise
     except BaseException as error:
+        if isinstance(error, Exception):
+            raise
         # On the worker's event loop it would end that loop, or count as a cancellation.
         text = f"The code raised {type(error).__name__} while it was imported; correct it."
         raise ReplicaStartError(text) from None

@@ -55,7 +55,7 @@ OOM_SCORE = 500
 Factory: TypeAlias = Callable[[StartThread, Parent], tuple[Dispatch, Callable[[], None]]]
 
 
-#: The names of sockets that the parent hands over are no longer, and so many come under one.
+#: The maximum length of the name under which the parent hands over sockets, and of their number.
 NAME_BYTES, MAX_SOCKETS = 1024, 16
 
 

@@ -197,7 +197,7 @@ async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
 
 
 class ToldCluster:
-    """Keeps which replicas the controller was told of."""
+    """Records the replicas that the controller was told of."""
 
     is_ended = False
 

@@ -309,7 +309,7 @@ def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) ->
     for name_of_field, text in fields.items():
         old, new = dict(getattr(before, name_of_field, {})), dict(getattr(after, name_of_field, {}))
         if old != new:
-            shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "nobody"
+            shares = ", ".join(f"{short_tag(tag)} {share:.0%}" for tag, share in new.items()) or "none"
             yield Event(K.TRAFFIC_SET, f"{text} to {shares}", world.application(name), subject=name, by=by)
 
 
