@@ -379,6 +379,20 @@ def test_a_chosen_replica_keeps_a_slot_for_one_call(client: Client) -> None:
     run(main())
 
 
+def test_a_chosen_replica_is_that_of_the_session_and_waits_with_its_priority(client: Client) -> None:
+    config = {"request_router_class": "ConsistentHash"}
+    echo = serve.deployment(num_replicas=4, request_router_config=config)(Echo)
+    handle = client.run(echo.bind(), name="sessions", route_prefix=None)
+
+    async def main() -> None:
+        for session in ("a", "b", "c"):
+            same = handle.options(session_id=session)
+            async with same.choose_replica() as selection:
+                assert await same.who.dispatch(selection) == await same.who.remote()
+
+    run(main())
+
+
 def test_reserved_slots_are_taken_from_others(client: Client) -> None:
     client.deploy("reserved", Echo, config={"max_concurrent_queries": 1, "max_queued_requests": 1})
     handle = client.get_handle("reserved")

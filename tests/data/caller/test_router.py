@@ -1398,6 +1398,32 @@ async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
     assert stage.replicas.running["shadow"] == 0
 
 
+async def test_an_answer_that_its_caller_gave_up_is_not_compared(stage: Stage) -> None:
+    """The copy may have its whole answer by then, and half an answer would be a difference."""
+    router = stage.endpoint({"b": 1.0})
+    new = {"replicas": [["new", "worker-of-new", 1]], "concurrency": 9, "max_queued": 9}
+    rollout = {"key": "k/0", "share": 0.0, "names": ["2", "1"], "sticky": None, "shadow": 1.0}
+    stage.publish("old", rollout={**rollout, "new": {**new, "max_crash_retries": 1}})
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if tag == "old":
+            await asyncio.get_running_loop().create_future()
+        await send({"type": "http.response.body", "body": b"all"})
+        return Load()
+
+    stage.replicas.handler = answer
+    call = stage.send(router, Envelope(EnvelopeKind.HTTP, {**GET.head, "path": "/"}))
+    await quiet()
+    assert stage.replicas.running == {"old": 1, "new": 0}
+    call.cancel()
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    versions = stage.routers.replica_set("b").versions
+    assert versions is not None
+    assert versions.comparer.plain() == [0, 0, [], 0, ""]
+
+
 # ---- metrics
 
 

@@ -241,16 +241,20 @@ class Router:
 
         versions.comparer.begin()
         copy = self._routers.send_shadow(candidate, envelope, new)
+        has_answer = True
         try:
             await send_with_copies([copy], partial(versions.send, OLD), envelope, receive, note)
         except Exception as error:
             old.error = error
             raise
+        except BaseException:
+            has_answer = False  # the caller has left, and the copy may have its whole answer already
+            raise
         finally:
-            if copy.task.cancelling():
-                versions.comparer.skip()
-            else:
+            if has_answer:
                 self._routers.compare(versions.comparer, envelope, old, new, copy)
+            else:
+                versions.comparer.skip()
 
     async def _send_when_known(
         self, envelope: Envelope, receive: Receive, send: Send, shard_key: str

@@ -318,4 +318,7 @@ def _short(value: Any) -> str:
         return summary_of(value)[:MAX_SHOWN]
     if isinstance(value, HTTPAnswer):
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"
-    return repr(value)[:MAX_SHOWN]
+    try:
+        return repr(value)[:MAX_SHOWN]
+    except BaseException:  # of user code; the difference counts even if it cannot be shown
+        return f"<{type(value).__name__}>"
