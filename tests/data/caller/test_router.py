@@ -42,7 +42,7 @@ from daskserve.data.caller.routing.replica_set import (
     UNREACHABLE_BACKOFF_S,
     ReplicaSet,
 )
-from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, Router, Routers
+from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, MAX_DELETED, Router, Routers
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.errors import (
@@ -1380,6 +1380,24 @@ async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) 
     await asyncio.sleep(UNREACHABLE_BACKOFF_S + 1)
     assert sum(stage.replicas.running.values()) == 2
     await asyncio.gather(*sent)
+
+
+async def test_only_the_last_deleted_endpoints_and_backends_are_remembered(stage: Stage) -> None:
+    """A process that lives long sees any number of applications come and go."""
+    stage.endpoint({"b": 1.0})
+    for number in range(2 * MAX_DELETED):
+        endpoint, backends = f"endpoint/a{number}", [f"backend/a{number}", f"backend/new{number}"]
+        stage.routers.router(f"a{number}")
+        for each in (f"a{number}", f"new{number}"):  # the second one takes the place of the first
+            stage.listener.tell(endpoint, {"traffic": {each: 1.0}, "shadows": {}, "legacy": True})
+            stage.publish("r", backend=each)
+        for key in (backends[0], endpoint, backends[1]):
+            stage.listener.tell(key, None)
+    with pytest.raises(NotFoundError):
+        await stage.send(stage.routers.router(f"a{2 * MAX_DELETED - 1}"))
+    watched = [key for key, watchers in stage.listener.watchers.items() if watchers]
+    assert {"endpoint/e", "backend/b"} <= set(watched)
+    assert len(watched) < MAX_DELETED + 20
 
 
 async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:

@@ -79,6 +79,8 @@ class Shadow:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._behind_bytes = 0
         self._kind = "websocket" if envelope.head.get("type") == "websocket" else "http"
+        #: The set that owns the copy's task, for what follows it.
+        self.tasks = tasks
         self.task = tasks.spawn(self._run(envelope, send_to), f"shadow-{backend}")
         self.task.add_done_callback(self._give_back)
 

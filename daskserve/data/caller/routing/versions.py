@@ -7,12 +7,13 @@ queue and a missed deadline are seen as the caller sees them. Without a rollout,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Receive, Send, described
+from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
 from daskserve.data.caller.choice import shard_draw
-from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
+from daskserve.data.caller.routing.shadow import Answer, AnswerComparer, SendTo, Shadow, send_with_copies
 from daskserve.data.caller.sessions import session_in
 from daskserve.data.version_counts import is_socket, sent
 from daskserve.errors import NotFoundError
@@ -96,6 +97,34 @@ class Versions:
         if version is None:
             return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)
+
+    async def send_compared(
+        self, send_copy: Callable[[Answer], Shadow], envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        """Send a request to the old version and a copy to the new one, and compare the answers."""
+        old, new = Answer(), Answer()
+
+        def note(message: Message) -> Awaitable[None]:
+            old.note(message)
+            return send(message)
+
+        self.comparer.begin()
+        copy = send_copy(new)
+        has_answer = True
+        try:
+            await send_with_copies([copy], partial(self.send, OLD), envelope, receive, note)
+        except Exception as error:
+            old.error = error
+            raise
+        except BaseException:
+            has_answer = False  # the caller has left, and the copy may have its whole answer already
+            raise
+        finally:
+            if has_answer:
+                name = envelope.head["path" if envelope.kind is EnvelopeKind.HTTP else "method"]
+                copy.tasks.spawn(self.comparer.compare(name, old, new, copy.task), "compare")
+            else:
+                self.comparer.skip()
 
     def _named(self, envelope: Envelope) -> str | None:
         """Return the version that a request names; None if it names none.
