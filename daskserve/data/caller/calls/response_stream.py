@@ -22,7 +22,7 @@ from daskserve.data.caller.calls.naming import as_read
 from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import PassedResponseError
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.pickling import load, message_bytes
+from daskserve.payload.pickling import message_bytes
 from daskserve.payload.shown_errors import shown_in_notebook
 
 #: Maximum size of the items that wait for the reader; one item may wait whatever its size.
@@ -196,7 +196,7 @@ class ResponseGenerator:
             except StopIteration:
                 raise StopAsyncIteration from None
             if payload is not None:
-                return load(payload)
+                return payload.load()
             try:
                 await changed
             except asyncio.CancelledError:
@@ -212,7 +212,7 @@ class ResponseGenerator:
         while True:
             payload = self._pipe.take(changed.set)
             if payload is not None:
-                return load(payload)
+                return payload.load()
             try:
                 refuse_in_loop(self._connection, "`for`", "use `async for`")
                 changed.wait()

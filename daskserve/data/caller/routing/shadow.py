@@ -19,7 +19,7 @@ from daskserve.loops.deadlines import until
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.importing import import_definition
-from daskserve.payload.pickling import load, message_bytes
+from daskserve.payload.pickling import message_bytes
 
 logger = logging.getLogger("daskserve.router")
 
@@ -197,7 +197,7 @@ class Answer:
         if start is not None:
             bodies = (each.get("body", b"") for each in self._messages)
             return HTTPAnswer(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))
-        values = [load(each["payload"]) for each in self._messages if "payload" in each]
+        values = [each["payload"].load() for each in self._messages if "payload" in each]
         return values[0] if len(values) == 1 else values
 
 
