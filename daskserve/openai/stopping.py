@@ -16,16 +16,12 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        #: The end of the text so far, which may be the beginning of a stop string.
         self._held = ""
         self.found = False
 
-    @property
-    def held(self) -> str:
-        """The end of the text so far, which may be the beginning of a stop string."""
-        return self._held
-
     def feed(self, text: str) -> str:
-        """Return the text that is certain to come before a stop string."""
+        """Add text; return the part that no stop string can contain."""
         if not self._stops:
             return text
         text = self._held + text

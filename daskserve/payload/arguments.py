@@ -1,4 +1,4 @@
-"""Arguments of calls without some of their values, which travel separately and are filled in by the replica."""
+"""Arguments of calls without some of their values, which travel apart and are filled in by the replica."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _standard_library() -> str:
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest of a module's file when it was first needed; that of `digests_before` if there is one."""
+    """Return the digest that a module's file had when it was first needed, or had in `digests_before`."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
         path = str(module.__file__)
