@@ -12,7 +12,7 @@ from daskserve.data.tasks.queues.protocol import Lease, QueueStats
 from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task
 
-#: How long consumers that have outlived a scheduler have to renew their leases at the next one.
+#: Time for consumers to renew their leases after the scheduler was replaced.
 GRACE_S = 15.0
 
 
