@@ -29,6 +29,12 @@ def shard_draw(shard_key: str) -> float:
     return (int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)) / (1 << _HASH_BITS)
 
 
+def hash_of(text: str) -> int:
+    """Return a number of 64 bits that is the same in all processes."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 class TrafficPolicy:
     """The weighted draw over an endpoint's backends, and its shadows.
 

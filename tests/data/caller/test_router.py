@@ -137,6 +137,7 @@ class Stage:
             random.Random(1),
             self.routes,
             self.waiting_calls,
+            {},
         )
 
     def publish(

@@ -114,7 +114,7 @@ class Handle(BatchCalls):
             "handle of": short_tag(self._endpoint),
             "route": self._known_route() or "none, by handle only",
             "methods": ", ".join(self._known_methods() or ()),
-            **{name: repr(value) for name, value in self._options.set_options().items()},
+            **{name: repr(value) for name, value in self._options.differences()},
         }
         cells = (f"<th>{escape(name)}</th><td>{escape(text)}</td>" for name, text in rows.items() if text)
         return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"

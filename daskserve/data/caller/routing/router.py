@@ -256,15 +256,15 @@ class Routers:
         clock: Clock,
         rng: random.Random,
         routes: Routes,
-        waiting_calls: WaitingCalls | None = None,
-        shared: dict[str, Any] | None = None,
+        waiting_calls: WaitingCalls,
+        shared: dict[str, Any],
     ) -> None:
-        self._shared = {} if shared is None else shared
+        self._shared = shared
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
         self._listener = listener
-        self._waiting_calls = waiting_calls or WaitingCalls()
+        self._waiting_calls = waiting_calls
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
         #: The keys of the endpoints and backends that were deleted, the oldest first.

@@ -57,10 +57,10 @@ class Shadow:
         Sends the copy to a replica of the backend.
     tasks : TaskSet
         The set that owns the task of the copy.
-    room : ShadowBudget, optional
-        Shared by all shadows of the process; without it, larger bodies cancel the copy.
+    room : ShadowBudget
+        Shared by all shadows of the process.
     answer : Answer, optional
-        Keeps what the copy is answered with.
+        Keeps the answer to the copy.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Shadow:
         envelope: Envelope,
         send_to: SendTo,
         tasks: TaskSet,
-        room: ShadowBudget | None = None,
+        room: ShadowBudget,
         answer: Answer | None = None,
     ) -> None:
         self._answer = answer
-        self._room = room or ShadowBudget(0)
+        self._room = room
         self._whole_bytes = 0
         self._backend = backend
         self._messages: asyncio.Queue[Message] = asyncio.Queue()

@@ -7,7 +7,7 @@ queue and a missed deadline are seen as the caller sees them. Without a rollout,
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -67,13 +67,9 @@ class Versions:
 
     def after(self, before: Versions | None) -> Versions:
         """Go on with the comparisons of an earlier step of the same rollout."""
-        if before is not None and self._rollout_of(before.key) == self._rollout_of(self.key):
+        if before is not None and before.key.partition("/")[0] == self.key.partition("/")[0]:
             self.comparer = before.comparer
         return self
-
-    @staticmethod
-    def _rollout_of(key: str) -> str:
-        return key.partition("/")[0]
 
     def choose(self, envelope: Envelope, shard_key: str, rng: random.Random) -> str | None:
         """Return the version that is drawn for a request; None if the request names one."""
@@ -134,7 +130,8 @@ class Versions:
         NotFoundError
             There is no version of that name.
         """
-        found = _header(envelope, _HEADER)
+        headers = envelope.head.get("headers", ()) if envelope.kind is EnvelopeKind.HTTP else ()
+        found: bytes = next((value for name, value in headers if name == _HEADER), b"")
         if not found:
             return None
         name = found.decode("latin-1")
@@ -171,11 +168,3 @@ class Versions:
             return None
         found = {"key": self.key, "new": new.plain(), "old": old.plain()}
         return {**found, "shadowed": self.comparer.plain()} if has_answers else found
-
-
-def _header(envelope: Envelope, name: bytes) -> bytes:
-    """Return the first value of a header; empty if the request has none of that name."""
-    if envelope.kind is not EnvelopeKind.HTTP:
-        return b""
-    headers: Iterable[tuple[bytes, bytes]] = envelope.head.get("headers", ())
-    return next((value for each, value in headers if each == name), b"")
