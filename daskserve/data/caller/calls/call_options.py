@@ -77,7 +77,7 @@ class CallOptions:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
-        for name in ("method_name", "multiplexed_model_id", "session_id"):
+        for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
         number = self.priority

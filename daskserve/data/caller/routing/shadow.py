@@ -25,16 +25,16 @@ logger = logging.getLogger("daskserve.router")
 
 #: Maximum number of bytes that a shadow may be behind its original.
 MAX_BEHIND_BYTES = 1024 * 1024
-#: Maximum size of the larger bodies, gathered before they are sent, that all shadows of a process hold.
+#: Maximum total size of larger bodies that the shadows of a process hold.
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
 
 #: Maximum size of each of two answers that are compared.
 MAX_COMPARED_BYTES = 1024 * 1024
-#: Maximum number of shadowed requests of one rollout and process whose answers are awaited.
+#: Maximum number of pending comparisons of one rollout and process.
 MAX_PENDING = 16
 #: How long the function that compares two answers may take.
 SLOW_S = 10.0
-#: Number of differences that are kept, and the characters of each, and of each of its answers.
+#: Number of differences that are kept, and maximum length of each, and of each answer in it.
 KEPT_DIFFERENCES = 10
 MAX_SAMPLE, MAX_SHOWN = 300, 100
 
@@ -97,7 +97,7 @@ class Shadow:
 
     def _has_room(self, message: Message) -> bool:
         if self._whole_bytes:
-            return True  # what follows such a message is small
+            return True  # messages after a whole body are small
         size_bytes, room = message_bytes(message), self._room
         is_whole = self._behind_bytes == size_bytes and not message.get("more_body", False)
         if not is_whole or size_bytes > room.left_bytes:
@@ -177,13 +177,13 @@ class Answer:
         return self._bytes <= MAX_COMPARED_BYTES
 
     def note(self, message: Message) -> None:
-        """Keep a message, unless they are too many by now."""
+        """Keep a message, unless the answer has become too large."""
         self._bytes += message_bytes(message)
         if self.is_whole:
             self._messages.append(message)
 
     async def send(self, message: Message) -> None:
-        """Take a message as the caller would."""
+        """Keep a message, in place of the caller's ``send``."""
         self.note(message)
 
     def value(self) -> Any:
@@ -225,7 +225,7 @@ class AnswerComparer:
     def __init__(self, path: str | None, slow_s: float = SLOW_S) -> None:
         self.path = path
         self._slow_s = slow_s
-        #: `failed` are those that the function could not compare; `trouble` is why, the last time.
+        #: `failed` counts answers that the function could not compare; `trouble` is the last reason.
         self.compared = self.different = self.failed = 0
         self.trouble = ""
         #: The last differences.
@@ -235,7 +235,7 @@ class AnswerComparer:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be compared; others are not even copied."""
+        """Whether another comparison may begin; otherwise the request is not copied."""
         return self._pending < MAX_PENDING
 
     def begin(self) -> None:

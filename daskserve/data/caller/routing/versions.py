@@ -1,7 +1,7 @@
 """The two versions of a backend during a rollout: which one gets a request, and how its requests end.
 
-Each version has a replica set of its own. Requests are counted here, because here a lost replica, a full
-queue and a missed deadline are seen as the caller sees them. Without a rollout, nothing of this runs.
+Each version has its own replica set. The router counts the requests of each version, because it sees lost
+replicas, full queues and missed deadlines as the caller does.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class Versions:
         self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
 
     def after(self, before: Versions | None) -> Versions:
-        """Go on with the comparisons of an earlier step of the same rollout."""
+        """Take over the comparisons of an earlier step of the same rollout; return these versions."""
         if before is not None and before.key.partition("/")[0] == self.key.partition("/")[0]:
             self.comparer = before.comparer
         return self
 
     def choose(self, envelope: Envelope, shard_key: str, rng: random.Random) -> str | None:
-        """Return the version that is drawn for a request; None if the request names one."""
+        """Draw the version for a request; return None if the request names one."""
         if self._named(envelope) is not None:
             return None
         key = shard_key or self._session_of(envelope)
-        # Of its own, so that it is independent of the draw of the backend by the same key.
+        # With the tag, so that this draw is independent of the draw of the backend by the same key.
         number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
         return NEW if number < self._share else OLD
 
@@ -89,7 +89,7 @@ class Versions:
     def send(
         self, version: str | None, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Send a request to the version drawn for it, or that it names; only the former counts."""
+        """Send a request to the version that was drawn, or that it names; only drawn requests are counted."""
         if version is None:
             return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)
@@ -151,7 +151,7 @@ class Versions:
         return session_in(envelope.head.get("headers", ()), self._sticky)
 
     async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
-        """Send a request, and count how it ends; one whose caller leaves is not counted."""
+        """Send a request, and count its outcome, unless its caller leaves."""
         began = self._now()
 
         def ended(has_failed: bool) -> None:
