@@ -100,22 +100,31 @@ class WebSocketWriter:
             self._on_lost()
             raise
 
-    async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
+    async def send_in_pieces(
+        self, frame: DataMessage[Any], turns: LoopTurns, on_incomplete: Callable[[], None]
+    ) -> None:
         """Send a message that is compressed: others have their turn after each piece.
 
-        Raises ``OSError`` if the connection has ended, or ends meanwhile.
+        Raises ``OSError`` if the connection has ended, or ends meanwhile. Calls ``on_incomplete`` if only the
+        beginning of the message was sent, for example because the task was cancelled.
         """
+        is_incomplete = False
         async with self._sending:
-            for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
-                if at:
-                    await turns.turn(SLOW * SLICE_BYTES)
-                if self._protocol.state is not ConnectionState.OPEN:
-                    raise ConnectionResetError("the WebSocket is closed")
-                is_last = at + SLICE_BYTES >= len(frame.data)
-                piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
-                flushed = self.write(self.pack(piece))
-                if not flushed.done():
-                    await self.flush(flushed)
+            try:
+                for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
+                    if at:
+                        await turns.turn(SLOW * SLICE_BYTES)
+                    if self._protocol.state is not ConnectionState.OPEN:
+                        raise ConnectionResetError("the WebSocket is closed")
+                    is_last = at + SLICE_BYTES >= len(frame.data)
+                    piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
+                    flushed = self.write(self.pack(piece))
+                    is_incomplete = not is_last
+                    if not flushed.done():
+                        await self.flush(flushed)
+            finally:
+                if is_incomplete:
+                    on_incomplete()
 
     async def flush(self, flushed: asyncio.Future[None]) -> None:
         """Wait until the client has room for more. Raises ``OSError`` if it has disconnected."""
@@ -224,7 +233,7 @@ class WebSocketConnection:
             data = message.get("bytes")
             frame = DataMessage(data=message["text"] if data is None else bytes(data))
             if self._deflate is not None and self._deflate.enabled():
-                await self._writer.send_in_pieces(frame, self._limits.turns.here())
+                await self._writer.send_in_pieces(frame, self._limits.turns.here(), self._end_incomplete)
                 return
             flushed = self._writer.write(self._writer.pack(frame))
             if not flushed.done():
@@ -249,6 +258,10 @@ class WebSocketConnection:
             await self._writer.flush(self._deny(self._denial, body, more_body=more_body))
         else:
             raise RuntimeError(f"a message of type {kind!r} does not answer a WebSocket's handshake")
+
+    def _end_incomplete(self) -> None:
+        # The client would take the next message for the rest of this one.
+        self.close(1011, "a message was not sent whole")
 
     async def _accept(self, message: Message) -> None:
         place: SocketPlace | None = message.get(SOCKET_PLACE)

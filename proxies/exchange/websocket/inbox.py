@@ -38,7 +38,7 @@ class WebSocketInbox:
         self.is_over_budget = False
         self._messages: deque[tuple[Message, int]] = deque()
         self._held_bytes = 0
-        self._takers: list[asyncio.Future[None]] = []
+        self._takers: set[asyncio.Future[None]] = set()
         self._parts: list[Any] = []
         self._parts_bytes = 0
         self.disconnect: Message | None = None
@@ -111,8 +111,11 @@ class WebSocketInbox:
             if self.disconnect is not None:
                 return self.disconnect
             taker = asyncio.get_running_loop().create_future()
-            self._takers.append(taker)
-            await taker
+            self._takers.add(taker)
+            try:
+                await taker
+            finally:
+                self._takers.discard(taker)
         message, size_bytes = self._messages.popleft()
         self._held_bytes -= size_bytes
         self._discharge(max(0, size_bytes - _PART_BYTES))
@@ -122,8 +125,7 @@ class WebSocketInbox:
 
     def _wake(self) -> None:
         # All of them: one that is being cancelled takes nothing.
-        takers, self._takers = self._takers, []
-        for taker in takers:
+        for taker in self._takers:
             if not taker.done():
                 taker.set_result(None)
 
