@@ -113,9 +113,6 @@ class TaskConsumer:
         call: Callable[..., Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
         self._queue, self._config, self._owner = queue, config, owner
-        self._name = config.queue_name
-        self._options: DurableOptions = config.adapter_config
-        self._rules = config.rules()
         self._handlers, self._run, self._room = handlers, run, room
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written.
@@ -132,6 +129,19 @@ class TaskConsumer:
         self.stats = QueueStats({})
         #: How many tasks ended here, by state.
         self.totals: dict[str, int] = {}
+
+    @property
+    def _name(self) -> str:
+        return self._config.queue_name
+
+    @property
+    def _options(self) -> DurableOptions:
+        options: DurableOptions = self._config.adapter_config
+        return options
+
+    @property
+    def _rules(self) -> RetryRules:
+        return self._config.rules()
 
     # ---- lifecycle
 
