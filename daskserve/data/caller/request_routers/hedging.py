@@ -2,10 +2,10 @@
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
 would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
-second replica. The first answer counts, and the other try is cancelled. Only requests that may run twice are hedged.
-A budget limits the number of second tries, in case all requests of a deployment take long. While little of
-the budget is left, second tries begin later. Otherwise requests that are only slightly slower than most would
-spend it, and none would be left for slow ones.
+second replica. The first answer counts, and the other try is cancelled. Only requests that may run twice are
+hedged. A budget limits the number of second tries, in case all requests of a deployment take long. While
+little of the budget is left, second tries begin later. Otherwise requests that are only slightly slower than
+most would spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations

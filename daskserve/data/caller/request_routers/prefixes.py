@@ -57,7 +57,7 @@ MATCH = 0.1
 
 
 def _blocks() -> Iterator[tuple[int, int, int, int]]:
-    """Yield the start of each block, the end of its compared head, the start of its compared tail, its end."""
+    """Yield each block: its start, the end of its compared head, the start of its compared tail, its end."""
     start = 0
     while start < MAX_CHARACTERS:
         is_first = start < FIRST_BLOCKS * BLOCK_CHARACTERS
