@@ -63,10 +63,11 @@ def _modules_beside(name: str) -> list[ModuleType]:
     folder = folder_of(name)
     if folder is None:
         return []
-    # Other threads import, too, and a list of a dictionary's items is not made in one step.
-    files = {each: getattr(module, "__file__", None) or "" for each, module in sys.modules.copy().items()}
+    # A copy, because other threads import and forget modules, too.
+    modules = sys.modules.copy()
+    files = {each: getattr(module, "__file__", None) or "" for each, module in modules.items()}
     return [
-        sys.modules[each]
+        modules[each]
         for each, file in sorted(files.items())
         if each != "__main__" and file.startswith(folder + os.sep) and not _is_installed(file)
     ]
@@ -191,7 +192,8 @@ class ModuleVersions:
 
     def check(self, *, is_exact: bool) -> None:
         """Check which versions were imported when the code was unpickled; see `import_definition`."""
-        found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
+        modules = sys.modules.copy()
+        found = {name: file_digest(modules[name]) for name in self.modules if name in modules}
         _check_versions("The code", self.modules, found, is_exact=is_exact)
 
 

@@ -162,7 +162,8 @@ class ReplicaPool:
 
     def forget_worker(self, worker: WorkerAddress) -> None:
         """Stop using the replicas of a worker."""
-        self._replace([each for each in self._entries.values() if each.address.worker != worker])
+        if self.has_worker(worker):
+            self._replace([each for each in self._entries.values() if each.address.worker != worker])
 
     def has_worker(self, worker: WorkerAddress) -> bool:
         """Return whether one of the replicas is on a worker."""
