@@ -102,17 +102,15 @@ class CallOptions:
 
     def differences(self) -> tuple[tuple[str, Any], ...]:
         """Return the options that differ from their defaults, with the names that `changed` takes."""
-        defaults = CallOptions()
-        values = ((name, getattr(self, field), getattr(defaults, field)) for name, field in OPTIONS.items())
+        values = ((name, getattr(self, field), getattr(DEFAULTS, field)) for name, field in OPTIONS.items())
         return tuple((name, value) for name, value, default in values if value != default)
 
     def carried(self) -> dict[str, Any] | None:
         """Return the options that travel with each call; None if all of them have their defaults."""
-        found = {name: getattr(self, name) for name in _CARRIED}
-        if found["response_serialization"] == "cloudpickle":
-            del found["response_serialization"]
-        return {name: value for name, value in found.items() if value} or None
+        values = ((name, getattr(self, name)) for name in _CARRIED)
+        return {name: value for name, value in values if value != getattr(DEFAULTS, name)} or None
 
 
+DEFAULTS = CallOptions()
 #: The fields of the options, by the names that callers write.
 OPTIONS: Mapping[str, str] = {_UNDERSCORED.get(name, name): name for name in CallOptions.__dataclass_fields__}

@@ -331,10 +331,15 @@ class Handle(BatchCalls):
         current = current_request.get()
         request_id, deadline, facts = identity_of(self._options, self._facts, self._process, current)
         payload, values = pack(self._options, connection, args, kwargs)
+        future: PendingCall[Any] = PendingCall()
         if deadline is None and pipe is None and values is None:
-            future = self._start_direct(connection, payload, request_id, facts)
+            if connection.is_closed:
+                raise connection.closed_error()
+            if connection.runs_here():
+                self._send_direct(payload, request_id, facts, future)
+            else:
+                connection.thread_calls.post(self._send_direct, payload, request_id, facts, future)
         else:
-            future = PendingCall()
             put = None if pipe is None else pipe.put
             call = self._call(payload, request_id, facts, deadline, put, values, future)
             if deadline is not None:
@@ -344,21 +349,8 @@ class Handle(BatchCalls):
             current.add_call(future)
         return future, connection, request_id
 
-    def _start_direct(
-        self, connection: ClusterConnection, payload: Payload, request_id: str, facts: Facts
-    ) -> PendingCall[Payload | KeptPayload]:
-        if connection.is_closed:
-            raise connection.closed_error()
-        future: PendingCall[Payload | KeptPayload] = PendingCall()
-        if connection.runs_here():
-            self._send_direct(connection, payload, request_id, facts, future)
-        else:
-            connection.thread_calls.post(self._send_direct, connection, payload, request_id, facts, future)
-        return future
-
     def _send_direct(
         self,
-        connection: ClusterConnection,
         payload: Payload,
         request_id: str,
         facts: Facts,
@@ -378,12 +370,13 @@ class Handle(BatchCalls):
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
                     envelope.model_id = self._options.multiplexed_model_id
-                    if Call(connection, router, envelope, future, self._caller).start(replicas):
+                    if Call(cluster.connection, router, envelope, future, self._caller).start(replicas):
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
-        begin_call(connection, self._call(payload, request_id, facts, None, None, None, future), future)
+        call = self._call(payload, request_id, facts, None, None, None, future)
+        begin_call(cluster.connection, call, future)
 
     def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
         options = self._options
