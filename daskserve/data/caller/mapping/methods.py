@@ -250,7 +250,7 @@ class MappedItems(MappedPart):
 
 
 def batch_handle(handle: Any) -> Any:
-    """Return a handle with the priority of batch requests, unless it has one of its own."""
+    """Return a handle with the priority of batch requests, unless it already has a priority."""
     handle = handle._plain()
     if handle._options.stream:
         raise StreamOptionError("A map needs one result for each item; use a handle without stream=True.")

@@ -175,7 +175,7 @@ class MapResults:
                     self._wait()
                 elif not _is_skipped(self._rules, item):
                     return self._outcome(item)
-        except BaseException:  # also the end, and Ctrl-C, after which nobody may ever drop this object
+        except BaseException:  # also at the end, and at Ctrl-C, after which this object may stay referenced
             self.close()
             raise
         finally:

@@ -23,7 +23,7 @@ from daskserve.errors import (
 
 #: Maximum number of replicas that may be lost during the call of one item, which may be the cause.
 MAX_LOSSES = 4
-#: Delay of the next try after a loss, and after a refusal without a delay of its own.
+#: Delay of the next try after a loss, and the minimum delay after a refusal.
 LOST_PAUSE_S = 0.05
 
 Errors: TypeAlias = Literal["raise", "return", "skip"]
@@ -70,7 +70,7 @@ class Rules:
     Parameters
     ----------
     retries : int
-        How often a call that failed by an error of its own is repeated.
+        How often a call is repeated that failed with an error of user code.
     errors : str
         What to do with an item that has failed for good.
     """

@@ -198,8 +198,8 @@ class ReplicaPool:
     def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> PooledReplica | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
-        If no replica has room, this returns a full one and sets ``has_queued_request``. ``pick`` chooses
-        instead, from all replicas that are not suspended, one with an index that is not negative.
+        If no replica has room, this returns a full one and sets ``has_queued_request``. If ``pick`` is
+        given, it chooses among all replicas that are not suspended, one with an index that is not negative.
         """
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)

@@ -22,7 +22,7 @@ class RoundRobinRouter(RequestRouter):
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
-        """Return each replica in a list of its own, beginning with the next one."""
+        """Return one list for each replica, beginning with the next one."""
         self._next += 1
         return _InTurn(candidate_replicas, self._next)
 

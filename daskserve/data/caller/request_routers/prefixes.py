@@ -11,14 +11,15 @@ rest of the choice. Prompts that differ only in between go to the same replica, 
 again. For the same reason, the router compares the body of an HTTP request as the client wrote it, from the
 prompt on.
 
-For each hash, the router keeps the replicas that got such a text last. A request goes to the least loaded
-replica that has the longest part of its beginning. If that replica has many more requests than others, where
-waiting would take longer than computing, the request goes to another one. A text with an unknown beginning
-goes where consistent hashing of its first block sends it, so all processes choose the same replica.
+For each hash, the router keeps the replicas that last got a text with this beginning. A request goes to the
+least loaded of the replicas that have the longest part of its beginning. If that replica has so many more
+requests than others that waiting would take longer than computing, the request goes to another one. A text
+with an unknown beginning goes to the replica that consistent hashing of its first block names, so all
+processes choose the same replica.
 
-The router forgets the least recently used beginnings, in two generations: a beginning that is used moves to
-the young generation; when that is full, it becomes the old one, and the old one is dropped. Moving each hash
-within one ordered dictionary would take a quarter of a choice.
+The router forgets the least recently used beginnings, in two generations. A beginning that is used moves to
+the young generation. When that is full, it becomes the old generation, and the former old one is dropped.
+Moving each hash within one ordered dictionary would take a quarter of the time of a choice.
 """
 
 from __future__ import annotations

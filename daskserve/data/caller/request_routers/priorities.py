@@ -129,7 +129,7 @@ class RankedQueue(Generic[T]):
         """Return the item that would be served last if its priority is lower than one; else None."""
         while self._classes and (lowest := min(self._classes)) < priority:
             heap = self._classes[lowest]
-            heap.sort()  # is still a heap, and costs little if it was sorted before
+            heap.sort()  # a sorted list is a heap, and to sort it again costs little
             while heap and not self._is_there(heap[-1][2]):
                 del heap[-1]
             if heap:

@@ -55,7 +55,7 @@ class RouterTrouble:
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def present(self, *, is_made: bool) -> str:
-        """Return the present failure; empty if there is none. ``is_made``: whether there is a router."""
+        """Return the present failure; empty if there is none. ``is_made``: a router is loaded."""
         is_over = is_made and self._now() - self._failed_at >= TROUBLE_S
         return "" if is_over else self.text
 

@@ -4,7 +4,7 @@ Each method is one transaction, under SQLite's own lock, so any number of proces
 write-ahead log and ``synchronous=FULL``, what was accepted survives a power loss; without the sync it
 survives the end of any process. The log needs shared memory: the file cannot be on a network file system.
 
-A large payload is in a table of its own, because SQLite writes the whole row at each change of state.
+Large payloads are in a separate table, because SQLite writes the whole row at each change of state.
 Triggers count the tasks, because the length of a queue is checked each time that something is submitted.
 """
 

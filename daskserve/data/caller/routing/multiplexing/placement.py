@@ -49,7 +49,7 @@ class KnownModels:
     coming: frozenset[str] = frozenset()
     #: How many it may hold; None for no limit, or while that is not known.
     capacity: int | None = None
-    #: When the assumption ends that a model is there because a request for it was sent.
+    #: The models that are assumed because a request was sent, each with the time when this ends.
     assumed: dict[str, float] = field(default_factory=dict)
 
     def has(self, key: str, now: float) -> bool:

@@ -1,7 +1,7 @@
 """The requests of one process that wait for a replica of a backend, and the choice of a replica for each.
 
 Most go to any replica. A request that names a model waits for a replica that has the model, and a request
-router may choose certain replicas, too. While such a request waits, later ones may overtake it.
+router may choose certain replicas, too. While it waits, later requests may overtake it.
 """
 
 from __future__ import annotations
