@@ -74,7 +74,7 @@ class _InstanceState:
         self.limits = limits
         #: Whether the limits have not been checked against the replica's concurrency yet.
         self.is_unchecked = True
-        self._queues: QueuesByLoop[RequestQueue] = QueuesByLoop(lambda queue: queue.is_idle)
+        self._queues: QueuesByLoop[RequestQueue] = QueuesByLoop()
 
     def queue(self, make: Callable[[BatchLimits], RequestQueue]) -> RequestQueue:
         """Return the queue for the running loop and the current replica; the first call creates it."""

@@ -17,35 +17,32 @@ StateT = TypeVar("StateT")
 
 
 class QueuesByLoop(Generic[QueueT]):
-    """The queues of one instance, by event loop and replica: one loop may serve several replicas.
+    """The queues of one instance, by event loop and replica: one loop may serve several replicas."""
 
-    ``is_idle`` says whether no call waits or runs in a queue; idle ones may be dropped.
-    """
-
-    def __init__(self, is_idle: Callable[[QueueT], bool]) -> None:
-        self._is_idle = is_idle
-        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], QueueT] = {}
+    def __init__(self) -> None:
+        #: Each queue, with a reference to an object that exists as long as its replica.
+        self._queues: dict[tuple[asyncio.AbstractEventLoop, str], tuple[weakref.ref[Any], QueueT]] = {}
 
     def present(self, make: Callable[..., QueueT], *args: Any) -> QueueT:
         """Return the queue for the running loop and the current replica; the first call makes it."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
-        key = (loop, replica.replica_tag if replica is not None else "")
-        queue = self._queues.get(key)
-        if queue is None:
-            self._drop_unused(loop)
-            queue = self._queues[key] = make(*args)
-        return queue
+        tag, owner = ("", loop) if replica is None else (replica.replica_tag, replica.holder)
+        found = self._queues.get((loop, tag))
+        if found is None or found[0]() is not owner:
+            self._drop_unused()
+            found = self._queues[loop, tag] = weakref.ref(owner), make(*args)
+        return found[1]
 
     def items(self) -> list[tuple[asyncio.AbstractEventLoop, QueueT]]:
         """Return all queues with their loops; any thread may call this."""
-        return [(loop, queue) for (loop, _), queue in list(self._queues.items())]
+        return [(loop, queue) for (loop, _), (_, queue) in list(self._queues.items())]
 
-    def _drop_unused(self, present: asyncio.AbstractEventLoop) -> None:
-        # Only the thread of another loop can tell whether its queues are idle.
-        for key, queue in list(self._queues.items()):
-            if key[0].is_closed() or (key[0] is present and self._is_idle(queue)):
-                del self._queues[key]
+    def _drop_unused(self) -> None:
+        """Drop the queues whose loop is closed, or whose replica no longer exists."""
+        for key, (owner, _) in list(self._queues.items()):
+            if key[0].is_closed() or owner() is None:
+                self._queues.pop(key, None)  # another thread may have dropped it
 
 
 class InstanceStates(Generic[StateT]):

@@ -155,10 +155,6 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return sum(len(key_queue.entries) for key_queue in key_queues)
 
     @property
-    def is_idle(self) -> bool:
-        return not self._key_queues and not self._tasks
-
-    @property
     def running(self) -> dict[asyncio.Task[None], float]:
         """The tasks of running batches, with their start times in seconds since the epoch."""
         return {task: began for task, (began, _) in self._tasks.items()}

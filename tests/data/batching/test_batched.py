@@ -800,6 +800,26 @@ def test_replicas_that_share_a_function_and_a_loop_do_not_share_batches() -> Non
     run(scenario)
 
 
+def test_replicas_that_share_a_function_and_a_loop_keep_what_their_batches_have_shown() -> None:
+    @batch(batch_wait_timeout_s=1)
+    async def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        replicas = [ReplicaContext("i", "b", tag, slots=lambda: (1, 8)) for tag in ("b#A", "b#B")]
+        waits: list[float] = []
+        for replica in replicas * 3:
+            began = loop.time()
+            context = contextvars.copy_context()
+            context.run(current_replica.set, replica)
+            await asyncio.create_task(echo(1), context=context)
+            waits.append(round(loop.time() - began, 3))
+        assert waits == [1, 1, 0, 0, 0, 0]
+
+    run(scenario)
+
+
 def test_batched_methods_support_inheritance_and_super() -> None:
     class Child(Model):
         @batch

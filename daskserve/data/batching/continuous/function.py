@@ -70,7 +70,7 @@ class _State:
     def __init__(self, limits: SlotLimits, ref: weakref.ref[Any] | None = None) -> None:
         self.limits = limits
         self.ref = ref
-        self.engines: QueuesByLoop[Engine] = QueuesByLoop(lambda engine: engine.is_idle)
+        self.engines: QueuesByLoop[Engine] = QueuesByLoop()
 
     def stats(self) -> BatchStats:
         engines = [engine for _, engine in self.engines.items()]
