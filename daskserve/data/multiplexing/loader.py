@@ -130,7 +130,7 @@ class ModelLoader:
                     self.version += 1
                 load = self._loads[model_id]
                 ready: asyncio.Future[Any] = loop.create_future()
-                load.waiters.append((loop, ready))
+                load.waiters[ready] = loop
                 numbers = Counter(map(id, requests))
                 load.requesters += numbers
                 load.priority = max([load.priority, *(each.priority_number for each in requests)])
@@ -150,6 +150,7 @@ class ModelLoader:
                 if span is not None:
                     span.end()
                 with self._lock:
+                    load.waiters.pop(ready, None)
                     entry.waiting -= 1
                     load.requesters -= numbers
                     _use_room(self)
@@ -210,7 +211,7 @@ class ModelLoader:
         is_full = False
         # Those of the greatest priority first, in the order of their arrival.
         for load in sorted(self._queue.values(), key=lambda each: -each.priority):
-            if all(ready.done() for _, ready in load.waiters):
+            if all(ready.done() for ready in load.waiters):
                 self._forget(load)  # no caller waits any more
                 continue
             # A request that holds a model may give that up for another one.
@@ -220,11 +221,12 @@ class ModelLoader:
             if victims is None:
                 is_full = True
                 continue
-            for victim in victims:
-                self._drop(victim)
             del self._queue[load.entry.id]
             self.cache.admit(load.entry)
-            if not start_load(load.loop, self._load, load, victims):
+            if start_load(load.loop, self._load, load, victims):
+                for victim in victims:
+                    self._drop(victim)
+            else:
                 self._forget(load)
                 self._settle(load, Again())
 
@@ -328,7 +330,7 @@ class ModelLoader:
     def _settle(self, load: Load, error: BaseException | None, model: Any = None) -> None:
         """Tell those who wait for a load how it ended."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Any]]] = {}
-        for loop, ready in load.waiters:
+        for ready, loop in load.waiters.items():
             by_loop.setdefault(loop, []).append(ready)
         for loop, each in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed

@@ -30,7 +30,8 @@ class Load:
         #: That of user code in the replica. The load may begin in any, such as when another request ends.
         self.context = context_of(entry.id)
         self.task: asyncio.Task[None] | None = None
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = []
+        #: The future of each caller, with the caller's event loop.
+        self.waiters: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
         #: The numbers of the requests that wait, each with how often; a number may be another one's later.
         self.requesters: Counter[int] = Counter()
         #: The greatest of their priorities.
