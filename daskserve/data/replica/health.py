@@ -69,13 +69,14 @@ class HealthWatch:
         """Return the state of health in plain values."""
         return {"is_healthy": self.is_healthy, "failures": self._failures, "detail": self._detail}
 
-    async def configure(self, period_s: float, timeout_s: float, threshold: int) -> None:
+    def configure(self, period_s: float, timeout_s: float, threshold: int) -> None:
         """Change the options; with another period, the next probe starts one period from now."""
         self._timeout_s, self._threshold = timeout_s, threshold
         if period_s != self._period_s:
             self._period_s = period_s
             if self._task is not None:
-                await self.stop()
+                # Without waiting for its end: `stop` may be called meanwhile, after which nothing may start.
+                self._task.cancel()
                 self._task = None
                 self.start()
 

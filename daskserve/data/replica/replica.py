@@ -174,7 +174,7 @@ class Replica:
             self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
             if self.slots.is_open:  # it may have been stopped meanwhile
-                await self._health.configure(
+                self._health.configure(
                     options.health_check_period_s,
                     options.health_check_timeout_s,
                     options.health_check_threshold,
