@@ -54,14 +54,24 @@ class Lifespan:
 
     async def close(self) -> None:
         """Run the application's shutdown, and log its failure."""
-        if self.is_open:
+        if self._task is None or self._task.done():
+            return
+        try:
             answer = await self._ask("lifespan.shutdown")
-            if answer["type"] == "lifespan.shutdown.failed":
-                logger.error("The ASGI application's shutdown failed: %s", answer.get("message", ""))
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if answer["type"] == "lifespan.shutdown.failed":
+            logger.error("The ASGI application's shutdown failed: %s", answer.get("message", ""))
 
     async def _ask(self, kind: str) -> Message:
+        """Send a message to the application, and return the answer or the end of its lifespan."""
         self._to_app.put_nowait({"type": kind})
-        return await self._from_app.get()
+        while True:
+            answer = await self._from_app.get()
+            # The answer to the start-up may still come after that was cancelled.
+            if answer["type"].startswith((kind, "lifespan.gone")):
+                return answer
 
     async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}
