@@ -183,7 +183,7 @@ class ReplicaModels(Models):
         self._loading[f"{name}/{version}"] = self._clock.now()
         try:
             doing = "the files of the version were not fetched"
-            path, held = await self._clock.wait_for(asyncio.to_thread(fetched, url, name, version), limit_s)
+            path, held = await _fetched_within(limit_s, self._clock, url, name, version)
             if held is not None:
                 self._release(name, version)
                 self._held[f"{name}/{version}"] = held
@@ -251,6 +251,23 @@ def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:
         }
         for name, versions in found.items()
     }
+
+
+async def _fetched_within(limit_s: float, clock: Clock, *place: str) -> tuple[str, int | None]:
+    """As `fetched`; raise `TimeoutError` if it takes longer. A download that ends later is not held."""
+    fetching = asyncio.ensure_future(asyncio.to_thread(fetched, *place))
+    try:
+        return await clock.wait_for(asyncio.shield(fetching), limit_s)
+    except BaseException:
+        fetching.add_done_callback(_let_go)
+        raise
+
+
+def _let_go(fetching: asyncio.Future[tuple[str, int | None]]) -> None:
+    if not fetching.cancelled() and fetching.exception() is None:
+        _, held = fetching.result()
+        if held is not None:
+            os.close(held)
 
 
 def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
