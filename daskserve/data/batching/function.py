@@ -325,12 +325,17 @@ class BatchedFunction(_Settings):
     async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
         queue = self._queue(state)
         item.span = span_of_item(self.__qualname__, waiting=queue.queued)
-        return await queue.submit(item, key, item.priority)
+        try:
+            return await queue.submit(item, key, item.priority)
+        finally:
+            if item.span is not None:  # of a call that left before its batch ran
+                item.span.end()
+            del item  # as in `BatchQueue.submit`
 
     async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
         queue = self._queue(state)
         item.span = span_of_item(self.__qualname__, waiting=queue.queued)
-        stream = item.stream
+        stream, span = item.stream, item.span
         assert stream is not None
         entry = queue.add(item, key, item.priority)
         stream.follow(entry.result)
@@ -344,6 +349,8 @@ class BatchedFunction(_Settings):
         finally:
             stream.leave()
             queue.remove(entry)
+            if span is not None:
+                span.end()
             del entry, stream
 
     def _queue(self, state: _InstanceState) -> RequestQueue:

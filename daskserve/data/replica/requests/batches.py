@@ -105,7 +105,11 @@ class ReplicaBatches:
                 presence=Presence(self._slots.usage, name),
             )
             counts.watch_queue(queue.queued)
-        return await queue.submit((item, hold), model_named_in(item.head), priority)
+        try:
+            return await queue.submit((item, hold), model_named_in(item.head), priority)
+        finally:
+            if item.span is not None:  # of a request that left before its batch ran
+                item.span.end()
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
         executor, servable = self._running()
@@ -116,9 +120,9 @@ class ReplicaBatches:
         context = executor.context.copy()
         spans = SpansOfBatch(method.name, [item.span for item in items])
         context.run(spans.__enter__)
-        run = executor.start(method.is_async, answer, parts, context, result)
-        result.releases = [hold() for _, hold in entries]
         try:
+            run = executor.start(method.is_async, answer, parts, context, result)
+            result.releases = [hold() for _, hold in entries]
             outcomes: list[ItemOutcome] = await result.wait(run)
         except PackedError as error:  # one that would have ended the thread or the loop
             outcomes = [error] * len(items)
