@@ -73,7 +73,7 @@ class Multiplexer:
         for function, instance in _functions_of(target):
             self.is_used = True
             if function.limits.preload:
-                self.loader(function.function, instance, function.limits)
+                self.loader(function.__wrapped__, instance, function.limits)
         return bool(self._loaders)
 
     async def preload(self) -> None:

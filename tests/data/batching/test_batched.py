@@ -194,7 +194,7 @@ def test_an_invalid_option_is_named_with_its_value() -> None:
 
 
 def test_a_whole_float_is_a_whole_number() -> None:
-    batched = batch(max_batch_size=8.0, max_concurrent_batches=2.0)(square._function)
+    batched = batch(max_batch_size=8.0, max_concurrent_batches=2.0)(square.__wrapped__)
     assert batched._get_max_batch_size() == 8
     batched.set_max_batch_size(4.0)
     assert batched._get_max_batch_size() == 4

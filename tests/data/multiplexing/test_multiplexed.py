@@ -125,7 +125,7 @@ async def until(condition: Callable[[], Any]) -> None:
         ({"max_num_models_per_replica": 0}, ValueError, "at least 1, or -1"),
         ({"max_num_models_per_replica": -2}, ValueError, "at least 1, or -1"),
         ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1"),
-        ({"max_bytes": "1GB"}, TypeError, "whole number of bytes"),
+        ({"max_bytes": "1GB"}, TypeError, "a whole number, or None"),
         ({"size_of": 3}, TypeError, "size_of must be a function"),
         ({"preload": "abc"}, TypeError, "a list of ids"),
         ({"preload": [""]}, ValueError, "cannot be empty"),
