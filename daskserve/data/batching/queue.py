@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock
@@ -31,26 +32,16 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(eq=False, slots=True)
 class BatchEntry(Generic[ItemT, ResultT]):
     """An item in a queue or in a batch, and its result."""
 
-    __slots__ = ("added_at", "item", "key", "number", "priority", "result")
-
-    def __init__(
-        self,
-        item: ItemT,
-        key: Hashable,
-        added_at: float,
-        number: int,
-        result: asyncio.Future[ResultT],
-        priority: int = 0,
-    ) -> None:
-        self.item = item
-        self.key = key
-        self.priority = priority
-        self.added_at = added_at
-        self.number = number
-        self.result = result
+    item: ItemT
+    key: Hashable
+    added_at: float
+    number: int
+    result: asyncio.Future[ResultT]
+    priority: int = 0
 
 
 class _KeyQueue(Generic[ItemT, ResultT]):

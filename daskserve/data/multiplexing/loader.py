@@ -102,8 +102,6 @@ class ModelLoader:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context()
         self._is_closed = False
-        #: Counts the changes of what is loaded, or on its way.
-        self.version = 0
         #: The mean seconds of a load.
         self.load_s = 0.0
 
@@ -127,7 +125,6 @@ class ModelLoader:
                     entry = self.cache.expect(model_id, loop.time())
                     self._loads[model_id] = self._queue[model_id] = added = Load(entry, loop)
                     self._loop, self._context = loop, added.context
-                    self.version += 1
                 load = self._loads[model_id]
                 ready: asyncio.Future[Any] = loop.create_future()
                 load.waiters[ready] = loop
@@ -232,7 +229,6 @@ class ModelLoader:
 
     def _drop(self, entry: CachedModel) -> None:
         self.cache.drop(entry)
-        self.version += 1
         if (load := self._loads.pop(entry.id, None)) is not None:
             load.cancel()  # no caller waits for it
 
@@ -241,7 +237,6 @@ class ModelLoader:
             del self._loads[load.entry.id]
             self._queue.pop(load.entry.id, None)
         self.cache.failed(load.entry)
-        self.version += 1
 
     # ---- loads
 
@@ -275,7 +270,6 @@ class ModelLoader:
                 surplus = []
                 self.cache.failed(load.entry)
                 self.cache.left(load.entry)
-            self.version += 1
             self._settle(load, error, model)
             self._admit()
         self._wake()

@@ -6,23 +6,20 @@ the replica's.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaTag, short_tag
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.errors import BadRequestError, InspectionError
-from daskserve.loops.threads import start_daemon
+from daskserve.loops.threads import in_daemon
 from daskserve.telemetry.profiling.memory import trace_memory
 from daskserve.telemetry.profiling.sampling import THREADS, CodeThread, sample_threads
 from daskserve.telemetry.profiling.stacks import stacks_of_tasks, stacks_of_threads
 from daskserve.telemetry.profiling.threads import stack_frames
-
-T = TypeVar("T")
 
 #: How long a profile may take.
 MAX_SECONDS = 60.0
@@ -55,38 +52,6 @@ def checked_seconds(seconds: float) -> float:
     return seconds
 
 
-async def in_own_thread(name: str, function: Callable[[threading.Event], T]) -> T:
-    """Return the result of a function that runs in a new thread; it gets what is set if this is cancelled."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-    stop = threading.Event()
-
-    def tell(value: T | None, error: Exception | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = function(stop)
-        except Exception as error:  # all errors go to the caller
-            failure = error
-        try:
-            loop.call_soon_threadsafe(tell, value, failure)
-        except RuntimeError:
-            pass  # the loop has ended
-
-    start_daemon(name, run)
-    try:
-        return await result
-    finally:
-        stop.set()
-
-
 class LocalInspection:
     """Looks into user code in this process.
 
@@ -116,9 +81,9 @@ class LocalInspection:
         self._is_profiling = True
         try:
             if memory:
-                traced = await in_own_thread("daskserve-profile", lambda stop: trace_memory(seconds, stop))
+                traced = await in_daemon("daskserve-profile", lambda stop: trace_memory(seconds, stop))
                 return {"seconds": seconds, "memory": traced}
-            return await in_own_thread(
+            return await in_daemon(
                 "daskserve-profile", lambda stop: sample_threads(self._threads, seconds, stop)
             )
         finally:
@@ -134,7 +99,7 @@ class LocalInspection:
             tasks, more = ([], 0) if loop is None else stacks_of_tasks(loop)
             return {"threads": found, "tasks": tasks, "more_tasks": more}
 
-        return await in_own_thread("daskserve-stacks", look)
+        return await in_daemon("daskserve-stacks", look)
 
     def _executor(self) -> UserExecutor:
         executor = self._find_executor()

@@ -233,9 +233,12 @@ class LocalCode:
             "pid": os.getpid(),
             "metadata": metadata,
         }
-        self._serving.has_method_header = start.config.method_header
-        self._serving.on_disconnect = start.config.on_disconnect
-        self._serving.note_call = self._logs.note
+        self._configure(self._serving, start.config)
+
+    def _configure(self, serving: ServingCode, config: Any) -> None:
+        serving.has_method_header = config.method_header
+        serving.on_disconnect = config.on_disconnect
+        serving.note_call = self._logs.note
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._executor is not None
@@ -352,9 +355,7 @@ class LocalCode:
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
         if self._serving is not None:
-            self._serving.has_method_header = options.method_header
-            self._serving.on_disconnect = options.on_disconnect
-            self._serving.note_call = self._logs.note
+            self._configure(self._serving, options)
 
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.

@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.common.types import ActorRequest, Message, Send
+from daskserve.common.types import ActorRequest, Message
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
@@ -28,7 +28,7 @@ class ChildRun(CodeRun):
     Cancelling that task cancels the request; its code may end later.
     """
 
-    __slots__ = ("_number", "_runner", "forwarder")
+    __slots__ = ("_runner",)
 
     def __init__(
         self,
@@ -40,25 +40,30 @@ class ChildRun(CodeRun):
     ) -> None:
         super().__init__(runner.runs, function, args, context, listener)
         self._runner = runner
-        number, envelope, receive, send = args
-        self._number: int = number
-        #: Receives what the child sends.
-        self.forwarder = ResponseForwarder(send)
-        self._args = (number, envelope, receive)
 
     def drive(self) -> Awaitable[None]:
         return self._carry()
 
     async def _carry(self) -> None:
+        number, envelope, receive, send = self._args
+        is_broken = False
+
+        async def pass_on(message: Message) -> None:
+            nonlocal is_broken
+            try:
+                await send(message)
+            except BaseException:
+                is_broken = True
+                raise
+
         try:
-            number, envelope, receive = self._args
-            load = await self._function(number, envelope).respond(receive, self.forwarder.send)
+            load = await self._function(number, envelope).respond(receive, pass_on)
         except ActorLostError as error:
             lost = error
         except BaseException as error:
-            # After a deadline, too, code may still run in the child.
-            if self.forwarder.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
-                self._runner.settle(self._number, self)
+            # The caller has left, or the deadline has passed; code may still run in the child.
+            if is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+                self._runner.settle(number, self)
                 raise
             if not isinstance(error, Exception):
                 self._end(None, None)
@@ -130,21 +135,3 @@ class ChildRunner:
             pass  # the child has ended, and its code with it
         finally:
             run.settled()
-
-
-class ResponseForwarder:
-    """Passes on the messages of one request from the child."""
-
-    __slots__ = ("_send", "is_broken")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        #: Whether sending to the caller failed; the request in the child is cancelled then.
-        self.is_broken = False
-
-    async def send(self, message: Message) -> None:
-        try:
-            await self._send(message)
-        except BaseException:
-            self.is_broken = True
-            raise

@@ -272,11 +272,11 @@ def _required_parameters(function: Any) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some builtins have none
         return []
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    has_default = [
-        each.default is not inspect.Parameter.empty or each.kind in variable for each in parameters
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    return [each.name for each, has in zip(parameters, has_default, strict=True) if not has]
 
 
 def _check_class(cls: Any) -> None:

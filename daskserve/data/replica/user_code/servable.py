@@ -18,14 +18,11 @@ from typing import Any
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import Payload, Receive
+from daskserve.data.multiplexing.unloading import silence_destructor
 from daskserve.data.replica.errors.log import NOT_FAILURES, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.user_code.class_app import as_definition, constructing, forget_endpoints
-from daskserve.data.replica.user_code.definitions import (
-    CALL,
-    Method,
-    inspect_definition,
-)
+from daskserve.data.replica.user_code.definitions import CALL, Method, inspect_definition
 from daskserve.data.replica.user_code.joined_response import JoinedResponse
 from daskserve.data.replica.user_code.lifespan import Lifespan
 from daskserve.data.replica.user_code.request_objects import HTTPRequest, legacy_argument
@@ -231,7 +228,7 @@ class Servable:
                 try:
                     await made.__del__()
                 finally:
-                    _forget_destructor(made)
+                    silence_destructor(made)
         else:
             self.close_in_thread()
 
@@ -249,7 +246,7 @@ class Servable:
             try:
                 made.__del__()
             finally:
-                _forget_destructor(made)
+                silence_destructor(made)
 
     def _release(self) -> Any:
         if self.target is None or not self._claim.acquire(blocking=False):
@@ -345,13 +342,6 @@ class Servable:
         if inspect.isawaitable(result):
             result = await result
         return dump_result(self.describe(method), result)
-
-
-def _forget_destructor(made: Any) -> None:
-    """Keep Python from calling a ``__del__`` again that was called, or that no code could await."""
-    kind = type(made)
-    silent = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
-    object.__setattr__(made, "__class__", silent)
 
 
 def call_arguments(
