@@ -15,10 +15,10 @@ from daskserve.errors import NotInReplicaError
 
 
 class MultiplexedFunction(FunctionLike):
-    """A function or method that returns a model by its id, loading it first if need be.
+    """A function or method that returns a model by its id, and loads it first if necessary.
 
-    Each replica has its own models, and so has each object whose method this is. `inspect` and asyncio treat
-    it as a coroutine function.
+    Each replica has its own models, and each object has those of its methods. `inspect` and asyncio treat
+    this object as a coroutine function.
     """
 
     def __init__(self, function: Any, limits: ModelLimits) -> None:
@@ -43,7 +43,7 @@ class MultiplexedFunction(FunctionLike):
         return self._get(self._loader(args[0] if self._count > 1 else None), args)
 
     async def _get(self, loader: ModelLoader, args: tuple[Any, ...]) -> Any:
-        """Return a model. The call keeps the function and its object alive, which the loader does not."""
+        """Return a model. This call keeps the function and its object alive; the loader does not."""
         return await loader.get(args[-1])
 
     def _loader(self, instance: Any) -> ModelLoader:

@@ -1,8 +1,8 @@
 """Loads and unloads the models of one multiplexed function in one replica.
 
-Each model has a load of its own: a slow one delays no request for another model. Callers of the same
-model share its load, which is a task of its own, so a caller that leaves ends nothing. What is kept and what
-goes is decided by `daskserve.data.multiplexing.cache`.
+Each load is a separate task: a slow load delays no request for another model. Callers of the same model
+share its load, which continues when one of them leaves. `daskserve.data.multiplexing.cache` decides which
+models stay loaded.
 
 A replica's requests may run on several event loops, and end on yet another one. So a lock protects the
 state; it is never held while user code runs.
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a request waits for room while other requests use all models that could make it.
+#: How long a request waits while other requests use all models that could be dropped for it.
 ROOM_TIMEOUT_S = 60.0
-#: How many models that load are named in a trace.
+#: Maximum number of loading models that a span names.
 MAX_NAMED = 8
-#: How long the models of an object that is gone may be idle.
+#: How long the models of a deleted object may be idle.
 RETIRED_IDLE_S = 1.0
 #: The weight of the newest load in the mean duration of loads.
 LOAD_WEIGHT = 0.2
@@ -90,15 +90,15 @@ class ModelLoader:
         self.cache = ModelCache(limits.max_models, limits.max_bytes, limits.pinned)
         self._lock = threading.RLock()
         self._loads: dict[str, Load] = {}
-        #: Those of them that wait for room, in order.
+        #: The loads that wait for a place, in order.
         self._queue: dict[str, Load] = {}
-        #: The numbers of the requests that hold models, each with how many.
+        #: How many models each request holds, by the ``id`` of the request.
         self._holding: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         #: The loads that wait until a model has left.
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._idle_timer: asyncio.TimerHandle | None = None
-        #: The loop of the latest load, and its context, for what begins elsewhere.
+        #: The loop of the latest load, and its context, for work that other threads request.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context()
         self._is_closed = False
@@ -108,7 +108,7 @@ class ModelLoader:
     # ---- for user code
 
     async def get(self, model_id: str) -> Any:
-        """Return a model, loading it first if need be."""
+        """Return a model; load it first if necessary."""
         check_model_id(model_id)
         requests, loop = requests_here(), asyncio.get_running_loop()
         self.metrics.requests += 1
@@ -153,7 +153,7 @@ class ModelLoader:
                     _use_room(self)
 
     def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
-        """Begin the span of a wait for a model, for room or for its load; None outside of a sampled trace."""
+        """Begin the span of a wait for a model or its place; None outside of a sampled trace."""
         above = recorded_span()
         if above is None:
             return None
@@ -180,7 +180,7 @@ class ModelLoader:
                 give_back()
 
     def _let_go(self, entry: CachedModel, number: int, clock: Callable[[], float]) -> None:
-        """Record that a request has ended that has used a model; any thread may call this."""
+        """Record the end of a request that has used a model; any thread may call this."""
         with self._lock:
             entry.holders.discard(number)
             entry.used_at = max(entry.used_at, clock())
@@ -204,14 +204,14 @@ class ModelLoader:
     # ---- room
 
     def _admit(self) -> None:
-        """Begin the loads for which there is room, or a model that can make it. Holds the lock."""
+        """Start the loads for which there is a place, or a model to drop. The caller holds the lock."""
         is_full = False
-        # Those of the greatest priority first, in the order of their arrival.
+        # By priority, then by arrival.
         for load in sorted(self._queue.values(), key=lambda each: -each.priority):
             if all(ready.done() for ready in load.waiters):
                 self._forget(load)  # no caller waits any more
                 continue
-            # A request that holds a model may give that up for another one.
+            # A request that holds models may free one of them for another.
             if is_full and not any(each in self._holding for each in load.requesters):
                 continue
             victims = self.cache.victims(load.entry, load.requesters)
@@ -253,7 +253,7 @@ class ModelLoader:
                 raise asyncio.CancelledError
             model, size_bytes = await self._loaded_model(load.entry.id)
         except asyncio.CancelledError as raised:
-            # One that user code has raised itself is an error like others.
+            # A cancellation that user code raised itself is an error like others.
             error = Again() if load.is_cancelled or is_cancelling() else raised
         except BaseException as raised:  # SystemExit of user code, too, goes to the callers
             error = raised
@@ -317,12 +317,12 @@ class ModelLoader:
         return model, size_bytes
 
     def _note_late(self, model_id: str, loading: asyncio.Future[Any]) -> None:
-        """Unload a model whose load has ended after it was given up."""
+        """Unload a model whose load has ended after its timeout."""
         if not loading.cancelled() and loading.exception() is None:
             self._spawn(self._call_unload(model_id, loading.result()))
 
     def _settle(self, load: Load, error: BaseException | None, model: Any = None) -> None:
-        """Tell those who wait for a load how it ended."""
+        """Give the outcome of a load to its callers."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Any]]] = {}
         for ready, loop in load.waiters.items():
             by_loop.setdefault(loop, []).append(ready)
@@ -337,7 +337,7 @@ class ModelLoader:
 
     async def _unload_all(self, victims: Sequence[CachedModel]) -> None:
         if victims:
-            # Tasks of their own: if this one is cancelled, the models are unloaded nevertheless.
+            # Separate tasks: if this one is cancelled, the models are unloaded nevertheless.
             tasks = [self._spawn(self._unload(each)) for each in victims]
             await asyncio.wait(tasks)
 
@@ -349,7 +349,7 @@ class ModelLoader:
 
     async def _unload(self, entry: CachedModel) -> None:
         model = entry.model
-        if not entry.has_model:  # its load ends, and leaves
+        if not entry.has_model:  # its cancelled load drops the entry
             return
         try:
             if not self._is_shared(model):
@@ -384,7 +384,7 @@ class ModelLoader:
             await woken
 
     def _wake(self) -> None:
-        """Let the loads go on that wait for the end of a model."""
+        """Resume the loads that wait until a model is unloaded."""
         with self._lock:
             sleepers, self._sleepers = self._sleepers, []
         for loop, woken in sleepers:
@@ -392,7 +392,7 @@ class ModelLoader:
                 loop.call_soon_threadsafe(_end_all, [woken], None)
 
     def _watch_idle(self) -> None:
-        """Unload the models that have not been used for long, now and later."""
+        """Unload the models that have been idle for too long, and schedule the next check."""
         idle_s = self.limits.idle_timeout_s
         if idle_s is None or self._is_closed:
             return
@@ -410,7 +410,7 @@ class ModelLoader:
             self._spawn(self._unload(each))
 
     def retire(self) -> None:
-        """Unload the models once no request uses them; no new request can name them.
+        """Unload the models once no request uses them; there are no new requests.
 
         Any thread may call this, even while it holds the lock.
         """
@@ -422,7 +422,7 @@ class ModelLoader:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are no models, nor any on their way, or their loop is closed."""
+        """Whether there are no models and no loads, or their loop is closed."""
         is_empty = not self.cache.models and not self.cache.leaving
         return is_empty or (self._loop is not None and self._loop.is_closed())
 
@@ -451,9 +451,9 @@ class ModelLoader:
 
 
 def _use_room(loader: ModelLoader) -> None:
-    """Begin the loads that may begin once a model is less in use, or unload what is too much.
+    """Start waiting loads, or unload surplus models, because a request has freed a model.
 
-    The caller, on any thread, holds the lock.
+    Any thread may call this; the caller holds the lock.
     """
     if loader._queue:
         loader._admit()
