@@ -1,9 +1,9 @@
 """Packs errors of user code in threads, with a timeout, if their classes define methods.
 
 Most errors are packed where user code raises them, in a fraction of a millisecond
-(`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may hang,
-and on the worker's loop even reading the source lines of a traceback takes too long. These errors are packed
-in threads. After the timeout, the caller gets the class and its plain values.
+(`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may
+hang, and on the worker's loop even reading the source lines of a traceback takes too long. These errors are
+packed in threads. After the timeout, the caller gets the class and its plain values.
 """
 
 from __future__ import annotations

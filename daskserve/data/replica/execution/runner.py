@@ -113,7 +113,7 @@ class CodeRun:
         if not self.is_ended and not self.is_cancelled:
             self.is_cancelled = True
             self._stop()
-            # After the code itself: async code that awaits one of its calls must be cancelled once, not twice.
+            # After the code itself: code that awaits one of its calls must be cancelled once, not twice.
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
@@ -144,9 +144,7 @@ class CodeRun:
             return
         self.is_ended = True
         listener, self._args = self._listener, ()
-        del (
-            self._listener
-        )  # the task or thread may keep this object for a moment, and must not keep the request
+        del self._listener  # the request; the task or thread may keep this object for a moment
         self._runs.discard(self)
         listener.run_ended(value, error)
 

@@ -2,8 +2,8 @@
 
 The messages of the handshake pass through the pipe, like those of any request: the replica, the router and
 the ingress see that the WebSocket is accepted. The accept also names the event loop of user code
-(`daskserve.common.types.SOCKET_PLACE`). The server then moves the open WebSocket to this loop, where user code
-receives and sends directly. If the connection cannot move, for example because of TLS under Tornado, all
+(`daskserve.common.types.SOCKET_PLACE`). The server then moves the open WebSocket to this loop, where user
+code receives and sends directly. If the connection cannot move, for example because of TLS under Tornado, all
 messages pass through the pipe.
 """
 

@@ -51,7 +51,7 @@ def accept_batch(callable_: CallableT) -> CallableT:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One request of a batch: an HTTP scope with its whole body, or the head and payload of a call."""
+    """One request of a batch: an HTTP scope with the whole body, or the head and payload of a call."""
 
     head: Mapping[str, Any]
     scope: MutableMapping[str, Any] | None = None
@@ -61,7 +61,7 @@ class BatchItem:
     span: RecordedSpan | None = None
 
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
-        """Return the argument that user code gets for it."""
+        """Return the request object for user code."""
         if self.scope is not None:
             request = HTTPRequest(self.scope, receive)
             request.whole_body = self.body
@@ -70,13 +70,12 @@ class BatchItem:
         return legacy_argument(self.head, args, kwargs)
 
 
-#: The outcome of one item: a response, the pickled result of a call, or an error, packed if it was possible
-#: at once.
+#: The outcome of one item: a response, the pickled result of a call, or an error, which may be packed.
 ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
-    """The user's side of one batch: its requests, and then the outcome of each."""
+    """The user's side of one batch: its requests and their outcomes."""
 
     def __init__(self, name: str, items: Sequence[BatchItem]) -> None:
         self._name = name
@@ -93,7 +92,7 @@ class Batch:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count what runs within as one batch; an error of it is the outcome of all requests."""
+        """Count the code within as one batch; if it raises, the error is the outcome of all requests."""
         try:
             with counted_batch() as results:
                 yield

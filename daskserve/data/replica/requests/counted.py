@@ -1,6 +1,6 @@
-"""Requests that are counted for the rollouts of models: how each ends, at the versions drawn for it.
+"""Requests whose ends are observed, and those that are counted during the rollout of a model.
 
-Only while a model of the replica is rolled out are requests counted here.
+A request counts for the versions of models that were drawn for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ObservedRequest(ActorRequest):
 
 
 class CountedRequest(ObservedRequest):
-    """A `LocalRequest` whose end is counted."""
+    """A `LocalRequest` that is counted, because a model of the replica is rolled out."""
 
     _request: LocalRequest
 

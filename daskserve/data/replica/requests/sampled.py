@@ -19,11 +19,11 @@ class SampledRequest(ObservedRequest):
     Parameters
     ----------
     request : ActorRequest
-        The request, or what counts it.
+        The request to answer; it may wrap ``local``.
     local : LocalRequest
         The request itself.
     take : callable
-        Gets the sample once the request has ended.
+        Called with the sample once the request has ended.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SampledRequest(ObservedRequest):
         def pass_on(message: Message) -> Awaitable[None]:
             sample.sent(message)
             if SOCKET_PLACE in message:
-                # The messages of a WebSocket stay here.
+                # Keep the messages of a WebSocket here.
                 place = message[SOCKET_PLACE]
                 place.give_up()
                 message = {name: value for name, value in message.items() if name != SOCKET_PLACE}
@@ -88,7 +88,7 @@ class SampledRequest(ObservedRequest):
         sample = self._sample
         envelope = self._local.envelope
         if sample.kind == "call" and not sample.request.size and envelope.payload is not None:
-            # Its arguments came, or were fetched, after its beginning.
+            # The arguments arrived, or were fetched, after the request had begun.
             sample.request.add_payload(envelope.payload)
             sample.head = envelope.head
         if error is not None:
