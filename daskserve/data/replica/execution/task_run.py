@@ -94,8 +94,8 @@ class TaskRun(CodeRun):
         super().abort(error)
 
     def _cancel_calls(self, thrown: BaseException) -> None:
-        # After the code itself: if it awaits one of its calls, it must be cancelled once, not twice. A timeout
-        # in the code has withdrawn its cancellation by now.
+        # After the code itself: if it awaits one of its calls, it must be cancelled once, not twice. By now,
+        # a timeout in the code has withdrawn its cancellation.
         if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
             request = self._context.get(current_request)
             if request is not None:
