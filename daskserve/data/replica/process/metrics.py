@@ -1,6 +1,6 @@
-"""The metrics of a child process, which its actor reads.
+"""The metrics of a child process, which its actor reads and publishes.
 
-A child has no scrape endpoint, so its actor reads and publishes its metrics.
+A child has no scrape endpoint of its own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ReportedMetrics:
     direct: Sequence[int] = (0, 0)
 
     def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:
-        """Return how many requests run and wait, how many have ended, and what the child has counted."""
+        """Return the metrics that the controller reads for autoscaling."""
         direct, ended = self.direct
         return {
             "ongoing": ongoing + direct,

@@ -1,7 +1,7 @@
-"""The runner that has a child process answer a whole request.
+"""The runner that forwards whole requests to a child process.
 
 A request takes a slot before it is sent to the child, and releases it when the child's answer is complete. A
-cancelled request has no answer to wait for, so the actor asks the child when its code has ended (verb
+cancelled request gets no answer. So the actor waits until the child reports the end of its code (verb
 ``ended``), and only then releases the slot. So the child never runs more requests than it has slots.
 """
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class ChildRun(CodeRun):
-    """One request in the child, carried by the task that drives it.
+    """One request in the child, whose messages pass through the task that awaits `drive`.
 
-    Cancelling that task cancels the request; its code may end later.
+    The cancellation of that task cancels the request, whose code may end later.
     """
 
     __slots__ = ("_runner",)
@@ -79,7 +79,7 @@ class ChildRun(CodeRun):
             self._end(None, lost)
 
     def _stop(self) -> None:
-        pass  # the task is cancelled together with the run, and with it the request
+        pass  # the task is cancelled together with the run, which cancels the request
 
     def settled(self) -> None:
         """Note that the child's code has ended."""
@@ -94,7 +94,7 @@ class ChildRunner:
     explain : callable
         ``await explain(error)`` returns the error for the caller of a lost request.
     is_shared : callable
-        Returns whether the child takes requests from elsewhere, too; then one may have to wait there.
+        Returns whether the child also gets requests from its own listeners; then requests may wait there.
     """
 
     def __init__(
