@@ -104,7 +104,7 @@ class InstanceFunction(FunctionLike, Generic[StateT]):
         found = self._states.get(number)
         if found is None:
             try:
-                ref = weakref.ref(instance, partial(self._forget, number))
+                ref = weakref.ref(instance, partial(_forget, self._states, number))
             except TypeError:
                 raise TypeError(
                     f"{self.__qualname__} cannot be batched: {type(instance).__name__} has __slots__ without "
@@ -121,10 +121,11 @@ class InstanceFunction(FunctionLike, Generic[StateT]):
     def _state(self) -> StateT:
         return self._function_state
 
-    def _forget(self, number: int, ref: weakref.ref[Any]) -> None:
-        found = self._states.get(number)
-        if found is not None and found[0] is ref:
-            del self._states[number]
+
+def _forget(states: dict[int, tuple[weakref.ref[Any], StateT]], number: int, ref: weakref.ref[Any]) -> None:
+    found = states.get(number)
+    if found is not None and found[0] is ref:
+        del states[number]
 
 
 class BoundFunction:

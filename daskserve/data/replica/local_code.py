@@ -233,12 +233,7 @@ class LocalCode:
             "pid": os.getpid(),
             "metadata": metadata,
         }
-        self._configure(self._serving, start.config)
-
-    def _configure(self, serving: ServingCode, config: Any) -> None:
-        serving.has_method_header = config.method_header
-        serving.on_disconnect = config.on_disconnect
-        serving.note_call = self._logs.note
+        self._serving.configure(start.config, self._logs.note)
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._executor is not None
@@ -355,7 +350,7 @@ class LocalCode:
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
         if self._serving is not None:
-            self._configure(self._serving, options)
+            self._serving.configure(options, self._logs.note)
 
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.

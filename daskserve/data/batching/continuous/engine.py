@@ -264,8 +264,8 @@ class Engine:
                 value = await value
             return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
-            if self._is_foreign_cancellation():
-                raise
+            if self._task is not None and self._task.cancelling() > self._is_cancelled:
+                raise  # by other code than this engine, such as a loop that ends
             return None, error
         except BaseException as error:  # SystemExit of user code, too: it must not end the loop
             return None, self._logged(name, error)
@@ -273,11 +273,6 @@ class Engine:
             if self._is_cancelled and self._task is not None:
                 self._is_cancelled = False
                 self._task.uncancel()
-
-    def _is_foreign_cancellation(self) -> bool:
-        """Return whether other code than this engine has cancelled the task, such as a loop that ends."""
-        assert self._task is not None
-        return self._task.cancelling() > self._is_cancelled
 
     def _cancel_step(self) -> None:
         """Cancel the running step if all of its callers have left."""

@@ -55,6 +55,12 @@ class ServingCode:
         #: Writes the end of a call to the access log; None without one.
         self.note_call: Callable[[str, str, int, float], None] | None = None
 
+    def configure(self, config: Any, note_call: Callable[[str, str, int, float], None] | None) -> None:
+        """Apply the options of a backend."""
+        self.has_method_header = config.method_header
+        self.on_disconnect = config.on_disconnect
+        self.note_call = note_call
+
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""
         stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
