@@ -471,7 +471,8 @@ class Observed:
         self.last_lines.pop(tag, None)
         self.models.pop(tag, None)
         self.multiplexed.forget_replica(tag)
-        for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
+        self.routing_stats.forget_replica(tag)
+        for each in (*levels, self.reconfigure_failed, self.rank_infos):
             each.pop(tag, None)
         self.gone.discard(tag)
         self.terminating.discard(tag)
