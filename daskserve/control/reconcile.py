@@ -35,12 +35,10 @@ from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State, display_name
 from daskserve.control.views.metrics import ControlMetrics
-from daskserve.errors import (
-    ServeError,
-    StaleEpochError,
-)
+from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import pause
 from daskserve.options.actor import ActorOptions
+from daskserve.payload.error_text import summary_of
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -218,7 +216,7 @@ class Reconciler:
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
         if not is_expected and tag != PROXIES:
-            self._observed.step_failures[tag] = f"the controller fails: {type(error).__name__}: {error}"
+            self._observed.step_failures[tag] = f"the controller fails: {summary_of(error)}"
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
