@@ -279,9 +279,7 @@ def broken_routes(
 
 def published_system(state: State, controller: WorkerAddress) -> dict[str, list[WorkerAddress]]:
     """Return the workers with proxies or the controller, as published for routers."""
-    return {
-        "workers": sorted({controller, *(proxy.worker for proxy in state.proxies.values() if proxy.worker)})
-    }
+    return {"workers": sorted({controller, *state.proxies.workers})}
 
 
 #: The classic controller's introspection calls.
