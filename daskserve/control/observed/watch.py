@@ -273,8 +273,8 @@ class WorkerWatch:
 
     def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
         instance = self._cluster.instance
-        placed = (*self._state.replicas_on(worker), *self._state.proxies.on(worker))
-        known = {each.address(instance) for each in placed}
+        known = {each.address(instance) for each in self._state.replicas_on(worker)}
+        known |= {each.address(instance) for each in self._state.proxies.on(worker)}
         for actor in actors:
             address = ActorAddress(actor["name"], worker, actor["incarnation"])
             if actor["kind"] == ActorKind.CONTROLLER:
