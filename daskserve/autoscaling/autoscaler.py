@@ -28,7 +28,6 @@ from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.fields.bounds import Bounds
-from daskserve.payload.error_text import summary_of
 
 #: Maximum number of samples kept, whatever the look-back period and the sampling rate.
 MOST_SAMPLES = 4096
@@ -310,6 +309,6 @@ class Autoscaler:
         """Return a step that keeps the target, within the bounds, after the policy failed."""
         decision = Decision(
             context.target_num_replicas,
-            f"the policy failed, so nothing changes: {summary_of(error)}",
+            f"the policy failed, so nothing changes: {type(error).__name__}: {error}",
         )
         return replace(self._settled(context, decision), error=error)
