@@ -53,6 +53,8 @@ class Instance:
     epoch: int = 0
     #: Number of controllers started so far.
     starts: int = 0
+    #: How many pings in a row the controller has not answered.
+    misses: int = 0
     #: The workers of the proxies, as the controller reported them last.
     proxies: frozenset[WorkerAddress] = frozenset()
     #: Since when there has been a better worker for the controller.
@@ -227,6 +229,7 @@ class ControllerKeeper:
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address
+                entry.misses = 0
                 entry.starts += 1
                 entry.controller_up.set()
                 self._publish(entry.name, {"kind": CONTROLLER, **plain(address)})
@@ -257,7 +260,6 @@ class ControllerKeeper:
 
     async def watch(self) -> None:
         """Replace controllers that do not answer, until cancelled."""
-        misses: dict[int, int] = {}
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -265,14 +267,14 @@ class ControllerKeeper:
                 address = entry.controller
                 if address is None or entry.is_ending:
                     continue
-                if await self._answers(entry, address):
-                    misses.pop(address.incarnation, None)
-                    await self._keep_apart(entry, address)
+                is_answered = await self._answers(entry, address)
+                if entry.controller != address:
                     continue
-                misses[address.incarnation] = misses.get(address.incarnation, 0) + 1
-                if misses[address.incarnation] >= MISSES and entry.controller == address:
+                entry.misses = 0 if is_answered else entry.misses + 1
+                if is_answered:
+                    await self._keep_apart(entry, address)
+                elif entry.misses >= MISSES:
                     logger.warning("Replacing controller %s: it does not answer", address)
-                    misses.pop(address.incarnation)
                     self._hosts.suspects.add(address.worker)
                     self._spawn(self._clear_suspect(address.worker))
                     await self.replace(entry, {address.worker})
@@ -283,8 +285,6 @@ class ControllerKeeper:
 
     async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
         """Move a controller to a worker that is kept for it, or away from a proxy, if there is one by now."""
-        if entry.controller != address:
-            return
         found = self._better(entry, address.worker)
         if found is None:
             entry.better_since = None
