@@ -192,8 +192,9 @@ class LongPollClient:
         """Unsubscribe and clear all state; idempotent."""
         PROCESS.remove(self)
         self._is_stopped = True
-        if self._starting is not None and not self._starting.done():
+        if self._starting is not None:
             self._starting.cancel()
+            self._starting = None
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -218,6 +219,7 @@ class LongPollClient:
             if not watchers:
                 self._watchers.pop(key, None)
                 self._values.pop(key, None)
+                self._wanted.discard(key)  # otherwise each later update would wait for a fetch
 
         return stop_watching
 
