@@ -200,6 +200,7 @@ class Opened:
         ):
             # Created before the first post, so that its first frames leave in the same write.
             pump = asyncio.create_task(self._pump(receive), name="daskserve-channel-pump")
+            pump.add_done_callback(self._end_with)
         self._outlet.post(self._frame())
         try:
             while True:
@@ -224,6 +225,11 @@ class Opened:
             self._streams.pop(self._number, None)
             if pump is not None:
                 pump.cancel()
+
+    def _end_with(self, pump: asyncio.Task[None]) -> None:
+        """End the request if its body could not be received: a middleware of the user's may raise."""
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            self._inbox.put(error)
 
     def _check_open(self) -> None:
         """Raise `ActorLostError` if the connection has ended since the request was made."""
