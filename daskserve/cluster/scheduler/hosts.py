@@ -315,7 +315,7 @@ class HostRegistry:
     async def _end_on(self, worker: WorkerAddress, instance: InstanceName) -> None:
         try:
             await asyncio.wait_for(self._execute(worker, "end_instance", instance), END_TIMEOUT_S)
-        except (OSError, TimeoutError, ActorLostError) as error:
+        except (OSError, TimeoutError, ServeError) as error:
             logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
 
     def abandon(self) -> None:
@@ -382,7 +382,7 @@ class HostRegistry:
         if entry.future.status == "finished":
             try:
                 await asyncio.wait_for(self._execute(worker, "close"), END_TIMEOUT_S)
-            except (OSError, TimeoutError, ActorLostError) as error:
+            except (OSError, TimeoutError, ServeError) as error:
                 logger.warning("Closing the Host on %s failed: %s", worker, error)
         entry.future.release()
         for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
