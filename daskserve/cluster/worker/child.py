@@ -186,19 +186,25 @@ class ChildProcess:
         InstanceError
             The interpreter cannot be run, or exited before it reported its versions.
         """
-        log, dump = recent_log.open_file(), recent_log.open_file()
-        ours, theirs = socket.socketpair()
-        sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
-        lifeline_end, lifeline = os.pipe()
-        files = (log, dump, theirs_of_sockets.fileno())
-        try:
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
+            log = recent_log.open_file()
+            kept.callback(os.close, log)
+            dump = recent_log.open_file()
+            kept.callback(os.close, dump)
+            ours, theirs = socket.socketpair()
+            kept.enter_context(ours)
+            handed_over.enter_context(theirs)
+            sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
+            kept.enter_context(sockets)
+            handed_over.enter_context(theirs_of_sockets)
+            lifeline_end, lifeline = os.pipe()
+            kept.callback(os.close, lifeline)
+            handed_over.callback(os.close, lifeline_end)
+            files = (log, dump, theirs_of_sockets.fileno())
             spawning = asyncio.ensure_future(_spawn(interpreter, name, theirs.fileno(), lifeline_end, files))
             try:
-                with theirs, theirs_of_sockets:
-                    try:
-                        await _finish(spawning)
-                    finally:
-                        os.close(lifeline_end)
+                await _finish(spawning)
+                handed_over.close()
                 process = spawning.result()
                 facts = await _greet(ours, interpreter, factory, files)
                 if facts is None:
@@ -217,13 +223,7 @@ class ChildProcess:
                     _kill_group(process.pid)
                     await _finish(process.exited)
                 raise
-        except BaseException:
-            ours.close()
-            sockets.close()
-            os.close(lifeline)
-            os.close(log)
-            os.close(dump)
-            raise
+            kept.pop_all()  # the child's object closes them
         transport = SocketTransport(ours, f"child://{name}")
         return cls(name, process, transport, lifeline, log, dump, sockets, dispatch or _refuse)
 
