@@ -186,11 +186,12 @@ class ApiHandler(GuardedHandler):
             message["after"] = last
         elif NUMBER.fullmatch(last):
             message["after"] = int(last)
+        takes_s = may_take_s(verb, message)
         # The stream begins at once, also if there is nothing to send yet.
         message.pop("wait_s", None)
         self._api.streams += 1
         try:
-            found = await self._api.access.call(instance, verb, message)
+            found = await self._api.access.call(instance, verb, message, takes_s)
             await self._send_rows(instance, verb, message, found)
         finally:
             self._api.streams -= 1
