@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from daskserve.cluster.actors.calls import create_actor, destroy_actor, list_actors
@@ -21,7 +22,7 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
 from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
-from daskserve.errors import ActorLostError, BadRequestError, ServeError
+from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -34,6 +35,8 @@ SETTLED_S = 10.0
 START_TIMEOUT_S = 10.0
 #: Pause before the next attempt when no worker could start a controller or the store was unreachable.
 START_RETRY_S = 0.5
+#: How long a lookup waits for a controller that is being replaced.
+LOOKUP_S = 0.5
 
 
 @dataclass(slots=True)
@@ -115,9 +118,27 @@ async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[Ins
     }
 
 
-def plain(address: ActorAddress) -> dict[str, Any]:
-    """Return an address as plain values."""
-    return {"name": address.name, "worker": address.worker, "incarnation": address.incarnation}
+async def find_controller(
+    known: Callable[[InstanceName], Instance], instance: InstanceName
+) -> dict[str, Any]:
+    """Return the fields of the address of an instance's controller.
+
+    Raises
+    ------
+    NotRunningError
+        The instance does not run.
+    UnavailableError
+        Its controller is being replaced.
+    """
+    entry = known(instance)
+    # A short wait saves callers a retry. It must be short: it occupies the caller's connection to the
+    # scheduler.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOOKUP_S):
+            await entry.controller_up.wait()
+    if entry.controller is None:
+        raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
+    return asdict(entry.controller)
 
 
 def best_worker(
@@ -199,7 +220,7 @@ class ControllerKeeper:
         tried: set[WorkerAddress] = set(excluded or ())
         is_first = not entry.epoch
         while not entry.is_ending and entry.controller is None:
-            worker = self._best(entry, tried)
+            worker = best_worker(self._hosts.infos(), tried, entry.proxies, entry.system_workers)
             if worker is None:
                 if not is_first:
                     self._spawn(self._start_later(entry))
@@ -232,7 +253,7 @@ class ControllerKeeper:
                 entry.misses = 0
                 entry.starts += 1
                 entry.controller_up.set()
-                self._publish(entry.name, {"kind": CONTROLLER, **plain(address)})
+                self._publish(entry.name, {"kind": CONTROLLER, **asdict(address)})
             else:
                 self._spawn(self._end(address))
 
@@ -280,9 +301,6 @@ class ControllerKeeper:
                     await self.replace(entry, {address.worker})
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
 
-    def _best(self, entry: Instance, excluded: Collection[WorkerAddress] = ()) -> WorkerAddress | None:
-        return best_worker(self._hosts.infos(), excluded, entry.proxies, entry.system_workers)
-
     async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
         """Move a controller to a worker that is kept for it, or away from a proxy, if there is one by now."""
         found = self._better(entry, address.worker)
@@ -301,8 +319,9 @@ class ControllerKeeper:
 
     def _better(self, entry: Instance, here: WorkerAddress) -> tuple[WorkerAddress, str] | None:
         """Return a better worker for a controller, and what is wrong with its own; None if there is none."""
-        known = {info["address"]: WorkerInfo(**info) for info in self._hosts.infos()}
-        best = self._best(entry)
+        infos = self._hosts.infos()
+        known = {info["address"]: WorkerInfo(**info) for info in infos}
+        best = best_worker(infos, (), entry.proxies, entry.system_workers)
         if best is None or here not in known or not known[best].is_available:
             return None
 
@@ -345,6 +364,5 @@ class ControllerKeeper:
         except (OSError, ServeError) as error:
             logger.info("Worker %s was lost before it answered again: %s", worker, error)
         self._hosts.suspects.discard(worker)
-        infos = [info for info in self._hosts.infos() if info["address"] == worker]
         for name in list(self._instances):
-            self._publish(name, {"kind": WORKERS, "joined": infos, "left": []})
+            self._publish(name, {"kind": WORKERS, "joined": self._hosts.infos(worker), "left": []})

@@ -120,12 +120,14 @@ class HostRegistry:
         """Return the workers without a compatible daskserve, each with the problem and its remedy."""
         return dict(self._refused)
 
-    def infos(self) -> list[dict[str, Any]]:
-        """Return the workers with a Host, as the fields of `daskserve.common.types.WorkerInfo`."""
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        """Return the fields of `daskserve.common.types.WorkerInfo` for workers with a Host; default: all."""
         head_host = get_address_host(self._scheduler.address)
         found = []
-        for address, worker in self._scheduler.workers.items():
-            if self.has(address):
+        known = self._scheduler.workers
+        for address in of or known:
+            worker = known.get(address)
+            if worker is not None and self.has(address):
                 declared = self.reserved.declared(worker)
                 found.append(
                     {
@@ -146,10 +148,6 @@ class HostRegistry:
                     }
                 )
         return found
-
-    async def describe(self) -> dict[str, Any]:
-        """Return the workers with a Host and the refused ones, as plain values."""
-        return {"workers": self.infos(), "refused": self.refused()}
 
     async def ready(self, timeout_s: float) -> None:
         """Start a Host on every worker; return when all have one, or when the stragglers' time is over.
@@ -329,10 +327,10 @@ class HostRegistry:
         if admitting is not None:
             admitting.cancel()
             await asyncio.wait({admitting})
-        if worker not in self._entries:
-            return
-        await self._close_host(worker)
-        self._entries.pop(worker, None)
+        entry = self._entries.get(worker)
+        if entry is not None:
+            await self._close_host(worker, entry)
+            self._entries.pop(worker, None)
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
@@ -373,11 +371,10 @@ class HostRegistry:
         """Close and release every Host."""
         for task in list(self._admitting.values()):
             task.cancel()
-        await asyncio.gather(*(self._close_host(worker) for worker in list(self._entries)))
+        await asyncio.gather(*(self._close_host(*each) for each in list(self._entries.items())))
         self._entries.clear()
 
-    async def _close_host(self, worker: WorkerAddress) -> None:
-        entry = self._entries[worker]
+    async def _close_host(self, worker: WorkerAddress, entry: _HostEntry) -> None:
         # Also a Host that is not open yet: the caller that was opening it may have been cancelled.
         if entry.future.status == "finished":
             try:

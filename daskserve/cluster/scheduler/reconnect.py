@@ -87,6 +87,8 @@ class ReconnectingInstances:
         Ends an instance after a delay, unless its owner connects.
     spawn
         Runs a coroutine as a task of the supervisor.
+    attempted
+        Called after each attempt to start an instance.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class ReconnectingInstances:
         start: Callable[..., Awaitable[Any]],
         end_after: Callable[[Instance, float], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], Any],
+        attempted: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._instances = instances
         self._start = start
         self._end_after = end_after
         self._spawn = spawn
+        self._attempted = attempted
         self._reconnecting: dict[InstanceName, _ReconnectingInstance] = {}
 
     @property
@@ -165,6 +169,7 @@ class ReconnectingInstances:
             logger.error("Instance %s could not be brought back: %s", name, error)
         finally:
             del self._reconnecting[name]
+            self._attempted()
 
 
 async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ from daskserve.cluster.scheduler.controllers import (
     START_TIMEOUT_S,
     ControllerKeeper,
     Instance,
+    find_controller,
     list_instances,
-    plain,
 )
 from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
@@ -149,7 +150,12 @@ class Supervisor(SchedulerPlugin):
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
         self._reconnects = ReconnectingInstances(
-            scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
+            scheduler,
+            self._instances,
+            self._start_instance,
+            self._drains.end_after,
+            self._tasks.spawn,
+            attempted=self._unregister_later,
         )
         self._verbs = self._make_verbs()
         self._verbs["targets"] = targets.describe
@@ -158,10 +164,9 @@ class Supervisor(SchedulerPlugin):
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
         answer_signal(scheduler, self._hosts.abandon)
+        self._unused: asyncio.TimerHandle | None = None
         # The program that registered it may be interrupted or killed before it starts an instance.
-        self._unused = asyncio.get_running_loop().call_later(
-            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
-        )
+        self._unregister_later()
 
     def _make_verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
@@ -170,7 +175,7 @@ class Supervisor(SchedulerPlugin):
             "drain_instance": self._drains.drain_instance,
             "end_instance": partial(end_as_asked, self._instances, self._end_instance),
             "share_instance": partial(share_instance, self._known, self._hosts),
-            "controller": self._find_controller,
+            "controller": partial(find_controller, self._known),
             "instances": partial(list_instances, self._instances),
             "workers": self._describe_workers,
             "channel_secret": self._hosts.secret.reveal,
@@ -283,7 +288,7 @@ class Supervisor(SchedulerPlugin):
             # By its start id: another instance may have the same name by now.
             await self._end_instance(instance, start_id)
             raise
-        return {"controller": plain(entry.controller)}
+        return {"controller": asdict(entry.controller)}
 
     async def _watch_store(self, entry: Instance, store: HeldStore) -> None:
         await store.watch()
@@ -340,19 +345,6 @@ class Supervisor(SchedulerPlugin):
             self._instances.pop(entry.name, None)
         await self._unregister_if_unused()
 
-    async def _find_controller(self, instance: InstanceName) -> dict[str, Any]:
-        entry = self._known(instance)
-        if entry.controller is None:
-            # A short wait saves callers a retry. It must be short: it occupies the caller's connection to the
-            # scheduler.
-            try:
-                await asyncio.wait_for(entry.controller_up.wait(), 0.5)
-            except TimeoutError:
-                pass
-        if entry.controller is None:
-            raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
-        return plain(entry.controller)
-
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)
         if entry is None or not entry.epoch:
@@ -360,7 +352,7 @@ class Supervisor(SchedulerPlugin):
             raise UnavailableError(
                 f"Instance {instance!r} has no controller of this scheduler yet; try again."
             )
-        return await self._hosts.describe()
+        return {"workers": self._hosts.infos(), "refused": self._hosts.refused()}
 
     async def _restart_worker(self, instance: InstanceName, epoch: int, worker: WorkerAddress) -> None:
         check_epoch(self._known(instance), epoch)
@@ -438,9 +430,7 @@ class Supervisor(SchedulerPlugin):
         if self._client is None or self._client.status != "running":
             return
         if await self._hosts.admit(worker):
-            joined = [info for info in self._hosts.infos() if info["address"] == worker]
-            for name in list(self._instances):
-                self._publish(name, {"kind": WORKERS, "joined": joined, "left": []})
+            self._publish(None, {"kind": WORKERS, "joined": self._hosts.infos(worker), "left": []})
             for entry in list(self._instances.values()):
                 if entry.controller is None and not entry.is_ending and entry.epoch:
                     self._tasks.spawn(self._controllers.start(entry))
@@ -459,6 +449,14 @@ class Supervisor(SchedulerPlugin):
         """Return whether an instance of this name runs and is not ending."""
         return instance in self._instances and not self._instances[instance].is_ending
 
+    def _unregister_later(self) -> None:
+        """Unregister after a time, unless there is an instance by then."""
+        if self._unused is not None:
+            self._unused.cancel()
+        self._unused = asyncio.get_running_loop().call_later(
+            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
+        )
+
     async def _unregister_if_unused(self) -> None:
         async with self._lock:
             if not self._instances and not self._reconnects.are_pending and not self._is_closed:
@@ -471,7 +469,8 @@ class Supervisor(SchedulerPlugin):
         PROCESS.remove(self._metrics)
         for instance in self._instances:  # left only if the scheduler itself is closing
             PROCESS.forget(instance)
-        self._unused.cancel()
+        if self._unused is not None:
+            self._unused.cancel()
         for each in self._installed:
             each.uninstall()
         if self._watching is not None:

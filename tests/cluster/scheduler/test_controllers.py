@@ -81,8 +81,8 @@ class Hosts:
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._registries
 
-    def infos(self) -> list[dict[str, Any]]:
-        return [_info(worker) for worker in self._registries]
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        return [_info(worker) for worker in of or self._registries if worker in self._registries]
 
     def join(self, worker: WorkerAddress) -> None:
         self._registries[worker] = ActorRegistry(worker, 1, LoopClock(), self._make)

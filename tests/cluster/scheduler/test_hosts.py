@@ -115,6 +115,21 @@ def test_a_host_that_closes_at_the_same_time_does_not_prevent_the_end(
     run_virtual(lambda: end(registry))
 
 
+@pytest.mark.virtual_time
+async def test_a_worker_that_leaves_while_all_hosts_close_does_not_prevent_the_others() -> None:
+    scheduler: Any = NannyScheduler()
+    scheduler.tasks, scheduler.workers = {}, {}
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
+    released: list[str] = []
+    future: Any = SimpleNamespace(status="pending", release=lambda: released.append("future"))
+    registry._entries[WORKER] = _HostEntry("key", future=future)
+    closing = asyncio.ensure_future(registry.close())
+    await asyncio.sleep(0)
+    registry.forget(WORKER)
+    await closing
+    assert released == ["future"]
+
+
 GO = threading.Event()
 
 
