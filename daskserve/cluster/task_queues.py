@@ -15,7 +15,7 @@ import tempfile
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -189,14 +189,3 @@ def _remove(path: Path) -> None:
     for suffix in SUFFIXES:
         with suppress(OSError):
             Path(f"{path}{suffix}").unlink()
-
-
-def task_verbs(
-    find: Callable[[InstanceName], InstanceTaskQueues],
-) -> dict[str, Callable[..., Awaitable[Any]]]:
-    """Return the supervisor's verb for queues of tasks, given those of each instance."""
-
-    async def call(instance: InstanceName, method: str, arguments: Sequence[Any]) -> Any:
-        return await find(instance).call(method, arguments)
-
-    return {"call_task_queue": call}

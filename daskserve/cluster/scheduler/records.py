@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.parcels import is_row
+from daskserve.cluster.scheduler.parcels import AsyncFunction, is_row, verbs_for
 from daskserve.common.types import InstanceName
 from daskserve.errors import StaleEpochError, UnavailableError
 
 
-def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, Callable[..., Awaitable[Any]]]:
+def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, AsyncFunction]:
     """Return the verbs, given the running instances."""
-
-    def verb(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        return lambda instance, **message: method(find(instance), **message)
-
-    return {
-        "load_records": verb(_load),
-        "commit_records": verb(_commit),
-        "rewrite_records": verb(_rewrite),
-        "take_over_records": verb(_take_over),
-    }
+    return verbs_for(
+        find,
+        load_records=_load,
+        commit_records=_commit,
+        rewrite_records=_rewrite,
+        take_over_records=_take_over,
+    )
 
 
 async def _load(entry: Instance) -> dict[str, Any]:

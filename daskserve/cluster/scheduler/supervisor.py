@@ -52,7 +52,7 @@ from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
-from daskserve.cluster.scheduler.parcels import parcel_verbs
+from daskserve.cluster.scheduler.parcels import parcel_verbs, verbs_for
 from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
     ReconnectingInstances,
@@ -65,7 +65,7 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
-from daskserve.cluster.task_queues import task_verbs
+from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
@@ -181,7 +181,7 @@ class Supervisor(SchedulerPlugin):
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
-            **task_verbs(lambda instance: self._known(instance).tasks),
+            **verbs_for(lambda name: self._known(name).tasks, call_task_queue=InstanceTaskQueues.call),
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
@@ -358,32 +358,11 @@ class Supervisor(SchedulerPlugin):
         check_epoch(self._known(instance), epoch)
         await self._hosts.restart(worker)
 
-    async def _report(
-        self,
-        instance: InstanceName,
-        epoch: int,
-        in_use: list[WorkerAddress],
-        retiring: list[WorkerAddress],
-        waiting_workers: int,
-        proxies: list[WorkerAddress],
-        held: list[WorkerAddress],
-        grace_s: float,
-        occupied: Mapping[WorkerAddress, Mapping[str, float]],
-        claimed: Mapping[WorkerAddress, Mapping[str, float]],
-    ) -> bool:
+    async def _report(self, instance: InstanceName, epoch: int, **fields: Any) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
-            entry.proxies = frozenset(proxies)
-            report = UsageReport(
-                frozenset(in_use),
-                frozenset(retiring),
-                waiting_workers,
-                entry.proxies,
-                frozenset(held),
-                grace_s,
-                occupied,
-                claimed,
-            )
+            report = UsageReport.of(fields)
+            entry.proxies = report.proxies
             self._capacity.report(instance, report)
             self._hosts.reserved.reserve(instance, report)
             self._evacuations.wake()

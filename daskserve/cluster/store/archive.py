@@ -16,6 +16,7 @@ from pathlib import Path
 
 from daskserve.cluster.store.access import opener
 from daskserve.cluster.store.errors import StoreError, check_format, without_password
+from daskserve.cluster.store.folder_claims import epochs_in
 from daskserve.cluster.store.folders import connect, folders_at, translated_errors
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of, instance_in, user_of
 from daskserve.cluster.store.journal import DamagedError, decode_object, encode_object
@@ -194,7 +195,7 @@ def _read_folders(url: str) -> StoreContents:
     with translated_errors(shown):
         for instance, name in _folders(url).items():
             folder = connect(url, name)
-            epochs = [int(each) for each in folder.names("epoch") if each.isdecimal()]
+            epochs = epochs_in(folder.names("epoch"))
             journal, reader = read_journal(shown, folder, keeps_copies=False)
             epoch = max([journal.last.epoch, *epochs])
             found.instances[instance] = StoredInstance(epoch, dict(journal.records), dict(reader.problems))

@@ -46,6 +46,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote, unquote
 
+from psutil import pid_exists
+
 from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.errors import (
     StoreIncompleteError,
@@ -95,7 +97,7 @@ def instance_in(folder: str) -> InstanceName:
 
 def user_of(folder: Folder) -> str:
     """Return the process that may use an instance's folder; empty if there certainly is none."""
-    epochs = [int(name) for name in folder.names("epoch") if name.isdecimal()]
+    epochs = epochs_in(folder.names("epoch"))
     if not epochs:
         return ""
     newest = f"{max(epochs):08d}"
@@ -106,17 +108,7 @@ def user_of(folder: Folder) -> str:
         return f"a process of an earlier version that claimed epoch {max(epochs)} and may have ended since"
     if note["host"] != socket.gethostname():
         return f"process {note['pid']} on host {note['host']}, which may have ended since"
-    return f"process {note['pid']} on this host" if _is_alive(note["pid"]) else ""
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # it belongs to another user
-    return True
+    return f"process {note['pid']} on this host" if pid_exists(note["pid"]) else ""
 
 
 class FsspecStore(BlockingStore):

@@ -174,25 +174,12 @@ class ApiHandler(GuardedHandler):
         """Send events, or live metrics, until the client leaves."""
         if self._api.streams >= MAX_STREAMS:
             raise UnavailableError(f"There are {MAX_STREAMS} streams of events already; retry later.")
-        if verb == "live_metrics":
-            self._api.streams += 1
-            try:
-                await self._send_metrics(instance)
-            finally:
-                self._api.streams -= 1
-            return
-        last = self.request.headers.get("Last-Event-ID", "")
-        if verb == "logs" and last:
-            message["after"] = last
-        elif NUMBER.fullmatch(last):
-            message["after"] = int(last)
-        takes_s = may_take_s(verb, message)
-        # The stream begins at once, also if there is nothing to send yet.
-        message.pop("wait_s", None)
         self._api.streams += 1
         try:
-            found = await self._api.access.call(instance, verb, message, takes_s)
-            await self._send_rows(instance, verb, message, found)
+            if verb == "live_metrics":
+                await self._send_metrics(instance)
+            else:
+                await self._send_rows(instance, verb, message)
         finally:
             self._api.streams -= 1
 
@@ -216,9 +203,15 @@ class ApiHandler(GuardedHandler):
         self.set_header("Cache-Control", "no-store")
         self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
 
-    async def _send_rows(
-        self, instance: str | None, verb: str, message: dict[str, Any], found: Mapping[str, Any]
-    ) -> None:
+    async def _send_rows(self, instance: str | None, verb: str, message: dict[str, Any]) -> None:
+        last = self.request.headers.get("Last-Event-ID", "")
+        if verb == "logs" and last:
+            message["after"] = last
+        elif NUMBER.fullmatch(last):
+            message["after"] = int(last)
+        takes_s = may_take_s(verb, message)
+        message.pop("wait_s", None)  # the stream begins at once, even if there is nothing to send yet
+        found = await self._api.access.call(instance, verb, message, takes_s)
         self._begin_stream()
         message.pop("since_s", None)  # of the first answer
         try:
@@ -260,12 +253,6 @@ class ApiHandler(GuardedHandler):
     def check_etag_header(self) -> bool:
         """Return False: the state of what runs changes under one version of what is declared."""
         return False
-
-    def set_etag_header(self) -> None:
-        """Set the version of what is declared, also for answers to changes."""
-        etag = self.compute_etag()
-        if etag is not None:
-            self.set_header("ETag", etag)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         if status_code == 405:

@@ -119,14 +119,21 @@ def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
     return message
 
 
-def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
+def _rollout(
+    verb: str, more: Callable[[Asked], Message] = lambda asked: {"by": asked.by}
+) -> Callable[[Asked], tuple[str, Message]]:
     """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
 
     def message(asked: Asked) -> tuple[str, Message]:
         found: Message = {"name": asked.path["deployment"], "application": asked.path["application"]}
-        return verb, found | ({"model": asked.path["model"]} if "model" in asked.path else {})
+        model = {"model": asked.path["model"]} if "model" in asked.path else {}
+        return verb, found | model | more(asked)
 
     return message
+
+
+def _promotion(asked: Asked) -> Message:
+    return {"full": asked.flag("full"), "by": asked.by, "request_id": uuid.uuid4().hex}
 
 
 def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
@@ -210,28 +217,20 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "GET",
             path,
             f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
-            _rollout("rollout_status"),
+            _rollout("rollout_status", lambda asked: {}),
         ),
         Operation(
             "POST",
             f"{path}/pause",
             "Keep a rollout at its present step; its gates stay in force.",
-            lambda asked: ("pause_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+            _rollout("pause_rollout"),
             _without_snapshot,
         ),
         Operation(
             "POST",
             f"{path}/promote",
             "Let a rollout go on to its next step, whatever it waits for.",
-            lambda asked: (
-                "promote_rollout",
-                {
-                    **_rollout("")(asked)[1],
-                    "full": asked.flag("full"),
-                    "by": asked.by,
-                    "request_id": uuid.uuid4().hex,
-                },
-            ),
+            _rollout("promote_rollout", _promotion),
             _without_snapshot,
             query={"full": ("boolean", "Skip all other steps.")},
         ),
@@ -239,7 +238,7 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "POST",
             f"{path}/abort",
             abort,
-            lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+            _rollout("abort_rollout"),
             _without_snapshot,
         ),
     )
@@ -396,7 +395,7 @@ OPERATIONS: Sequence[Operation] = (
         "/api/serve/replicas/{replica}/profile",
         "What the code of a replica, or of the busiest one of a deployment, does for some time.",
         inspecting.profile,
-        lambda asked, value: _shown_profile(asked, value),
+        _shown_profile,
         query=inspecting.QUERY,
     ),
     Operation(
