@@ -51,4 +51,7 @@ class UsageReport:
     def of(cls, plain: Mapping[str, Any]) -> Self:
         """Return the report that `plain` has made these values of."""
         lists = (list, tuple)
-        return cls(**{name: frozenset(each) if type(each) in lists else each for name, each in plain.items()})
+        values: dict[str, Any] = {
+            name: frozenset(each) if isinstance(each, lists) else each for name, each in plain.items()
+        }
+        return cls(**values)
