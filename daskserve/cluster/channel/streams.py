@@ -124,7 +124,7 @@ class Offer:
 class Opened:
     """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
-    The channel puts in what arrives: messages, then a load, an offer or an error.
+    The channel passes what arrives to `put`: messages, then a load, an offer or an error.
     """
 
     __slots__ = (
@@ -238,11 +238,11 @@ class Opened:
             raise ActorLostError(closed, begun=False, is_disconnected=True)
 
     def put(self, *items: Any) -> None:
-        """Take what has arrived."""
+        """Process arrived messages, or the end of the request."""
         on_answer, outcome = self._on_answer, items[-1]
         if on_answer is None:
             self._inbox.put(*items)
-        elif type(outcome) is dict:  # the end follows in a frame of its own
+        elif type(outcome) is dict:  # the end follows in a separate frame
             self._message = outcome
             size_bytes = message_bytes(outcome)
             if size_bytes >= WINDOW_BYTES // 2:
@@ -370,7 +370,7 @@ class Accepted:
 
 
 class AcceptedOnDemand(Accepted):
-    """A stream whose other side reads nothing of the body before the handler does."""
+    """A stream whose other side does not read the body before the handler does."""
 
     __slots__ = ()
 

@@ -102,21 +102,22 @@ class Supervisor(SchedulerPlugin):
         self._instances: dict[InstanceName, Instance] = {}
         self._tasks = TaskSet(logger)
         self._is_closed = False
+        self._client: Client | None = None
+        self._watching: asyncio.Task[Any] | None = None
+        self._unused: asyncio.TimerHandle | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._client: Client | None = None
-        taken = {"kind": WORKERS, "joined": [], "left": []}
-        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**taken, "taken": by}))
+        workers = {"kind": WORKERS, "joined": [], "left": []}
+        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**workers, "taken": by}))
         self._hosts = HostRegistry(scheduler, reserved)
         self._splices = Splices(scheduler, self._hosts)
         self._topics = EndedTopics(scheduler, self._is_anywhere)
-        adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
         self._capacity = Capacity(
             scheduler,
             lambda workers: self._evacuations.evacuate(workers),
             lambda workers: self._evacuations.stay(workers),
-            became_adaptive=lambda: self._publish(None, adaptive),
+            became_adaptive=lambda: self._publish(None, {**workers, "is_adaptive": True}),
             has_instances=lambda: bool(self._instances),
         )
         guard = SiteGuard(scheduler)
@@ -134,7 +135,6 @@ class Supervisor(SchedulerPlugin):
             spawn=self._tasks.spawn,
             may_move=lambda: not self._capacity.is_adaptive,
         )
-        self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._evacuations = Evacuations(
             scheduler,
@@ -157,14 +157,12 @@ class Supervisor(SchedulerPlugin):
             self._tasks.spawn,
             attempted=self._unregister_later,
         )
-        self._verbs = self._make_verbs()
-        self._verbs["targets"] = targets.describe
+        self._verbs = {**self._make_verbs(), "targets": targets.describe}
         self._metrics = SupervisorMetrics(self._instances, self._hosts, guard)
         PROCESS.add(self._metrics)
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
         answer_signal(scheduler, self._hosts.abandon)
-        self._unused: asyncio.TimerHandle | None = None
         # The program that registered it may be interrupted or killed before it starts an instance.
         self._unregister_later()
 
