@@ -1,9 +1,9 @@
 """Keeping a controller running for every instance, even if its worker dies or hangs.
 
-When a worker dies, the scheduler reports it and its controllers are replaced. A hanging controller, whose
-process is stopped or whose event loop is blocked, is detected by a ping once a second, which also tells it
-the condition of its store. Every new controller first gets a newer epoch, so an older one that is still alive
-is fenced. It is stopped anyway.
+When a worker dies, the scheduler reports it and its controllers are replaced. A ping once a second detects a
+hanging controller, whose process is stopped or whose event loop is blocked. The ping also carries the
+condition of the store to the controller. Every new controller first gets a newer epoch, so an older one that
+is still alive is fenced. It is stopped anyway.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Instance:
     misses: int = 0
     #: The workers of the proxies, as the controller reported them last.
     proxies: frozenset[WorkerAddress] = frozenset()
-    #: Since when there has been a better worker for the controller.
+    #: Time since which there has been a better worker for the controller.
     better_since: float | None = None
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,7 +73,7 @@ class Instance:
     draining: asyncio.Task[None] | None = None
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
-    #: Looks at the store, if others may have it as well.
+    #: Watches the store, if other clusters may use it, too.
     watching: asyncio.Task[None] | None = None
     #: Whether its start has failed, so that the store goes back to the instance that had it before.
     has_failed: bool = False
@@ -105,9 +105,9 @@ class Instance:
 
 
 async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[InstanceName, dict[str, Any]]:
-    """Return the instances that do not end, each with what programs need to choose one."""
+    """Return the instances that are not ending, each with the facts that programs need to choose one."""
     return {
-        # One whose owner has left is about to end.
+        # An instance whose owner has left is about to end.
         entry.name: {
             "owns_cluster": entry.owns_cluster,
             "is_default": entry.is_default and entry.grace is None,
@@ -242,8 +242,8 @@ class ControllerKeeper:
                     await self._create(entry, address)
             except (OSError, TimeoutError, ServeError) as error:
                 if is_first and isinstance(error, BadRequestError):
-                    raise  # it is the caller's, on every worker
-                # A worker that has left, as all do when the cluster closes, is nothing to warn of.
+                    raise  # the caller's mistake fails on every worker
+                # No warning if the worker has left, because all workers leave when the cluster closes.
                 level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
                 logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)
                 self._spawn(self._end(address))  # it may still come up
@@ -318,7 +318,7 @@ class ControllerKeeper:
         await self.replace(entry, {address.worker})
 
     def _better(self, entry: Instance, here: WorkerAddress) -> tuple[WorkerAddress, str] | None:
-        """Return a better worker for a controller, and what is wrong with its own; None if there is none."""
+        """Return a better worker for a controller and the reason; None if there is none."""
         infos = self._hosts.infos()
         known = {info["address"]: WorkerInfo(**info) for info in infos}
         best = best_worker(infos, (), entry.proxies, entry.system_workers)

@@ -29,7 +29,7 @@ def is_row(key: str) -> bool:
 
 
 def verbs_for(find: Callable[[InstanceName], Any], **functions: AsyncFunction) -> dict[str, AsyncFunction]:
-    """Return verbs that name an instance, given functions of what ``find`` returns for it."""
+    """Return verbs whose messages name an instance; each passes the result of ``find`` to its function."""
 
     def verb(function: AsyncFunction) -> AsyncFunction:
         return lambda instance, **message: function(find(instance), **message)
@@ -96,7 +96,7 @@ class InstanceParcels:
     # ---- with the controller's transactions
 
     def without_rows(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return what a controller loads; the rows of parcels are only counted."""
+        """Return the records for a controller; the rows of parcels are counted and left out."""
         rows = [key for key in records if key.startswith(_ROW)]
         self._rows.clear()
         for key in rows:

@@ -65,7 +65,7 @@ async def _rewrite(
 
 
 async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequence[str]) -> dict[str, Any]:
-    """Make the records the instance's own; return what others have changed, or None if it is too early."""
+    """Take ownership of the records; return the changes by others, or None if it is too early."""
     check_epoch(entry, epoch)
     changed = await entry.store.take_over(epoch, is_complete=is_complete, own=own)
     if changed and any(map(is_row, changed)):
@@ -77,7 +77,7 @@ async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequen
 def check_epoch(entry: Instance, epoch: int) -> None:
     """Raise an error unless an epoch is that of the newest controller."""
     if not entry.epoch:
-        # A controller that outlived another scheduler takes the workers that are not back yet for lost.
+        # A controller that outlived another scheduler treats the workers that are not back yet as lost.
         raise UnavailableError(
             f"Instance {entry.name!r} comes back, and has no new controller yet; try again."
         )

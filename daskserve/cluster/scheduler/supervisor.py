@@ -85,7 +85,7 @@ PLUGIN_NAME = "daskserve-supervisor"
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
 MAX_CANCELLED_STARTS = 100
-#: How long an instance that another cluster was faster than waits for its end.
+#: How long an instance waits for its end after another cluster took its store over during its start.
 REFUSED_S = 10.0
 
 

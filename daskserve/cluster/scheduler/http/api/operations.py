@@ -1,7 +1,7 @@
 """The table of the REST API: paths, methods, and the verbs of the controller that they call.
 
-The handler, the OpenAPI document and its page are made from it. The paths and the shapes of what Ray Serve
-has, too, are Ray Serve's.
+The handler, the OpenAPI document and its page are made from this table. Operations that Ray Serve also has
+use Ray Serve's paths and schemas.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SMALL_BYTES = 4096
 MAX_CONFIG_BYTES = 8 << 20
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
-#: How long one answer waits for the first rates, which need two counts a second apart.
+#: How long an answer waits for the first rates, which need two counts that are a second apart.
 LIVE_WAIT_S = 4.0
-#: The endings by which a body of a content type is read.
+#: The file extension for each content type, which selects the parser.
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
@@ -50,9 +50,9 @@ class Operation:
     query : dict
         The parameters, each with its type and description.
     is_conditional : bool
-        Whether ``If-Match`` counts, or the answer has an ``ETag``.
+        Whether ``If-Match`` is respected, or the answer has an ``ETag``.
     is_guarded : bool
-        Whether the verb has a guard of its own against changes over HTTP.
+        Whether the verb itself decides if a change over HTTP is allowed.
     is_stream : bool
         Whether the answer can be followed, as server-sent events.
     """
@@ -78,12 +78,12 @@ class Operation:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what runs, or imports code, as a plan does."""
+        """Whether it changes applications, or imports code, as a plan does."""
         return self.method != "GET"
 
     @property
     def max_body_bytes(self) -> int:
-        """The size of a body up to which it is read."""
+        """Maximum size of a body."""
         return MAX_CONFIG_BYTES if self.body == "configuration" else SMALL_BYTES
 
     @property
@@ -186,7 +186,7 @@ def _events(asked: Asked) -> tuple[str, Message]:
 
 
 def may_take_s(verb: str, message: Message) -> float:
-    """Return how long a verb itself may take, beside a controller's answer."""
+    """Return how long a verb may take in addition to a controller's usual answer."""
     if verb == "logs":
         return logs.takes_s(message)
     return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
