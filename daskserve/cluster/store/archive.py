@@ -1,4 +1,4 @@
-"""Whole stores, for operators: reading all instances of one without a change, and backups as one file.
+"""Whole stores, for operators: reads all instances without a change, and writes backups to one file.
 
 A backup is an object as `daskserve.cluster.store.journal` encodes it: a header that names the instances and
 their epochs, then every record with its checksum. It does not depend on the kind of the store.
@@ -41,7 +41,7 @@ class StoredInstance:
     Attributes
     ----------
     problems : dict
-        What is damaged, by name, with the reason.
+        Damaged records and objects by name, each with the reason.
     """
 
     epoch: int
@@ -51,7 +51,7 @@ class StoredInstance:
 
 @dataclass(slots=True)
 class StoreContents:
-    """All instances of a store; ``lack`` is what it should have besides."""
+    """All instances of a store. ``lack`` describes missing parts; it is empty if there are none."""
 
     instances: dict[InstanceName, StoredInstance]
     lack: str = ""
@@ -63,7 +63,7 @@ def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStor
     Raises
     ------
     BadRequestError
-        The URL is none of a store that other processes can use.
+        The URL is not that of a store that other processes can use.
     """
     if is_in_memory(url):
         raise BadRequestError(
@@ -85,7 +85,7 @@ def exists(url: str) -> bool:
 
 
 def read_store(url: str) -> StoreContents:
-    """Return all that a store has, without a change, also while an instance runs on it.
+    """Return the contents of a store, without changing it, even while an instance uses it.
 
     Raises
     ------
@@ -208,7 +208,7 @@ def _read_folders(url: str) -> StoreContents:
 
 
 def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -> int:
-    """Write instances to a file, which is the old or the new one at any time; return its size."""
+    """Replace a file atomically by a backup of instances; return its size."""
     names = list(instances)
     header = {
         "kind": "backup",
@@ -235,7 +235,7 @@ def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -
 
 
 def read_backup(path: Path) -> StoreContents:
-    """Return what a backup has.
+    """Return the contents of a backup.
 
     Raises
     ------
@@ -261,5 +261,5 @@ def read_backup(path: Path) -> StoreContents:
             f"The file {path} is no backup that can be used: {error}. Use another one."
         ) from error
     except Exception as error:
-        # Bytes of anything else may fail in any way.
+        # Decoding a file of another kind may raise any error.
         raise StoreError(f"The file {path} is no backup that can be used: {error!r}.") from error

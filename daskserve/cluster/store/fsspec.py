@@ -140,7 +140,7 @@ class FsspecStore(BlockingStore):
         self._seen_epoch = 0
         #: The last epoch that this process has claimed.
         self._own_epoch = 0
-        #: Whether the newest epoch that this process knows was in the folder when it looked last.
+        #: Whether the newest known epoch was in the folder at the last listing.
         self._has_epoch = True
         self._journal: Journal | None = None
         #: Whether missing changes are accepted.
@@ -165,7 +165,7 @@ class FsspecStore(BlockingStore):
         self._journal = None
         if self._connected is not None:
             if self._own_epoch:
-                with contextlib.suppress(Exception):  # it only spares an operator a question
+                with contextlib.suppress(Exception):  # it only informs operators
                     self._connected.create(f"{CLOSED}/{self._own_epoch:08d}", self._note())
                 self._own_epoch = 0
             self._connected.close()
@@ -205,7 +205,7 @@ class FsspecStore(BlockingStore):
         return journal
 
     def repair(self) -> str:
-        """Open the store, and take what can be read for all that there is; return what was missing."""
+        """Open the store, and accept the readable records as complete; return what was missing."""
         self._repairs = True
         self.open()
         with translated_errors(self.url):
@@ -325,7 +325,7 @@ class FsspecStore(BlockingStore):
                 claimed = max(written, newest) + 1
                 if self._take_epoch(claimed, owner) and self._refresh_epoch() == claimed:
                     if newest != self._own_epoch:
-                        self._journal = None  # the owner before has written until now
+                        self._journal = None  # the previous owner may have written until now
                     self._own_epoch = claimed
                     # The newest object is enough to fence all older epochs.
                     self._claims.clear(claimed)
