@@ -1,4 +1,4 @@
-"""JSON of any values, as every reader accepts it."""
+"""JSON of any values, in a form that every reader accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def strict_json(value: Any) -> str:
-    """Return a value as JSON; what JSON has no type, number or key for is its ``repr``.
+    """Return a value as JSON; types, numbers and keys that JSON does not have become their ``repr``.
 
     Examples
     --------

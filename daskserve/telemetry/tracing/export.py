@@ -158,7 +158,7 @@ class Export:
         return readable_of(span, self._resource, self._scope)
 
     def add(self, exporter: SpanExporter) -> None:
-        """Export by this, too."""
+        """Add an exporter."""
         post = self._post_of(exporter)
         if post is None:
             readable = self.readable_of
@@ -179,7 +179,7 @@ class Export:
         self.batches.append(batches)
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
-        """Pass spans on."""
+        """Pass spans to all exporters and processors."""
         for batches in self.batches:
             batches.put(spans)
         for processor in self.processors:
