@@ -375,7 +375,7 @@ class EnvelopeKind(enum.StrEnum):
     """Kinds of request streams.
 
     - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
-    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, what stands in for HTTP;
+    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, the replacement of HTTP;
       ``payload`` holds ``(args, kwargs)``; the answer is one
       ``{"type": "call.result", "payload": Payload}``, or, if ``head["stream"]`` is true, any number of
       ``{"type": "call.item", "payload": Payload}``. A head with ``"values"`` also has ``"stream"``: values of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from daskserve.telemetry.histogram import LIFE_BUCKETS_S, HistogramCounts
 from daskserve.telemetry.table import MetricSample
 
-#: How many models of a replica have a sample of their own.
+#: How many models of a replica have separate samples.
 MAX_NAMED = 100
 
 

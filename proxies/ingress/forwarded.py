@@ -34,7 +34,7 @@ _SECURE: Mapping[str, str] = {"http": "https", "ws": "wss"}
 
 
 def parse_networks(names: Iterable[str]) -> tuple[Network, ...]:
-    """Return the networks that addresses such as ``10.0.0.7`` or ``10.0.0.0/8`` stand for.
+    """Parse addresses and networks, such as ``10.0.0.7`` or ``10.0.0.0/8``.
 
     Raises
     ------
@@ -98,7 +98,7 @@ class ForwardedHeaders:
         return found
 
     def _look_up(self, host: str) -> tuple[str, bool]:
-        """Return the address as it is usually written, empty if it is none, and whether it is trusted."""
+        """Return the address in its usual form, empty if it is not valid, and whether it is trusted."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:

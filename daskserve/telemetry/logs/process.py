@@ -128,7 +128,7 @@ class ProcessLogs:
         self._has_changed = False
         if gone:
             with self._changing:
-                # An actor of the same name may have come meanwhile.
+                # Another actor of the same name may have started meanwhile.
                 self._sources = {
                     name: each
                     for name, each in self._sources.items()

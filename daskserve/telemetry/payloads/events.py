@@ -113,7 +113,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The replica that samples come from."""
+    """The replica whose requests are sampled."""
 
     instance: str
     application: str

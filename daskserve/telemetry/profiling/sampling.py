@@ -144,7 +144,7 @@ def sample_threads(
 ) -> dict[str, Any]:
     """Read stacks for some time, or until ``stop`` is set; return the profile in plain values.
 
-    Call this in a thread of its own.
+    This blocks; call it in a separate thread.
     """
     samples, ticks = Samples(), 0
     began = last = stopwatch()

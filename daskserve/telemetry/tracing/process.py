@@ -121,7 +121,7 @@ class Tracing:
         attributes: dict[str, Any] | None,
         tracestate: str = "",
     ) -> RecordedSpan:
-        """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
+        """Begin a span with these attributes; without a parent, it is the first one of a new trace."""
         trace = trace_head(parent.trace_id or self.bits(128) | 1)
         found = self.begin(SpanTemplate(name, self._internal_kind), trace, parent.span_id)
         if attributes is not None:

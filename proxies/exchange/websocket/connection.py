@@ -411,7 +411,7 @@ class WebSocketConnection:
             self._late.append(function)
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        """Close the connection with code 1001 once it is open. Idempotent."""
         self._is_leaving = True
         self.close(*GOING_AWAY)
 
