@@ -86,7 +86,7 @@ class ForwardedHeaders:
     def _client_of(self, hops: Sequence[str]) -> str | None:
         found = None
         for hop in reversed(hops):
-            host = _without_port(hop.strip())
+            host = without_port(hop.strip())
             if len(host) > _MAX_ADDRESS_CHARS:
                 break
             address, is_trusted = self._judge(host)
@@ -107,9 +107,8 @@ class ForwardedHeaders:
         return str(address), any((mapped or address) in network for network in self._networks)
 
 
-def _without_port(hop: str) -> str:
-    if hop.startswith("["):
-        return hop[1:].partition("]")[0]
-    if hop.count(":") == 1:
-        return hop.partition(":")[0]
-    return hop
+def without_port(host: str) -> str:
+    """Return a name or an address without its port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host
