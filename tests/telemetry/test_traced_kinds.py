@@ -316,7 +316,7 @@ def test_the_spans_of_a_program_that_traces_itself_are_its_own(monkeypatch: pyte
     assert whole.attributes is not None
     assert (whole.attributes["daskserve.replica"], whole.attributes["error.type"]) == (
         "b#2",
-        "ActorLostError",
+        "daskserve.errors.ActorLostError",
     )
     assert [each.name for each in whole.events] == ["retry", "queued at a full replica"]
 
