@@ -2,11 +2,12 @@
 
 ``X-Forwarded-For`` and ``X-Forwarded-Proto`` name them, but any client can send these headers. They are
 trusted only from addresses that the operator names, and read from the right: each proxy appends the address
-it received the request from. The first address that is not a trusted proxy's is the client; what is left of
-it is unproven. ``X-Request-Timeout-Seconds`` may ask for more than the operator's limit only from there.
+it received the request from. The first address that is not a trusted proxy's is the client; the addresses
+before it prove nothing. ``X-Request-Timeout-Seconds`` may ask for more than the operator's limit only from
+there.
 
-uvicorn's ``ProxyHeadersMiddleware`` is not used: uvicorn is not a requirement. Of
-the cases in ``test_forwarded.py`` it fails these: text that is no address (``unknown``) becomes the client,
+uvicorn's ``ProxyHeadersMiddleware`` is not used: uvicorn is not a requirement. Of the cases in
+``test_forwarded.py`` it fails these: text that is no address (``unknown``) becomes the client,
 an IPv4 proxy on a dual-stack socket (``::ffff:10.0.0.1``) is not trusted, and a list of schemes (``http,
 https``) is ignored. CPU time is no reason: 2 µs for two addresses by either, 7 by this one and 6 by uvicorn's
 if every request brings a new address (2,000 requests, median of seven interleaved runs).

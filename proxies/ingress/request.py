@@ -1,4 +1,4 @@
-"""One request of the ingress: what its headers ask for, and its response."""
+"""One request of the ingress: the headers that the ingress reads, and the response."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPECT = b"expect"
 MODEL_ID = frozenset(
     b"serve%bmultiplexed%bmodel%bid" % each for each in itertools.product((b"_", b"-"), repeat=3)
 )
-#: Names the session, unless an option of the deployment says what does.
+#: Names the session, unless an option of the deployment names another source.
 SESSION_ID = b"x-session-id"
 MAX_SESSION = 1024
 _HEADERS_READ = frozenset(
@@ -47,7 +47,7 @@ _HEADERS_READ = frozenset(
     )
 )
 
-#: An id that a client may choose: it stands in headers, in logs and in user code. Heroku and Rails have
+#: An id that a client may choose: it appears in headers, in logs and in user code. Heroku and Rails have
 #: similar rules; the punctuation is that of UUIDs, base64 and the trace ids of AWS.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9\-._~+/=:@]{1,128}")
 
@@ -72,7 +72,7 @@ class IngressRequest:
     #: Its span, if it is sampled.
     span: RecordedSpan | None = None
     has_trace_headers = False
-    #: Whether its own id is not used.
+    #: Whether the client's id is not valid.
     has_bad_id = False
     #: The multiplexed model that it asks for.
     model_id = ""

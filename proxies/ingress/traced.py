@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from daskserve.telemetry.tracing.process import Tracing
     from daskserve.telemetry.tracing.span import RecordedSpan
 
-#: More of a path, or of the name of a program, says nothing more.
+#: Maximum length of a path, a host or the name of a client's program.
 MAX_TEXT = 512
 #: The methods that the conventions know; others are one.
 _METHODS = frozenset("GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH QUERY".split())

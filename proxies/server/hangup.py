@@ -6,8 +6,8 @@ the connection, because the client has sent more data, and the end comes after t
 knows both, and whether the connection was reset. It is asked twice a second, about connections that wait.
 
 To tell clients that have left from those that wait, something is written to the connection: if the client
-has left, its operating system resets the connection. See `Exchange.probe_client`. The server that has read
-the end of a client's data has it checked sooner, because the work for a client that has left is wasted.
+has left, its operating system resets the connection. See `Exchange.probe_client`. After the end of a client's
+data, the first check comes sooner, so that no replica works for a client that has left.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HangupWatch:
         self._ended.clear()
 
     def check_soon(self, connection: Connection) -> None:
-        """Find out soon whether a client has left whose data has ended."""
+        """Check soon whether a client whose data has ended has left."""
         self._ended[connection] = asyncio.get_running_loop().time() + LATE_S
         self._quick = QUICK_CHECKS
         self._start_soon(0.0)

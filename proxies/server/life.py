@@ -154,7 +154,7 @@ class HTTPServer:
         ]
 
     def consult(self, largest_body_bytes: Callable[[], float], is_crowded: Callable[[str], bool]) -> None:
-        """Use what the routers know.
+        """Set the functions through which the server asks the routers.
 
         Parameters
         ----------
@@ -287,7 +287,7 @@ class HTTPServer:
                 # Closing the socket resets what came since the last look.
                 self._acceptor.accept_last(sock)
             if self._is_host:
-                # Else the kernel gives it connections until every process has closed it, a blocked one too.
+                # Otherwise it would get connections until every process, even a blocked one, has closed it.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             sock.close()  # a second time does no harm

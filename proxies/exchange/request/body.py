@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from daskserve.common.body_buffer import BodyBuffer
 from daskserve.common.types import Message
 from daskserve.errors import BodyTooLargeError
 from daskserve.proxies.asgi import Headers
 from daskserve.proxies.exchange.limits.limits import BODY_SIZE, Limits
+from daskserve.proxies.exchange.request.body_buffer import BodyBuffer
 
 #: With more unread bytes than this, reading from the socket pauses.
 HIGH_WATER_BYTES = 256 * 1024
@@ -43,9 +43,9 @@ class RequestBody:
     is_ended : bool
         Whether the body is complete.
     is_asked : bool
-        Whether the client has been asked for the body, or sends it without.
+        Whether the client was asked for the body, or sends it unasked.
     is_withheld : bool
-        Whether the client keeps the body, because it was not asked for it.
+        Whether the client holds the body back, because it was not asked for it.
     is_refused : bool
         Whether the server has ended the request because of its body.
     """
@@ -67,7 +67,7 @@ class RequestBody:
         self._gathered: BodyBuffer | None = None
         # Whether all parts are dropped, although the body is not closed.
         self._drops = False
-        # Whether what was passed on counts in the budget until `release`, because it is kept whole.
+        # Whether the body counts in the budget until `release`, because it is passed on whole.
         self._is_kept = False
         self.is_asked = True
         self.is_withheld = False

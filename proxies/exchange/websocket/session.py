@@ -109,8 +109,8 @@ class WebSocketSession:
         Maximum size of a message; a larger one closes the connection with code 1009.
     deflates_messages : bool
         Whether messages are compressed if the client offers it.
-    limits : Limits, optional
-        Whose budget the received messages count in.
+    limits : Limits
+        The limits of the server; received messages count in their budget.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
@@ -129,12 +129,12 @@ class WebSocketSession:
         max_message_bytes: int,
         clock: Clock,
         on_end: OnEnd,
-        deflates_messages: bool = False,
-        limits: Limits | None = None,
+        deflates_messages: bool,
+        limits: Limits,
     ) -> None:
-        self._limits = Limits() if limits is None else limits
+        self._limits = limits
         protocol = WSConnection(ConnectionType.SERVER)
-        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], self._limits)
+        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], limits)
         self._app = app
         self._scope = scope
         self._on_end: OnEnd | None = on_end
