@@ -20,12 +20,14 @@ _ALL_OPTIONS = re.compile(r"; \w+\.model_fields has all\.?$")
 
 
 def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return all that is wrong with options: the way to each value, and what is wrong with it.
+    """Return all faults of options, each with the path of its value.
 
-    A model that finds wrong values does not look at what they mean together, so they are taken out and the
-    others are validated again. Values with references to variables are not known yet, and left out.
+    Pydantic does not compare the values of a model with each other while one of them is invalid. So values
+    with faults are removed, and the others are validated again. Values with references to variables are not
+    known yet: they are left out, and that they are missing is no fault.
     """
-    left = _known(values)
+    unknown: set[Path] = set()
+    left = _known(model, values, (), unknown)
     found: list[tuple[Path, str]] = []
     while True:
         try:
@@ -35,15 +37,15 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
             errors = [_place_and_text(each) for each in error.errors(include_url=False)]
         except (TypeError, ValueError, NotImplementedError) as error:
             errors = [((), str(error))]
-        before = len(found)
         removed = []
         for loc, text in errors:
             paths = _given(model, left, loc, text)
-            found.append((paths[0], text))
+            if not any(loc == path[:-1] and names(text, path) for path in unknown):
+                found.append((paths[0], text))
             removed += paths
         for path in removed:
             _remove(left, path)
-        if len(found) == before or () in removed:
+        if () in removed:
             return found
 
 
@@ -74,14 +76,20 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
-def _known(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: _known(each)
-            for key, each in value.items()
-            if not isinstance(each, str) or not has_references(each)
-        }
-    return value
+def _known(model: type[BaseModel], values: Mapping[str, Any], path: Path, unknown: set[Path]) -> Any:
+    """Return options without those that have references, and add the paths of these to ``unknown``."""
+    spellings, found = spellings_of(model), {}
+    for name, value in values.items():
+        field = model.model_fields.get(spellings.get(name, name))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, Options)), None)
+        if inner is not None and isinstance(value, Mapping):
+            found[name] = _known(inner, value, (*path, name), unknown)
+        elif has_references(value):
+            unknown.add((*path, name))
+        else:
+            found[name] = value
+    return found
 
 
 def _place_and_text(error: Any) -> tuple[tuple[int | str, ...], str]:

@@ -28,7 +28,7 @@ def parse_toml(text: str, faults: Faults) -> Document:
     text = text.replace("\r\n", "\n")
     try:
         value = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number with too many digits
         message = str(error)
         found = _ERROR_PLACE.search(message)
         lines = text.splitlines() or [""]

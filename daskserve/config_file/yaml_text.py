@@ -99,8 +99,8 @@ class _Building:
         try:
             if construct is not None:
                 return construct(self._constructor, node)
-        except (ValueError, KeyError, yaml.YAMLError):
-            pass  # such as !!int of a text
+        except (ValueError, LookupError, yaml.YAMLError):
+            pass  # such as !!int of a text, or of no text
         self._faults.add(
             place, f"{node.value!r} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
         )
