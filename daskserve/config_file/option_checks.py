@@ -1,4 +1,4 @@
-"""Checks of options against their models that find all faults, not the first ones only."""
+"""Checks options against their models, and finds all faults instead of only the first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
 
 
 def text_of(error: ValidationError) -> str:
-    """Return what is wrong with options, one line for each: the option, the reason and the value."""
+    """Return the faults of options, one in each line: the option, the reason and the value."""
     found = [_place_and_text(each) for each in error.errors(include_url=False)]
     return "\n".join(
         text if names(text, path) else f"{'.'.join(map(str, path))}: {text}" for path, text in found
@@ -58,7 +58,7 @@ def text_of(error: ValidationError) -> str:
 
 
 def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those that are null and cannot be: they are not given."""
+    """Return options without those that are null but have no null value: they count as not given."""
     spellings = spellings_of(model)
 
     def cannot_be(name: str) -> bool:
@@ -71,7 +71,7 @@ def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a question that names the most similar one of the known names; empty if none is."""
+    """Return a question with the most similar known name; empty if none is similar."""
     similar = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -109,7 +109,7 @@ def shortened(value: Any) -> str:
 
 
 def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text: str) -> list[Path]:
-    """Return the ways to the given values that the place and the text of an error name."""
+    """Return the paths of the given values that an error is about, by its place and its text."""
     path: Path = ()
     for each in loc:
         name = each if path else _spelling(model, values, each)
@@ -152,7 +152,7 @@ def _spelling(model: type[BaseModel], values: Any, name: int | str) -> int | str
 
 
 def _remove(values: Any, path: Path) -> None:
-    """Remove the innermost key of a path from the mappings that it leads through."""
+    """Remove the last key of a path that is in a mapping, from that mapping."""
     holder, key = values, None
     for index, each in enumerate(path):
         if not isinstance(values, dict):
