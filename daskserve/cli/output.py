@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -109,6 +110,15 @@ def _styled(found: re.Match[str]) -> str:
 def is_terminal() -> bool:
     """Return whether standard input is a terminal."""
     return sys.stdin.isatty()
+
+
+@contextmanager
+def writing(file: Path | str) -> Iterator[None]:
+    """Show the error of a file that cannot be written as a message."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"Could not write {file}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def _as_path(value: Any) -> Any:
     """Return the import path of a function, which the processes that send requests import by it."""
     if not callable(value):
         return value
-    path = f"{value.__module__}:{value.__qualname__}"
+    path = f"{value.__module__}:{getattr(value, '__qualname__', value)}"
     if value.__module__ == "__main__" or not path.replace(":", ".").replace(".", "").isidentifier():
         raise ValueError(f"{path} cannot be imported by other processes; move the function into a module")
     return path

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.cli.output import errors_as_messages, json_option, print_json, writing
 from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_json, to_yaml
 
 
@@ -69,7 +69,8 @@ def build(
     if output_path is None:
         click.echo(text, nl=False)
     else:
-        Path(output_path).write_text(text, encoding="utf-8")
+        with writing(output_path):
+            Path(output_path).write_text(text, encoding="utf-8")
 
 
 def _importable(paths: Sequence[str], app_dir: str) -> tuple[dict[str, Any], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -154,11 +154,7 @@ def deploy(
         wanted = target.read()
         _warn(wanted.warnings)
         with _instance_for(wanted.config, address, name, may_start=not dry_run) as client:
-            plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=target.merges)
-            if client is None:
-                raise NotRunningError(
-                    "No instance runs there, so all would be new. Deploy without --dry-run."
-                )
+            plan = client.plan_config(wanted.config, merge=target.merges)
             _show(plan, as_json=as_json and (dry_run or bool(plan.failed)))
             if plan.failed:
                 raise _not_built(plan, "Nothing was changed.")
@@ -254,19 +250,26 @@ def config(address: str | None, name: str | None, application: str | None, as_js
 @contextmanager
 def _instance_for(
     config: InstanceConfig, address: str | None, name: str | None, *, may_start: bool
-) -> Iterator[Client | None]:
-    """Yield a client of the running instance, or of a new one; None if there is none and may be none."""
-    try:
-        with connected(address, name) as client:
+) -> Iterator[Client]:
+    """Yield a client of the running instance, or of a new one if one may be started."""
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(connected(address, name))
+        except NotRunningError:
+            if name is not None:
+                raise
+            if not may_start:
+                text = "No instance runs there, so all would be new. Deploy without --dry-run."
+                raise NotRunningError(text) from None
+            client = stack.enter_context(_started(config, address))
+        else:
             _warn_of_http(client, config)
-            yield client
-            return
-    except NotRunningError:
-        if name is not None:
-            raise
-    if not may_start:
-        yield None
-        return
+        yield client
+
+
+@contextmanager
+def _started(config: InstanceConfig, address: str | None) -> Iterator[Client]:
+    """Start a detached instance with the HTTP options of a configuration, and yield its client."""
     whole = in_force(config, settings.process_variables())
     client = start(
         detached=True,
@@ -281,13 +284,9 @@ def _instance_for(
         client.disconnect()
 
 
-def _http(config: InstanceConfig) -> dict[str, Any]:
-    return dict(in_force(config, settings.process_variables()).http_options)
-
-
 def _warn_of_http(client: Client, config: InstanceConfig) -> None:
     """Say which HTTP options of a file are not in force, because they act when the instance starts."""
-    given = _http(config)
+    given = in_force(config, settings.process_variables()).http_options
     found = finish(differences(client._verbs, given)) if given else ""
     if found:
         _warn([f"HTTP options act when the instance starts; in force, {found}."])

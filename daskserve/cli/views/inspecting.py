@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import CommandError, errors_as_messages, json_option, print_json
+from daskserve.cli.output import errors_as_messages, json_option, print_json, writing
 from daskserve.client.views.profile import Profile
 
 _FORMATS: Mapping[str, Callable[[Profile], str]] = {
@@ -72,10 +72,8 @@ def profile(
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
+    with writing(output):
         output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written: {error.strerror or error}") from None
     if not as_json:
         click.echo(f"{found!r}\nWritten to {output}.")
 

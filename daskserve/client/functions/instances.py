@@ -190,6 +190,7 @@ async def start_with(
     start_id = uuid.uuid4().hex
     message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
     message["is_default"] = is_default
+    was_started = instance in cluster_connection.started
     try:
         if owns_cluster:
             cluster_connection.owning_instances.add(instance)
@@ -212,6 +213,8 @@ async def start_with(
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
             await _end_failed_start(form, cluster_connection, instance, start_id)
+        elif not was_started:
+            cluster_connection.started.forget(instance)  # it is that of another program
         if address is not None or (is_joining and found is not None):
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
