@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from daskserve import stores
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import InstanceAddress, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json
 from daskserve.client.views.table import table
 from daskserve.common.formatting import counted
@@ -134,8 +134,8 @@ def end(found: stores.StoreReport, text: str, as_json: bool, **more: Any) -> Non
 @click.command(name="rewrite-store")
 @instance_options
 @json_option
-def rewrite_store(address: str | None, name: str | None, as_json: bool) -> None:
+def rewrite_store(at: InstanceAddress, as_json: bool) -> None:
     """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         count = client.rewrite_store()
     print_json({"records": count}) if as_json else click.echo(f"{counted(count, 'record')} written.")

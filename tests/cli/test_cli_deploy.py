@@ -13,6 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 import daskserve as serve
+from daskserve.cli.instance import InstanceAddress
 from daskserve.cli.main import main
 from daskserve.cli.verbs import config_file as cli_config_file
 from daskserve.cli.verbs import deploy as cli_deploy
@@ -55,7 +56,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
     with local_instance(workers=2) as client:
 
         @contextmanager
-        def connected(address: str | None, name: str | None) -> Iterator[serve.Client]:
+        def connected(at: InstanceAddress) -> Iterator[serve.Client]:
             yield client
 
         monkeypatch.setattr(cli_deploy, "connected", connected)
