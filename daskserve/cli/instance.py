@@ -30,14 +30,13 @@ def checked_name(context: click.Context, parameter: click.Parameter, value: str)
     return value
 
 
-def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option of a Dask scheduler to a command."""
-    return click.option(
-        "-a",
-        "--address",
-        help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
-        "http://host:8787. Default: scheduler-address of Dask's configuration.",
-    )(command)
+#: The option of a Dask scheduler.
+address_option = click.option(
+    "-a",
+    "--address",
+    help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
+    "http://host:8787. Default: scheduler-address of Dask's configuration.",
+)
 
 
 @dataclass(frozen=True, slots=True)

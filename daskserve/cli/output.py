@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import click
 from pydantic import ValidationError
@@ -27,6 +27,8 @@ from daskserve.errors import (
 )
 from daskserve.payload.shown_errors import shortened
 
+#: Adds an option to a command, as `click.option` does.
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 #: The name of the parameter that `json_option` adds.
 _AS_JSON = "as_json"
 #: The colours of states.
@@ -73,9 +75,19 @@ class CommandError(click.ClickException):
         click.echo(json.dumps({"error": {"type": self.kind, "message": self.message}}), file=file, err=True)
 
 
-def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option ``--json``, the parameter ``as_json``, to a command."""
-    return click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")(command)
+def options(*decorators: Decorator) -> Decorator:
+    """Return a decorator that adds several options to a command."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for each in reversed(decorators):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+#: The option ``--json``; its parameter is ``as_json``.
+json_option = click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")
 
 
 def wants_json() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,12 @@ def store() -> None:
     """
 
 
-def instances_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option that selects instances to a command."""
-    return click.option(
-        "--instance",
-        "instances",
-        multiple=True,
-        help="Name of an instance; may be given several times. Default: all.",
-    )(command)
+instances_option = click.option(
+    "--instance",
+    "instances",
+    multiple=True,
+    help="Name of an instance; may be given several times. Default: all.",
+)
 
 
 @store.command()

@@ -18,6 +18,7 @@ from daskserve.cli.output import (
     ExitCode,
     coloured,
     json_option,
+    options,
     print_json,
 )
 from daskserve.cli.serving.run import parsed
@@ -77,7 +78,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         target = Target(**{each.name: values.pop(each.name) for each in fields(Target)})
         return command(target, **values)
 
-    options = (
+    add = options(
         click.argument("target", shell_complete=complete_files),
         click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
         click.option(
@@ -100,10 +101,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "and this one does not name is deleted.",
         ),
     )
-    whole: Callable[..., Any] = gathered
-    for option in reversed(options):
-        whole = option(whole)
-    return whole
+    return add(gathered)
 
 
 def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:

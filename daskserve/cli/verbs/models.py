@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import click
 
 from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
-from daskserve.cli.output import coloured, json_option, print_json
+from daskserve.cli.output import coloured, json_option, options, print_json
 from daskserve.client.views.table import table
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.specs import deployment_tag
@@ -23,10 +20,9 @@ def models() -> None:
     """
 
 
-def deployment_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument of a deployment, the options that select a running instance, and ``--json``."""
-    named = click.argument("deployment", shell_complete=complete_applications)
-    return named(instance_options(json_option(command)))
+deployment_options = options(
+    click.argument("deployment", shell_complete=complete_applications), instance_options, json_option
+)
 
 
 def tag_of(deployment: str) -> str:

@@ -9,7 +9,7 @@ import click
 
 from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
-from daskserve.cli.output import ExitCode, coloured, json_option, print_json
+from daskserve.cli.output import ExitCode, coloured, json_option, options, print_json
 from daskserve.client.client import Client
 from daskserve.common.formatting import counted, shown
 
@@ -26,10 +26,12 @@ def rollout() -> None:
     """
 
 
-def _target(command: Callable[..., Any]) -> Callable[..., Any]:
-    named = click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
-    model = click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment.")
-    return named(model(instance_options(json_option(command))))
+_target = options(
+    click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications),
+    click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment."),
+    instance_options,
+    json_option,
+)
 
 
 @rollout.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import click
 
 from daskserve.cli.instance import InstanceAddress, connected, instance_options
-from daskserve.cli.output import coloured, json_option, print_json
+from daskserve.cli.output import coloured, json_option, options, print_json
 from daskserve.client.views.table import table
 
 STATES = ("PENDING", "STARTED", "RETRY", "SUCCESS", "FAILURE", "REVOKED", "REJECTED")
@@ -27,12 +26,13 @@ def tasks() -> None:
     """
 
 
-def queue_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select a queue, and ``--json``."""
-    folder = click.option(
+queue_options = options(
+    click.option(
         "-d", "--app-dir", default=".", show_default=True, help="Folder in which modules are found, too."
-    )
-    return folder(instance_options(json_option(command)))
+    ),
+    instance_options,
+    json_option,
+)
 
 
 def _opened(at: InstanceAddress, queue: str, app_dir: str) -> Any:
