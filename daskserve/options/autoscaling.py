@@ -206,6 +206,10 @@ class AutoscalingConfig(Options):
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> AutoscalingConfig:
+        self._check_bounds()
+        return self
+
+    def _check_bounds(self) -> None:
         if self.max_replicas < self.min_replicas:
             raise ValueError(
                 f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}; raise "
@@ -224,7 +228,6 @@ class AutoscalingConfig(Options):
                 f"initial_replicas={first} is not between min_replicas={self.min_replicas} and "
                 f"max_replicas={self.max_replicas}; give a number between them, or omit it for min_replicas"
             )
-        return self
 
     @model_validator(mode="after")
     def _policy_has_what_it_needs(self) -> AutoscalingConfig:
@@ -260,7 +263,8 @@ class AutoscalingConfig(Options):
             return self
         copy = self.model_copy()
         vars(copy)["multiple_of"] = size
-        return copy._bounds_agree()
+        copy._check_bounds()
+        return copy
 
     def queue_options(self) -> QueueOptions | None:
         """Return the options of the broker's queue for the policy ``queue``; None for other policies."""

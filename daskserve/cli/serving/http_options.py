@@ -60,8 +60,8 @@ def _plain(description: str) -> str:
     return _LINK.sub(r"\1", description).replace("``", "")
 
 
-#: The options of `HTTPOptions`, and uvicorn's and Ray Serve's names of some; `given_http_options` collects their
-#: values.
+#: The options of `HTTPOptions`, and uvicorn's and Ray Serve's names of some. `given_http_options` collects
+#: their values.
 http_options = options(
     click.option(
         "--forwarded-allow-ips",
