@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from daskserve.common.body_buffer import BodyBuffer
 from daskserve.common.types import Message
 from daskserve.errors import BodyTooLargeError
 from daskserve.proxies.asgi import Headers
 from daskserve.proxies.exchange.limits.limits import BODY_SIZE, Limits
+from daskserve.proxies.exchange.request.body_buffer import BodyBuffer
 
 #: With more unread bytes than this, reading from the socket pauses.
 HIGH_WATER_BYTES = 256 * 1024

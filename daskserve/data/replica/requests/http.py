@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from daskserve.common.body_buffer import announced_bytes
 from daskserve.common.types import ON_DEMAND, Envelope, Message, Receive, Send
 from daskserve.context import RequestContext
 from daskserve.data.replica.errors.log import is_http_failure, is_refusal
@@ -152,7 +151,7 @@ class LocalHTTPRequest(LocalRequest):
         is_whole = first["type"] == "http.request" and not first.get("more_body", False)
         body = first.get("body", b"") if is_whole else None
         if body is None and needs_whole:
-            body = await read_body(receive, first, announced_bytes(self._scope.get("headers", ())))
+            body = await read_body(receive, first)
             if body is None:  # the client left
                 self.value = ConvertedResponse()
                 return

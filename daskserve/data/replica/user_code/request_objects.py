@@ -17,7 +17,6 @@ import pydantic_core
 from starlette.datastructures import FormData, Headers
 from starlette.requests import Request
 
-from daskserve.common.body_buffer import BodyBuffer, announced_bytes
 from daskserve.common.types import Message, Receive
 from daskserve.errors import ServeError
 from daskserve.internals.handed_requests import PlainForm, reduce_request, set_form
@@ -92,14 +91,14 @@ class HTTPRequest(Request):
 
     async def _read_body(self) -> bytes:
         if self.whole_body is None:
-            joined = BodyBuffer(announced_bytes(self.scope.get("headers", ())))
+            parts = []
             try:
-                async with aclosing(super().stream()) as parts:
-                    async for part in parts:
-                        joined.write(part)
-                self.whole_body = self._body = joined.take()
+                async with aclosing(super().stream()) as stream:
+                    async for part in stream:
+                        parts.append(part)
+                self.whole_body = self._body = b"".join(parts)
             finally:
-                joined.close()  # at once, although a traceback may refer to this frame
+                parts.clear()  # a traceback may refer to this frame
         return self.whole_body
 
     async def _read_json(self) -> Any:
@@ -294,21 +293,18 @@ def request_id_of(head: Mapping[str, Any]) -> str:
     return found or ""
 
 
-async def read_body(receive: Receive, first: Message | None = None, length_bytes: int = 0) -> bytes | None:
-    """Return the whole body of a request, None if the client left before it was complete.
-
-    ``length_bytes`` is the size that the client has announced; 0 if it has not.
-    """
+async def read_body(receive: Receive, first: Message | None = None) -> bytes | None:
+    """Return the whole body of a request, None if the client left before it was complete."""
     message = await receive() if first is None else first
     if message["type"] == "http.request" and not message.get("more_body", False):
         return bytes(message.get("body", b""))
-    joined = BodyBuffer(length_bytes)
+    parts: list[bytes] = []
     try:
         while message["type"] == "http.request":
-            joined.write(message.get("body", b""))
+            parts.append(message.get("body", b""))
             if not message.get("more_body", False):
-                return joined.take()
+                return b"".join(parts)
             message = await receive()
         return None
     finally:
-        joined.close()  # at once, although a traceback may refer to this frame
+        parts.clear()  # a traceback may refer to this frame

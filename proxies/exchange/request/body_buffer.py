@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
 
 #: The size of the first allocation, and the factor by which it grows. A client that announces a large body
 #: but sends little takes up at most this factor times what it has sent.
@@ -68,15 +67,3 @@ class BodyBuffer:
         joined, self._joined = self._joined, io.BytesIO()
         self.size_bytes = self._room_bytes = 0
         return joined.getvalue()
-
-    def close(self) -> None:
-        """Free the memory at once."""
-        self._joined.close()
-
-
-def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the ``content-length`` of a scope's headers; 0 if there is none, or no valid one."""
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value) if bytes(value).isdigit() else 0
-    return 0
