@@ -59,6 +59,7 @@ from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
@@ -252,6 +253,8 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         max_message_bytes=1 << 20,
         idle_timeout_s=60,
         clock=clock,
+        deflates_messages=False,
+        limits=Limits(),
     )
     return lambda: HTTPConnection(server_state, lambda: None)
 

@@ -1,4 +1,4 @@
-"""Threads for user code: new ones, and the main thread of a process that has nothing else to do in it."""
+"""Threads for user code: new ones, or the main thread of a process that does not need it otherwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ JobT = TypeVar("JobT")
 
 
 def waiter_for_jobs(jobs: queue.SimpleQueue[JobT]) -> Callable[[], JobT]:
-    """Return a function that waits for a queue's next item; in the main thread it lets signals be handled."""
+    """Return a function that waits for a queue's next item; in the main thread, signals are still handled."""
     is_main = threading.current_thread() is threading.main_thread()
     return partial(_next_job, jobs) if is_main else jobs.get
 
@@ -96,7 +96,7 @@ class MainThread:
         return job
 
     def run(self) -> None:
-        """Run what `start` gets, until `end`; call this in the main thread.
+        """Run the functions passed to `start`, until `end` is called; call this in the main thread.
 
         Raises
         ------

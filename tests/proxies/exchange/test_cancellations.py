@@ -240,7 +240,7 @@ class Plant:
         channels = [*self.near._serving, *self.far._serving]
         assert len(channels) == 2
         return {
-            "ingress": self.ingress.statistics().ongoing,
+            "ingress": self.ingress.ongoing,
             "in flight": sum(each.in_flight for each in sets),
             "in flight by replica": sum(
                 entry.in_flight for each in sets for entry in each.pool._entries.values()
