@@ -179,7 +179,7 @@ async def test_the_scope_follows_asgi() -> None:
     }
 
 
-def test_a_changed_scope_does_not_reach_the_next_request() -> None:
+async def test_a_changed_scope_does_not_reach_the_next_request() -> None:
     """An application may change its scope in place; the same request sent again gets a fresh one."""
     seen: list[Scope] = []
 
@@ -190,14 +190,11 @@ def test_a_changed_scope_does_not_reach_the_next_request() -> None:
         scope["extensions"] = {"own": {}}
         await respond(send, seen[-1]["path"].encode())
 
-    async def test() -> None:
-        async with serving(change) as server, connected(server) as client:
-            for _ in range(4):
-                assert (await client.get("/same?a=1", "X-A: 1")).body == b"/same"
-            await client.send(request("/same?a=1", "X-A: 1") * 3)
-            assert [(await client.response()).body for _ in range(3)] == [b"/same"] * 3
-
-    run(test)
+    async with serving(change) as server, connected(server) as client:
+        for _ in range(4):
+            assert (await client.get("/same?a=1", "X-A: 1")).body == b"/same"
+        await client.send(request("/same?a=1", "X-A: 1") * 3)
+        assert [(await client.response()).body for _ in range(3)] == [b"/same"] * 3
     assert len(seen) == 7
     assert all(each == seen[0] for each in seen)
 
@@ -521,27 +518,21 @@ async def test_a_failure_before_the_first_byte_is_a_500_and_keeps_the_connection
             assert (response.status, response.body) == (500, b"Internal Server Error")
 
 
-def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(raise_at_once) as server, connected(server) as client:
-            await client.get("/where%0Afrom")
-
-    run(test)
+async def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(raise_at_once) as server, connected(server) as client:
+        await client.get("/where%0Afrom")
     (record,) = tracebacks(caplog)
     assert record.getMessage() == "GET /where%0Afrom failed: ValueError('why')"
 
 
-def test_an_error_that_explains_itself_is_logged_without_a_traceback(
+async def test_an_error_that_explains_itself_is_logged_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise ActorLostError("The replica is gone.")
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.get()
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.get()
     assert "The replica is gone." in caplog.text
     assert tracebacks(caplog) == []
 
@@ -569,18 +560,15 @@ async def test_a_failure_within_the_response_cuts_the_connection(ending: str) ->
         assert len(rest) < 12
 
 
-def test_a_failure_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, b"whole")
         assert await receive() == {"type": "http.disconnect"}
         await respond(send, b"more")
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            for _ in range(2):
-                assert (await client.get()).body == b"whole"
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        for _ in range(2):
+            assert (await client.get()).body == b"whole"
     assert len(tracebacks(caplog)) == 2
 
 
@@ -604,16 +592,15 @@ async def vanish(client: Client, how: str) -> None:
         b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n",
     ],
 )
-def test_a_disconnect_cancels_the_request(data: bytes, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(data)
-            await poll_for(lambda: app.running)
-            await vanish(client, how)
-            await poll_for(lambda: app.cancelled)
-
-    run(test)
+async def test_a_disconnect_cancels_the_request(
+    data: bytes, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        await client.send(data)
+        await poll_for(lambda: app.running)
+        await vanish(client, how)
+        await poll_for(lambda: app.cancelled)
     assert caplog.records == []
 
 
@@ -642,24 +629,21 @@ async def test_an_application_that_survives_its_cancellation_receives_the_discon
     assert heard == [{"type": "http.disconnect"}]
 
 
-def test_an_application_may_return_on_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        events: list[str] = []
+async def test_an_application_may_return_on_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[str] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            events.append("running")
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                events.append("returned")
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        events.append("running")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            events.append("returned")
 
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await poll_for(lambda: events)
-            client.writer.close()
-            await poll_for(lambda: len(events) == 2)
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await poll_for(lambda: events)
+        client.writer.close()
+        await poll_for(lambda: len(events) == 2)
     assert caplog.records == []
 
 

@@ -16,7 +16,6 @@ from http_harness import (
     poll_for,
     request,
     respond,
-    run,
     serving,
     tracebacks,
 )
@@ -103,7 +102,7 @@ async def test_a_client_that_never_reads_its_last_response_is_disconnected() -> 
         await poll_for(lambda: not server.state.connections)
 
 
-def test_an_internal_error_ends_the_connection_and_is_logged(
+async def test_an_internal_error_ends_the_connection_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -111,12 +110,9 @@ def test_an_internal_error_ends_the_connection_and_is_logged(
 
     monkeypatch.setattr(HTTPConnection, "_begin", fail)
 
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            await client.send(request())
-            assert await client.rest() == b""
-
-    run(test)
+    async with serving(hello) as server, connected(server) as client:
+        await client.send(request())
+        assert await client.rest() == b""
     (record,) = tracebacks(caplog)
     assert "Reading a request failed" in record.getMessage()
 

@@ -208,7 +208,7 @@ async def test_the_application_closes_with_its_code() -> None:
         assert await client.closed() == (4321, "go")
 
 
-def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_1011(
+async def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_1011(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,17 +217,14 @@ def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_10
         if scope["path"] == "/fail":
             raise RuntimeError("broken")
 
-    async def test() -> None:
-        async with serving(app) as server:
-            async with client_of(server) as client:
-                await client.open("/return")
-                assert (await client.closed())[0] == 1000
-            assert caplog.records == []
-            async with client_of(server) as client:
-                await client.open("/fail")
-                assert await client.closed() == (1011, "internal error")
-
-    run(test)
+    async with serving(app) as server:
+        async with client_of(server) as client:
+            await client.open("/return")
+            assert (await client.closed())[0] == 1000
+        assert caplog.records == []
+        async with client_of(server) as client:
+            await client.open("/fail")
+            assert await client.closed() == (1011, "internal error")
     assert "broken" in caplog.text
 
 
@@ -518,35 +515,29 @@ async def test_received_messages_do_not_block_other_tasks() -> None:
         assert echoed == [b"x" * 20] * 5000
 
 
-def test_an_invalid_answer_is_an_error_of_the_application(
+async def test_an_invalid_answer_is_an_error_of_the_application(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept", "subprotocol": "not offered"})
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            answer = await client.open()
-            assert isinstance(answer, RejectConnection)
-            assert answer.status_code == 500
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        answer = await client.open()
+        assert isinstance(answer, RejectConnection)
+        assert answer.status_code == 500
     assert "not offered" in caplog.text
 
 
-def test_an_invalid_close_code_is_an_error_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_close_code_is_an_error_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept"})
         await send({"type": "websocket.close", "code": 70_000})
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            assert await client.closed() == (1011, "internal error")
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        assert await client.closed() == (1011, "internal error")
     assert "WebSocket / failed" in caplog.text
 
 

@@ -699,15 +699,12 @@ async def test_cancellation_is_passed_on_and_counted() -> None:
     assert (ingress.ongoing, ingress.unanswered) == (0, 1)
 
 
-def test_a_disconnected_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async def send(message: Message) -> None:
-            raise ConnectionResetError("gone")
+async def test_a_disconnected_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def send(message: Message) -> None:
+        raise ConnectionResetError("gone")
 
-        with pytest.raises(ConnectionResetError):
-            await make_ingress(Routers())(make_scope("/a"), asyncio.Event().wait, send)  # type: ignore[arg-type]
-
-    run(test)
+    with pytest.raises(ConnectionResetError):
+        await make_ingress(Routers())(make_scope("/a"), asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert caplog.records == []
 
 
@@ -799,7 +796,7 @@ def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
         scripted(make_ingress(Routers(fail)), make_socket_scope("/a"))
 
 
-def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
+async def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
     told: list[Message] = []
 
     async def answer(receive: Receive, send: Send) -> None:
@@ -807,17 +804,14 @@ def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconn
         await send({"type": "websocket.send", "text": "are you there?"})
         told.append(await receive())
 
-    async def test() -> None:
-        async def receive() -> Message:
-            return {"type": "websocket.disconnect", "code": 1006}
+    async def receive() -> Message:
+        return {"type": "websocket.disconnect", "code": 1006}
 
-        async def send(message: Message) -> None:
-            if message["type"] == "websocket.send":
-                raise ConnectionResetError("gone")
+    async def send(message: Message) -> None:
+        if message["type"] == "websocket.send":
+            raise ConnectionResetError("gone")
 
-        await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
-
-    run(test)
+    await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
     assert told == [{"type": "websocket.disconnect", "code": 1006}]
 
 

@@ -22,7 +22,6 @@ from http_harness import (
     poll_for,
     request,
     respond,
-    run,
     serving,
     tracebacks,
 )
@@ -67,12 +66,9 @@ async def test_a_server_has_the_default_limit() -> None:
         assert server._acceptor._max_connections == default_max_connections(descriptor_limit())
 
 
-def test_a_limit_beyond_the_descriptors_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(hello, max_connections=10**9):
-            pass
-
-    run(test)
+async def test_a_limit_beyond_the_descriptors_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(hello, max_connections=10**9):
+        pass
     assert "max_connections is 1000000000, but this process may have" in caplog.text
 
 
@@ -80,23 +76,20 @@ def test_a_limit_beyond_the_descriptors_is_logged(caplog: pytest.LogCaptureFixtu
 
 
 @on_each_transport
-def test_at_the_limit_clients_wait_until_a_connection_closes(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app, max_connections=2) as server:
-            async with connected(server) as one, connected(server) as two, connected(server) as three:
-                for client in (one, two):
-                    await client.send(request("/", "Connection: close"))
-                await poll_for(lambda: app.running == 2)
-                await three.send(request())
-                await poll_for(lambda: pauses(server, "max_connections"))
-                assert (app.running, metrics(server)["http_connections",]) == (2, 2)
-                app.go.set()
-                for client in (one, two, three):
-                    assert (await client.response()).body == b"at last"
-                assert evicted(server) == 0
-
-    run(test)
+async def test_at_the_limit_clients_wait_until_a_connection_closes(caplog: pytest.LogCaptureFixture) -> None:
+    app = Hanging()
+    async with serving(app, max_connections=2) as server:
+        async with connected(server) as one, connected(server) as two, connected(server) as three:
+            for client in (one, two):
+                await client.send(request("/", "Connection: close"))
+            await poll_for(lambda: app.running == 2)
+            await three.send(request())
+            await poll_for(lambda: pauses(server, "max_connections"))
+            assert (app.running, metrics(server)["http_connections",]) == (2, 2)
+            app.go.set()
+            for client in (one, two, three):
+                assert (await client.response()).body == b"at last"
+            assert evicted(server) == 0
     (record,) = caplog.records
     assert "Accepting no connections for 0.05 s at a time: there are 2 (max_connections)" in record.message
 
@@ -232,7 +225,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 @on_each_transport
-def test_without_descriptors_accepting_pauses(
+async def test_without_descriptors_accepting_pauses(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "IDLE_S", 60.0)
@@ -243,23 +236,20 @@ def test_without_descriptors_accepting_pauses(
         tries.append(asyncio.get_running_loop().time())
         take_next(acceptor, listening)
 
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as served:
-            assert (await served.get("/")).status == 200
-            monkeypatch.setattr(Acceptor, "_accept_next", count)
-            with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as sock:
-                with no_descriptors():
-                    await poll_for(lambda: len(tries) == 3)
-                    assert tries[2] - tries[0] >= 0.09
-                    # Those that are connected are served meanwhile.
-                    assert (await served.get("/meanwhile")).body == b"/meanwhile"
-                    assert metrics(server)["http_connections",] == 1
-                streams = await asyncio.open_connection(sock=sock)
-                assert (await Client(*streams).get("/later")).body == b"/later"
-                assert pauses(server, "descriptors") == 1
-                streams[1].close()
-
-    run(test)
+    async with serving(hello) as server, connected(server) as served:
+        assert (await served.get("/")).status == 200
+        monkeypatch.setattr(Acceptor, "_accept_next", count)
+        with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as sock:
+            with no_descriptors():
+                await poll_for(lambda: len(tries) == 3)
+                assert tries[2] - tries[0] >= 0.09
+                # Those that are connected are served meanwhile.
+                assert (await served.get("/meanwhile")).body == b"/meanwhile"
+                assert metrics(server)["http_connections",] == 1
+            streams = await asyncio.open_connection(sock=sock)
+            assert (await Client(*streams).get("/later")).body == b"/later"
+            assert pauses(server, "descriptors") == 1
+            streams[1].close()
     (record,) = caplog.records
     assert f"at a time: [Errno {errno.EMFILE}]" in record.message
     assert tracebacks(caplog) == []
@@ -362,7 +352,7 @@ async def test_without_descriptors_connections_become_websockets() -> None:
         client.reset()
 
 
-def test_an_unknown_failure_of_accepting_does_not_end_it(
+async def test_an_unknown_failure_of_accepting_does_not_end_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accepting, "FAILED_S", 0.01)
@@ -374,12 +364,9 @@ def test_an_unknown_failure_of_accepting_does_not_end_it(
             raise failures.pop()
         take_next(acceptor, listening)
 
-    async def test() -> None:
-        async with serving(hello) as server:
-            monkeypatch.setattr(Acceptor, "_accept_next", fail)
-            async with connected(server) as client:
-                assert (await client.get("/")).status == 200
-            assert pauses(server, "other") == 1
-
-    run(test)
+    async with serving(hello) as server:
+        monkeypatch.setattr(Acceptor, "_accept_next", fail)
+        async with connected(server) as client:
+            assert (await client.get("/")).status == 200
+        assert pauses(server, "other") == 1
     assert tracebacks(caplog) == []
