@@ -113,7 +113,7 @@ class SizedImages:
         return [len(each) for each in images]
 
     async def __call__(self, request: Any) -> str:
-        await self.sizes((await request.json())["pixels"])  # type: ignore[misc]
+        await self.sizes((await request.json())["pixels"])
         return "ok"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
+from daskserve.common.formatting import whole_seconds
 from daskserve.errors import (
     BackPressureError,
     BadRequestError,
@@ -53,7 +53,8 @@ def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, 
     if isinstance(error, BadRequestError):
         return 400, error_body(str(error), "invalid_request_error"), {}
     if isinstance(error, BackPressureError):
-        retry = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        seconds = whole_seconds(error.retry_after_s)
+        retry = {} if seconds is None else {"retry-after": str(seconds)}
         return (
             503,
             error_body(f"The model is overloaded. {error}", "overloaded_error", code="overloaded"),

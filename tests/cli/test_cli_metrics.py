@@ -127,11 +127,31 @@ def test_wrong_usage_is_an_error_with_a_remedy(arguments: list[str], message: st
     assert message in result.output
 
 
+def test_a_file_that_cannot_be_written_is_an_error(scheduler: Scheduler, tmp_path: Path) -> None:
+    result = run("targets", scheduler.url, "--file", str(tmp_path / "none/targets.json"))
+    assert (result.exit_code, "Could not write" in result.output) == (1, True)
+
+
 def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "targets.json").mkdir()
     with pytest.raises(OSError):
         replace(tmp_path / "targets.json", "[]")
     assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
+
+
+def test_a_replacement_that_is_interrupted_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "targets.json"
+    replace(file, "old")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace(file, "new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["targets.json"])
 
 
 def test_following_rewrites_the_file_only_when_targets_change(scheduler: Scheduler, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
 from daskserve.errors import RequestCancelledError
-from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.internals.ipython import in_cell
+from daskserve.loops.event_loop import running_loop
 
 #: Blocks this thread for up to the given seconds, None for no limit; returns whether the wait ended before.
 Wait: TypeAlias = Callable[[float | None], bool]

@@ -11,7 +11,6 @@ import pytest
 
 from daskserve.common.types import Payload
 from daskserve.data.replica.requests.accept_batch import (
-    Batch,
     BatchItem,
     accept_batch,
     answer_batch,
@@ -110,7 +109,8 @@ def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None
 
 
 def test_an_exception_as_a_result_fails_its_request_alone() -> None:
-    outcomes = Batch("f", [call(), http(), http()]).split([ValueError("v"), "ok", ValueError("v")])
+    results = [ValueError("v"), "ok", ValueError("v")]
+    outcomes = answer_batch_in_thread(lambda _: results, "f", [call(), http(), http()])
     assert [str(outcomes[0]), body_of(outcomes[1]), str(outcomes[2])] == [
         "ValueError: v",
         (200, b"ok"),
@@ -119,7 +119,7 @@ def test_an_exception_as_a_result_fails_its_request_alone() -> None:
 
 
 def test_a_streaming_result_is_left_to_the_request() -> None:
-    (outcome,) = Batch("f", [http()]).split([iter_chunks()])
+    (outcome,) = answer_batch_in_thread(lambda _: [iter_chunks()], "f", [http()])
     assert isinstance(outcome, Unfinished)
 
 
