@@ -14,11 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tables import each_case
 
 import daskserve as serve
 from daskserve import errors
 from daskserve.client.client import Client
+from daskserve.common.types import KeptPayload
 from daskserve.data.caller.calls.broadcast import BroadcastResponse
+from daskserve.data.caller.calls.response import FutureResponse, Response
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
@@ -236,6 +239,32 @@ def test_a_result_can_be_read_twice_and_a_late_one_is_a_timeout(echo: serve.Hand
         assert await response == await response
 
     run(main())
+
+
+@each_case("kind", [Response, FutureResponse])
+def test_threads_that_read_a_large_result_at_once_share_its_fetch(kind: type[Response]) -> None:
+    future: PendingCall[Any] = PendingCall()
+    future.set_result(KeptPayload("worker", "token", 1 << 23, lambda: None))
+    found: list[Any] = []
+
+    def fetch() -> Any:
+        return response._placed() if isinstance(response, FutureResponse) else response._fetched()
+
+    def post(begin: Any, connection: Any, running: Any, call: Any) -> None:
+        running.close()
+        if not found:
+            found.append(None)
+            found.append(fetch())  # another thread that reads at this moment
+
+    connection: Any = SimpleNamespace(
+        is_closed=False,
+        runs_here=lambda: False,
+        thread_calls=SimpleNamespace(post=post),
+        values=SimpleNamespace(keep=asyncio.sleep),
+    )
+    response = kind(future, connection, "id", connection)
+    assert fetch() is found[1]
+    assert fetch() is found[1]
 
 
 def test_result_is_refused_in_an_event_loop(echo: serve.Handle, outer: serve.Handle) -> None:

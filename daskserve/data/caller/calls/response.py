@@ -94,7 +94,8 @@ class Response:
         if self._fetching is None and future.exception() is None:
             kept = future.result()
             if type(kept) is KeptPayload:
-                self._fetching = start_call(self._connection, self._fetch(kept))
+                # The first one counts: several threads may read at the same time.
+                vars(self).setdefault("_fetching", start_call(self._connection, self._fetch(kept)))
         return self._fetching
 
     async def _fetch(self, kept: KeptPayload) -> Payload:
@@ -234,7 +235,9 @@ class FutureResponse(Response):
         """Return the call that stores the result on the cluster."""
         self._check(self._future)
         if self._placing is None:
-            self._placing = start_call(self._connection, self._connection.values.keep(self._future.result()))
+            placing = start_call(self._connection, self._connection.values.keep(self._future.result()))
+            first: PendingCall[Any] = vars(self).setdefault("_placing", placing)  # as for `_fetching`
+            return first
         return self._placing
 
     def _read(self, placing: PendingCall[Any]) -> Any:
