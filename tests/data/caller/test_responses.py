@@ -212,6 +212,8 @@ def test_options_with_and_without_effect_are_accepted_and_others_listed(echo: se
     assert handle.remote(1).result(DEADLINE_S) == 1
     with pytest.raises(TypeError, match=r"no option 'by_reference'.*multiplexed_model_id.*_by_reference"):
         echo.options(by_reference=False)
+    with pytest.raises(ValueError, match="timeout_s must be more than 0, or None; got '5'"):
+        echo.options(timeout_s="5")
     with pytest.raises(ValueError, match="shard_key must be a string; got 7"):
         echo.options(shard_key=7)
     with pytest.raises(ValueError, match="session_id must be a string; got 7"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Self
 
 from daskserve.errors import BadRequestError
@@ -75,7 +76,7 @@ class CallOptions:
     result: str = "value"
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
+        if self.timeout_s is not None and not (isinstance(self.timeout_s, Real) and self.timeout_s > 0):
             raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
         for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
