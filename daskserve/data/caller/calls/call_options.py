@@ -76,8 +76,9 @@ class CallOptions:
     result: str = "value"
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None and not (isinstance(self.timeout_s, Real) and self.timeout_s > 0):
-            raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
+        timeout_s: Any = self.timeout_s
+        if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+            raise BadRequestError(f"timeout_s must be more than 0, or None; got {timeout_s!r}.")
         for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")

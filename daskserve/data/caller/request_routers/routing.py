@@ -180,7 +180,6 @@ class RequestRouting:
         """Read the beginning of a request's body if the router has ``wants_body``."""
         router = self._router
         if router is not None and router.wants_body and envelope.has_body is not ON_DEMAND:
-            # It is already there if the response of the request is watched.
             self.request_of(envelope).body = await body.peek()
 
     def take(self, envelope: Envelope, now: float, other: Callable[[], Pick | None] = _any) -> Any:

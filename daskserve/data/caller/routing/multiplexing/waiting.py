@@ -165,7 +165,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         await hedging.send(partial(send_to, envelope), second, receive, send)
 
     def _take_other(self, envelope: Envelope) -> PooledReplica | None:
-        """Return a replica with room for a second try of a request that has a replica."""
+        """Return a replica with room for the second try of a request; None if there is none."""
         tag, now, model_id = sent_to(envelope), self._clock.now(), envelope.model_id
         if not tag or (model_id and self.models is None):
             return None
