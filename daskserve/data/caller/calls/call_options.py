@@ -77,7 +77,7 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         timeout_s: Any = self.timeout_s
-        if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) > 0):
             raise BadRequestError(f"timeout_s must be more than 0, or None; got {timeout_s!r}.")
         for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
