@@ -169,6 +169,18 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     await found.children.remove("b#1", 0)
 
 
+async def test_endpoints_and_backends_are_watched_while_a_proxy_is_open() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    assert set(cluster.watchers) == {"endpoint/e", "backend/b"}
+    await found.children.close(found.port, 0)
+    found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
+    assert cluster.watchers == {}
+    found.children.open("proxy", b"start", [7], found.left.append, lambda endpoint: None)
+    assert set(cluster.watchers) == {"endpoint/e", "endpoint/other", "backend/b"}
+    await found.children.remove("b#1", 0)
+
+
 async def test_changes_at_once_are_told_once() -> None:
     cluster = Published()
     found = await opened(cluster)
