@@ -194,7 +194,7 @@ class ReplicaModels(Models):
         except TimeoutError as error:
             self._release(name, version)
             if self._clock.now() - self._loading[f"{name}/{version}"] < 0.99 * limit_s:
-                raise  # an error of the user's
+                raise  # an error of user code
             raise RequestTimeoutError(
                 f"{doing} after {shown(limit_s)} s, the load_timeout_s of model_repository."
             ) from error

@@ -231,7 +231,7 @@ class ReplicaTasks:
         elif self._adapter is not None:
             try:
                 self._adapter.pause_consumer()
-            except Exception:  # of an adapter of the user's
+            except Exception:  # of a user's adapter
                 logger.exception("Replica %s could not pause its consumer", short_tag(self._tag))
 
     async def close(self, grace_s: float) -> None:
@@ -254,7 +254,7 @@ class ReplicaTasks:
             for stop in stops:
                 try:
                     await stop()
-                except Exception:  # of an adapter of the user's
+                except Exception:  # of a user's adapter
                     logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
         finally:
             for each in (self._threads, closing):
