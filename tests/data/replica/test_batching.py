@@ -20,7 +20,7 @@ from daskserve.data.replica.user_code.definitions import ACCEPT_BATCH
 from daskserve.data.replica.user_code.responses import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
-from daskserve.payload.pickling import dump, load
+from daskserve.payload.pickling import dump
 
 
 def test_the_mark_is_where_the_classic_system_had_it() -> None:
@@ -83,7 +83,7 @@ def test_anything_but_one_result_per_request_fails_all_of_them(results: Any, mat
 def test_any_ordered_results_will_do() -> None:
     for results in ((1, 2), iter([1, 2])):
         outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()])  # type: ignore[misc]
-        assert [load(outcome) for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
+        assert [outcome.load() for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
 
 
 def test_one_bad_result_or_argument_fails_one_request() -> None:
@@ -92,14 +92,14 @@ def test_one_bad_result_or_argument_fails_one_request() -> None:
 
     unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
     outcomes = answer_batch_in_thread(function, "Method f", [call(1), unreadable, call(3)])
-    assert load(outcomes[0]) == 1  # type: ignore[arg-type]
+    assert outcomes[0].load() == 1  # type: ignore[union-attr]
     assert isinstance(outcomes[1], Exception)
-    assert load(outcomes[2]) == 3  # type: ignore[arg-type]
+    assert outcomes[2].load() == 3  # type: ignore[union-attr]
 
     generator = answer_batch_in_thread(lambda r: [(n for n in r), 2], "Method f", [call(), call()])
     assert isinstance(generator[0], PackedError)
     assert isinstance(generator[0].known, UserCodeError)
-    assert load(generator[1]) == 2  # type: ignore[arg-type]
+    assert generator[1].load() == 2  # type: ignore[union-attr]
 
 
 def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None:

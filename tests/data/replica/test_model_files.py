@@ -29,6 +29,7 @@ def download(name: str, version: str) -> str:
 
 
 def test_versions_are_ordered_as_numbers() -> None:
+    assert newest_last(["²", "1"]) == ["1", "²"]  # a digit, but no number
     assert newest_last(["10", "9", "v1.10", "v1.9", "2024-12-01"]) == [
         "9",
         "10",
