@@ -7,7 +7,6 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -175,13 +174,12 @@ class ReadingVerbs:
     async def status(self) -> dict[str, Any]:
         """Return the instance's status as plain values for `daskserve.client.views.status.Status`."""
         state, observed = self._core.state, self._core.observed
-        controller = {"worker": self._core.worker, "pid": os.getpid()}
         wall = self._core.clock.wall()
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
             "owns_store": self._core.cluster.store.hold.is_ours,
-            "actors": views.actors(state, observed, self._core.cluster.instance, controller),
+            "actors": views.actors(state, observed, self._core.cluster.instance, self._core.process),
             "backends": {
                 tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
             },
@@ -200,10 +198,7 @@ class ReadingVerbs:
                 observed, self._core.worker, self._core.cluster.routes.broken()
             ),
             "refused_workers": dict(await self._core.cluster.refused_workers()),
-            "problems": {
-                **self._core.cluster.store.problems(),
-                **{key: str(error) for key, error in self._core.corrupt.items()},
-            },
+            "problems": self._core.problems(),
         }
 
     @verb
@@ -221,8 +216,7 @@ class ReadingVerbs:
         await clock.sleep(HEALTH_SLEEP_S)
         return {
             "epoch": self._core.epoch,
-            "worker": self._core.worker,
-            "pid": os.getpid(),
+            **self._core.process,
             "owns_store": self._core.cluster.store.hold.is_ours,
             "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
             **controller_health(self._core.loop.metrics, self._core.state, clock.wall()),

@@ -14,7 +14,7 @@ from functools import partial
 
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
+from daskserve.common.types import BackendTag, ReplicaTag, short_tag
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.model_decisions import (
     Folder,
@@ -153,16 +153,13 @@ class ModelKeeper:
         for tag, name in before:
             self._observed.rollouts.forget(rollout_tag(tag, name))
 
-    def _running(self, tag: BackendTag) -> list[ReplicaRecord]:
-        return [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-
     def _reports(self, backend: BackendRecord) -> dict[ReplicaTag, ModelReport | None]:
-        running = [each for each in self._running(backend.tag) if each.version == backend.version]
+        running = [each for each in self._state.running(backend.tag) if each.version == backend.version]
         return {short_tag(each.tag): self._observed.models.get(each.tag) for each in running}
 
     def _tell(self, record: ModelsRecord, plan: RolloutConfig | None) -> None:
         wanted = target(record, plan)
-        for replica in self._running(record.backend):
+        for replica in self._state.running(record.backend):
             report = self._observed.models.get(replica.tag)
             if report is not None and not is_met(wanted, report) and replica.tag not in self._busy:
                 self._busy.add(replica.tag)

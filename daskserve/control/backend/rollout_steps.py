@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
-from daskserve.common.types import ReplicaState
 from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.backend.progress import is_holding
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState
@@ -65,11 +65,6 @@ def decided(
     assert rollout is not None
     new, old = running_of(backend, inputs.state.replicas_of(backend.tag))
     split = split_of(backend, new, old)
-    ready = sum(
-        each.state is ReplicaState.RUNNING
-        and (each.version, each.config_id) == (backend.version, backend.config_id)
-        for each in replicas
-    )
     config = backend.config.rollout
     assert config is not None
     decision = decide(
@@ -77,7 +72,7 @@ def decided(
         config,
         inputs.observed.rollouts.evidence(backend.tag, split.key),
         share=split.share,
-        is_ready=ready >= backend.version_replicas,
+        is_ready=is_holding(backend, replicas),
         for_s=_duration(inputs, rollout, step.notes),
         wall=inputs.wall,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
@@ -70,20 +69,16 @@ class OverviewVerbs:
         self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
         began = processor_time()  # a scheduler that is slow to answer costs this process nothing
-        controller = {"worker": core.worker, "pid": os.getpid()}
         instance = {
             "instance": core.cluster.instance,
             "epoch": core.epoch,
             "owns_store": core.cluster.store.hold.is_ours,
             "http_urls": views.http_urls(core.state, core.observed),
-            "actors": views.system_actors(core.state, core.observed, core.cluster.instance, controller),
+            "actors": views.system_actors(core.state, core.observed, core.cluster.instance, core.process),
             "workers": len(core.observed.workers),
             "unresponsive_workers": sorted(core.observed.unresponsive),
             "refused_workers": dict(refused),
-            "problems": {
-                **core.cluster.store.problems(),
-                **{key: str(error) for key, error in core.corrupt.items()},
-            },
+            "problems": core.problems(),
         }
         wall = core.clock.wall()
         parts = overview(core.state, core.observed, instance, core.building.waiting, wall)

@@ -29,9 +29,9 @@ from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
+from daskserve.control.observed.reports import PublishedReports
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.observed.router_troubles import RouterTroubles
-from daskserve.control.observed.routing_stats import RoutingStats
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
@@ -239,7 +239,7 @@ class Observed:
     #: The rank, and the number of replicas, with which each replica runs, as far as is known.
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: The last result of the user's ``record_routing_stats``.
-    routing_stats: RoutingStats = field(default_factory=RoutingStats)
+    routing_stats: PublishedReports = field(default_factory=lambda: PublishedReports("stats"))
     #: The models that replicas have loaded, as they last reported them.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
     #: The models that their multiplexed functions have loaded.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.state import State
@@ -52,11 +51,7 @@ def all_run(state: State, observed: Observed) -> bool:
     """
     for tag, backend in state.backends.items():
         if backend.goal is None and not backend.is_deleting:
-            seen = [
-                each
-                for each in state.replicas_of(tag)
-                if each.state is ReplicaState.RUNNING and each.tag in observed.ready
-            ]
-            if len(seen) < backend.needed_replicas:
+            seen = sum(each.tag in observed.ready for each in state.running(tag))
+            if seen < backend.needed_replicas:
                 return False
     return True

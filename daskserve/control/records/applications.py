@@ -67,12 +67,13 @@ class Applications:
     def remove(self, backend: BackendRecord) -> None:
         """Remove a backend from the index."""
         if backend.application:
-            _drop(self._members, backend.application, backend.tag)
+            drop(self._members, backend.application, backend.tag)
             for need in backend.needs:
-                _drop(self._needed_by, need, backend.tag)
+                drop(self._needed_by, need, backend.tag)
 
 
-def _drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+def drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+    """Remove a name from an index of names by key."""
     names = index.get(key, {})
     names.pop(name, None)
     if not names:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
-from daskserve.autoscaling.context import AutoscalingContext, Decision
-from daskserve.autoscaling.loading import CallablePolicy
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import counted, shown
 from daskserve.common.types import BackendTag
@@ -63,9 +62,9 @@ class Group:
 
     config: AutoscalingConfig
     due: float
-    loader: PolicyLoader[CallablePolicy]
+    loader: PolicyLoader[CustomPolicy]
     members: dict[BackendTag, None] = field(default_factory=dict)
-    policy: CallablePolicy | None = None
+    policy: CustomPolicy | None = None
     checking: asyncio.Task[None] | None = None
     evaluation: _GroupEvaluation | None = None
 
@@ -217,7 +216,7 @@ class Groups:
             self._apply(group, tag, evaluation, decision)
 
     def _start_call(
-        self, group: Group, policy: CallablePolicy, members: Mapping[BackendTag, Member]
+        self, group: Group, policy: CustomPolicy, members: Mapping[BackendTag, Member]
     ) -> _GroupEvaluation:
         contexts = {tag: each.autoscaler.context(**each.facts) for tag, each in members.items()}
         name = f"daskserve-policy-group-{group.config.group}"

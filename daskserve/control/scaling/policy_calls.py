@@ -18,9 +18,9 @@ from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
-from daskserve.autoscaling.context import AutoscalingContext, Decision
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.autoscaling.groups import decide_together
-from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.autoscaling.loading import load_policy
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag
@@ -221,14 +221,14 @@ def _only_in_group(context: Any, **options: Any) -> Any:
     raise RuntimeError("a group's policy was called for one deployment; call it for the whole group")
 
 
-def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:
+def loaded_policy(config: AutoscalingConfig) -> CustomPolicy:
     """Return the policy that a config names."""
     importlib.invalidate_caches()
     return load_policy(config, load_bytes(config.policy) if isinstance(config.policy, bytes) else None)
 
 
 def run_group_policy(
-    policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
+    policy: CustomPolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
     """Return the decisions of a group's policy. An async policy runs on a new event loop."""
     return asyncio.run(decide_together(policy, contexts))

@@ -30,6 +30,12 @@ def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
     return config.bounds(backend.capacity, backend.capacity_direction)
 
 
+def current_bounds(backend: BackendRecord) -> Bounds | None:
+    """Return the bounds of a backend's autoscaler; None without autoscaling."""
+    config = autoscaling_of(backend)
+    return None if config is None else bounds_of(backend, config)
+
+
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
     """Return a backend's new record with the previous target number.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from daskserve.common import settings
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, ReplicaState
+from daskserve.common.types import BackendTag
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.model_decisions import key_of, rollouts_of, share_of
 from daskserve.control.records.models import rollout_tag
@@ -25,7 +25,6 @@ logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the checks which comparisons are due.
 CHECK_S = 1.0
-
 
 #: A backend, the key of a step and the number of a gate.
 _Place: TypeAlias = tuple[BackendTag, str, int]
@@ -101,11 +100,11 @@ class RolloutQueries:
             if plan is not None and rollout is not None and 0 < split.share < 1:
                 yield _Subject(backend.tag, split.key, plan, rollout.names, (new, old))
         for tag, record in [each for each in self._state.models.items() if each[1].rollouts]:
-            backend_or_none = self._state.backends.get(tag)
-            repository = None if backend_or_none is None else backend_or_none.config.model_repository
+            owner = self._state.backends.get(tag)
+            repository = None if owner is None else owner.config.model_repository
             if repository is None or repository.rollout is None:
                 continue
-            replicas = [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+            replicas = self._state.running(tag)
             for name, rollout in rollouts_of(record).items():
                 share = share_of(rollout, repository.rollout)
                 if 0 < share < 1:

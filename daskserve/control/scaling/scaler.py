@@ -20,7 +20,7 @@ from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
 from daskserve.common.formatting import counted, shown
-from daskserve.common.types import BackendTag, ReplicaState
+from daskserve.common.types import BackendTag
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State, display_name
@@ -137,7 +137,7 @@ class Scaler:
         """Check those of these backends now that were idle or have no running replica."""
         for tag in backends:
             entry = self._entries.get(tag)
-            is_starved = self._state.is_at_zero(tag) or not self._state.has_running(tag)
+            is_starved = self._state.is_at_zero(tag) or not self._state.running(tag)
             if entry is None or entry.is_resting or is_starved:
                 self._wake.set()
                 if entry is not None and not self._groups.check_now(tag):
@@ -200,7 +200,7 @@ class Scaler:
         if backend is None or backend.is_deleting:
             return
         if self._is_pending(backend):
-            if not self._state.has_running(tag):
+            if not self._state.running(tag):
                 entry.due = now + min(STARVED_RETRY_S, entry.due - now)  # more requests may wait by now
             return
         await self._configure(backend, entry)
@@ -243,7 +243,7 @@ class Scaler:
     def _observe(self, backend: BackendRecord, entry: _ScaledBackend) -> BackendSnapshot:
         """Sample the backend's load for its autoscaler, and return a snapshot of the backend."""
         tag, loads, now = backend.tag, self._observed.loads, self._clock.now()
-        running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+        running = [each.tag for each in self._state.running(tag)]
         sample = loads.sample(tag, running, now)
         if entry.backlog is not None:
             sample = replace(sample, backlog=entry.backlog.value())

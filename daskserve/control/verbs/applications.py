@@ -292,7 +292,7 @@ def _check_unused(state: State, app: AppRecord, members: Sequence[BackendRecord]
 def check_separate(state: State, tag: BackendTag) -> None:
     """Raise `BadRequestError` if a backend is a deployment of an application, which is deleted as a whole."""
     backend = state.backends.get(tag)
-    if backend is not None and backend.application in (app.name for app in state.apps):
+    if backend is not None and state.apps.get(backend.application) is not None:
         name = split_deployment_tag(tag)[1]
         raise BadRequestError(
             f"{name!r} is a deployment of application '{backend.application}' and cannot be deleted alone. "

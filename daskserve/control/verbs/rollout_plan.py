@@ -8,7 +8,6 @@ from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.common.formatting import counted, shown
-from daskserve.common.types import ReplicaState
 from daskserve.control.observed.rollout_evidence import (
     Evidence,
     Finding,
@@ -41,8 +40,7 @@ def begun(
     version = None if before is None or wanted.is_deleting else before["version"]
     if wanted.config.rollout is None or version in (None, wanted.version) or before is None:
         return replace(wanted, rollout=None) if wanted.rollout is not None else wanted
-    running = (each for each in state.replicas_of(wanted.tag) if each.state is ReplicaState.RUNNING)
-    if not any(each.version == version for each in running):
+    if not any(each.version == version for each in state.running(wanted.tag)):
         return replace(wanted, rollout=None)
     if current is not None and current.canary is not None:
         is_same = (current.version, current.config_id) == (wanted.version, wanted.config_id)

@@ -262,7 +262,7 @@ def _declared(config: Any) -> dict[str, Any]:
 
 
 def _autoscaling(state: State, backend: BackendRecord) -> dict[str, Any]:
-    running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(backend.tag))
+    running = len(state.running(backend.tag))
     wanted = backend.num_replicas
     word = "UPSCALING" if running < wanted else "DOWNSCALING" if running > wanted else "STABLE"
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from daskserve.common.types import ReplicaState
 from daskserve.control.backend import application as app_state
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -24,7 +23,7 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
     if backend is None:
         return None
     stable = stable_of(backend)
-    running = [each for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+    running = state.running(tag)
     if stable is None:
         value = _published(backend, running)
     else:

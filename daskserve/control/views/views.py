@@ -14,7 +14,6 @@ from daskserve.common.types import (
     ActorKind,
     BackendTag,
     Reachability,
-    ReplicaState,
     ReplicaTag,
     WorkerAddress,
 )
@@ -38,8 +37,9 @@ UNVERSIONED = "Unversioned"
 
 def backend_status(state: State, observed: Observed, backend: BackendRecord, wall: float) -> dict[str, Any]:
     """Return a backend's status, with the reason if it is not healthy."""
+    models = state.models.get(backend.tag)
     replicas = state.replicas_of(backend.tag)
-    running = sum(each.state is ReplicaState.RUNNING for each in replicas)
+    running = len(state.running(backend.tag))
     return {
         "kind": backend.kind,
         "application": backend.application,
@@ -50,9 +50,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord, wal
         "message": with_models(state, observed, backend.tag, message_of(observed, backend, replicas, wall)),
         "models": {
             name: {version: each["state"] for version, each in versions.items()}
-            for name, versions in (
-                state.models[backend.tag].models if backend.tag in state.models else {}
-            ).items()
+            for name, versions in ({} if models is None else models.models).items()
         },
         "dead_replicas": dead_replicas(observed, backend.tag),
     }
@@ -134,7 +132,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "message": replica_message(observed, replica.tag),
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
-                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
+                "routing_stats": dict(observed.routing_stats.get(replica.tag)),
                 "multiplexed": observed.multiplexed.of(replica.tag),
             }
         )
@@ -217,7 +215,7 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
         "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
         "route": endpoint.route if endpoint is not None else None,
         "deployed_at": backend.deployed_at,
-        "running": sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(name)),
+        "running": len(state.running(name)),
     }
 
 
@@ -303,8 +301,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         if not proxy.is_leaving
     },
     "all_replica_handles": lambda state, _: {
-        tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-        for tag in state.backends
+        tag: [each.tag for each in state.running(tag)] for tag in state.backends
     },
     "get_router_config": lambda state, _: endpoint_state.routes(state),
     "get_traffic_policies": lambda state, _: {
