@@ -65,7 +65,7 @@ MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
 #: The published keys that a record of a kind touches besides its own.
-_TOUCHED = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
+_TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
 
 
 class ControllerCore:
@@ -153,7 +153,6 @@ class ControllerCore:
         return {"epoch": self.epoch}
 
     async def _note_start(self) -> None:
-        """Write that this controller has started."""
         try:
             async with self.writer:
                 await self.writer.note(self.history.of_start(self.worker))
@@ -292,7 +291,7 @@ class ControllerCore:
         self.loop.poke()
 
     def _note_system_workers(self) -> None:
-        """Log whether there are workers for the controller and the proxies, if that has changed."""
+        """Log a change of whether any of the ``system_workers`` is in the cluster."""
         names, had_any = ", ".join(self.observed.system_workers), self.observed.had_system_workers
         self.observed.had_system_workers = self.observed.has_system_workers()
         if self.observed.had_system_workers is had_any:
@@ -377,7 +376,7 @@ class ControllerCore:
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
-        keys = self._keys_touched(change)
+        keys = _keys_touched(change)
         tags = {key.removeprefix("backend/") for key in keys if key.startswith("backend/")}
         self.observed.unready = unready(self.state, self.observed.unready, tags)
         self._notify(keys | {UNREADY})
@@ -390,18 +389,6 @@ class ControllerCore:
         if "config" in kinds or any(_may_end_waiting(record) for record in change.values()):
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
-
-    def _keys_touched(self, change: Change) -> set[str]:
-        keys: set[str] = set()
-        for key in change:
-            kind, _, name = key.partition("/")
-            if kind in ("backend", "endpoint"):
-                keys.add(key)
-            elif kind == "replica":
-                keys.add(f"backend/{name.rpartition('#')[0]}")
-            if kind in _TOUCHED:
-                keys.add(_TOUCHED[kind])
-        return keys
 
     def _all_keys(self) -> set[str]:
         state = self.state
@@ -473,6 +460,20 @@ class ControllerCore:
         )
         # A stopped process does not report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)
+
+
+def _keys_touched(change: Change) -> set[str]:
+    """Return the published keys whose values a change may change."""
+    keys: set[str] = set()
+    for key in change:
+        kind, _, name = key.partition("/")
+        if kind in ("backend", "endpoint"):
+            keys.add(key)
+        elif kind == "replica":
+            keys.add(f"backend/{name.rpartition('#')[0]}")
+        if kind in _TOUCHED:
+            keys.add(_TOUCHED[kind])
+    return keys
 
 
 def _may_end_waiting(record: Record | None) -> bool:

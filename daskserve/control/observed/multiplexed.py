@@ -1,4 +1,4 @@
-"""The multiplexed models of all replicas, as they last reported them, for routers and for the status."""
+"""The last reported multiplexed models of all replicas, for routers and for the status."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class MultiplexedModels(PublishedReports):
 
     def __init__(self) -> None:
         super().__init__("models", _for_routers)
-        #: Looks at replicas at once, and often while they load models.
+        #: Queries replicas at once, and often while they load models.
         self.look: Callable[[Iterable[ReplicaTag]], object] = bool
 
     def is_loading(self, tag: ReplicaTag) -> bool:
-        """Return whether a replica has models on their way."""
+        """Return whether a replica is loading models."""
         return any(state != "loaded" for state in self.get(tag).get("models", {}).values())
 
     def of(self, tag: ReplicaTag) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class PublishedReports:
         return backend in self._changed
 
     def forget_replica(self, tag: ReplicaTag) -> None:
-        """Drop the report of a replica whose record is gone."""
+        """Drop the report of a replica whose record was removed."""
         backend = tag.rpartition("#")[0]
         reports = self._reports.get(backend)
         if reports is not None and reports.pop(tag, None) is not None:
