@@ -29,27 +29,6 @@ _WORDS: Mapping[Effect, str] = {
 _COUNTS = frozenset({"num_replicas", "autoscaling_config"})
 
 
-def plan(
-    state: State,
-    config: Mapping[str, Any],
-    built: Mapping[str, ApplicationSpec | str],
-    *,
-    merges: bool,
-    unloadable: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the changes that a configuration would make, as plain values.
-
-    Parameters
-    ----------
-    config : dict
-        The plain values of a `daskserve.config_file.model.InstanceConfig`.
-    built : dict
-        By application: its spec, or why it cannot be built.
-    """
-    apps = {name: planned(state, name, each, unloadable) for name, each in built.items()}
-    return completed(state, config, apps, merges=merges)
-
-
 def completed(
     state: State, config: Mapping[str, Any], apps: dict[str, dict[str, Any]], *, merges: bool
 ) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class WorkerWatch:
         self._state = state
         self._observed = observed
         self._poke = poke
-        #: Publishes the unresponsive workers, the reports of replicas, and whether live metrics are collected.
+        #: Publishes unresponsive workers, reports of replicas, and whether a client reads live metrics.
         self._announce = announce
         #: Raises an error if a newer controller has taken over.
         self._confirm_reign = confirm_reign

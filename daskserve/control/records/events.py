@@ -48,21 +48,6 @@ class EventKind(enum.StrEnum):
     CONTROLLER_STARTED = "CONTROLLER_STARTED"
 
 
-#: The kinds of events that report a problem.
-PROBLEMS = frozenset(
-    {
-        EventKind.DEPLOY_FAILED,
-        EventKind.MODEL_FAILED,
-        EventKind.BUILD_FAILED,
-        EventKind.ROLLOUT_TAKEN_BACK,
-        EventKind.REPLICA_FAILED,
-        EventKind.REPLICA_LOST,
-        EventKind.PROXY_LOST,
-        EventKind.ROUTER_FAILED,
-    }
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event.
