@@ -61,8 +61,8 @@ class ProxyRules:
     return_grace_s : float
         How long the reason to move to another host must last.
     start_id : str
-        The id of the instance's start. An earlier start was on another cluster, so proxies do not wait for its
-        hosts.
+        The id of the instance's start. Proxies do not wait for hosts of an earlier start, because that was on
+        another cluster.
     """
 
     location: Location | None
