@@ -265,8 +265,8 @@ def rolled_back(
 ) -> Change:
     """Return the change that rolls back everything that a goal covers.
 
-    ``culprit`` is the current record of the backend that failed, which may be newer than the one in the state.
-    It is None if the program withdraws the change. Applications that were to swap routes keep their routes.
+    ``culprit`` is the current record of the failed backend, which may be newer than the one in the state. It
+    is None if the program withdraws the change. Applications that were to swap routes keep their routes.
     """
     app, change = state.apps.get(goal.application), Change()
     for other in [] if app is None or app.goal != goal.goal_id else endpoint_state.swapping(state, app):
