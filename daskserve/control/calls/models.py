@@ -83,7 +83,7 @@ class ModelVerbs(DecidingVerbs):
 
     @verb
     async def wait_for_model(self, name: str, model: str, version: str, timeout_s: float) -> dict[str, Any]:
-        """Return the state of a version once it is not LOADING, or after a time; ``""`` if it is gone."""
+        """Return the state of a version once it is not LOADING, or after a time; ``""`` if it is unknown."""
         clock = self._core.clock
         deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
