@@ -1,4 +1,4 @@
-"""The controller: the verbs of an instance. It only connects the parts; the pure modules decide.
+"""The controller: the verbs of an instance.
 
 Every verb that changes something takes the lock, calls a pure function for the change, writes it to the store
 as one transaction, applies it, notifies the listeners, and wakes the loop. The effect of a successful verb
@@ -82,7 +82,7 @@ class Controller:
 
 
 class ReadingVerbs:
-    """Waiting and reading."""
+    """The verbs that read the state, wait for changes, and take reports."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -160,7 +160,7 @@ class ReadingVerbs:
 
     @verb
     async def next_worker(self) -> str | None:
-        """Return the worker that gets the next replica without special needs; None if none has room."""
+        """Return the worker that would get a replica with default options; None if none has room."""
         return self._core.loop.next_worker()
 
     @verb
@@ -210,7 +210,7 @@ class ReadingVerbs:
 
     @verb
     async def health(self) -> dict[str, Any]:
-        """Return which controller this is, how late its loop wakes it from a short sleep, and its rounds."""
+        """Return the controller's identity, the delay of its event loop, and the metrics of its rounds."""
         clock = self._core.clock
         due = clock.now() + HEALTH_SLEEP_S
         await clock.sleep(HEALTH_SLEEP_S)
@@ -270,8 +270,8 @@ class ReadingVerbs:
     ) -> None:
         """Record a router's queued requests and requests in flight, by backend.
 
-        ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
-        somebody watches the live metrics. ``troubles`` is what is wrong with the users' request routers.
+        ``versions`` are its counts for both versions of rollouts. ``live`` are its counts of all calls, while
+        a client reads the live metrics. ``troubles`` are the faults of the users' request routers.
         """
         going_on = {
             tag: each
@@ -295,7 +295,7 @@ class ReadingVerbs:
 
     @verb
     async def note_loading(self, replicas: Sequence[str]) -> None:
-        """Look at replicas that are about to load multiplexed models, until they have."""
+        """Query replicas that are about to load multiplexed models, until they have loaded them."""
         self._core.observed.multiplexed.look(replicas)
 
     @verb
@@ -316,7 +316,7 @@ class ReadingVerbs:
 
     @verb
     async def hand_over(self) -> dict[str, Any]:
-        """Return all that a new scheduler needs to bring the instance back."""
+        """Return what a new scheduler needs to restore the instance."""
         return {
             "workers": sorted(self._core.observed.workers),
             "epoch": self._core.epoch,
@@ -326,7 +326,7 @@ class ReadingVerbs:
 
     @verb
     async def ping(self, store: Mapping[str, Any] | None = None) -> int:
-        """Return the epoch, which shows that this process and its loop run, given the store's condition."""
+        """Record the store's condition and return the epoch; the answer shows that the event loop runs."""
         if store is not None:
             self._core.learn_of_store(store)
         return self._core.epoch

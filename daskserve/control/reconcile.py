@@ -370,7 +370,7 @@ class Reconciler:
         return {self._worker, *self._state.proxies.workers}
 
     def next_worker(self) -> WorkerAddress | None:
-        """Return the worker that gets the next replica without special needs; None if none has room."""
+        """Return the worker that would get a replica with default options; None if none has room."""
         workers = self._observed.cleared_workers()
         found = place(self._state, workers, Demand("", (ActorOptions().demand(),)), self.workers_to_avoid())
         return None if found is None else found[0]

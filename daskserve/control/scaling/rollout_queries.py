@@ -41,16 +41,16 @@ class _Subject(NamedTuple):
 
 
 class RolloutQueries:
-    """Polls while rollouts with such gates go on; each comparison adds to their evidence."""
+    """Polls while rollouts with such gates are active; each comparison adds to their evidence."""
 
     def __init__(self, state: State, observed: Observed, clock: Clock, fetch: Fetch | None = None) -> None:
         self._state = state
         self._observed = observed
         self._clock = clock
         self._fetch = fetch
-        #: When each gate is compared next, by its place.
+        #: The time of the next comparison of each gate.
         self._due: dict[_Place, float] = {}
-        #: The reader of each gate's values, kept so that a lasting error is logged once.
+        #: The queries of each gate, kept so that a lasting error is logged once.
         self._queries: dict[_Place, PrometheusQueries] = {}
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class RolloutQueries:
                 if gate.metric != "prometheus":
                     continue
                 place = (found.tag, found.key, number)
-                # The first comparison is of requests of this step alone.
+                # Wait for the first comparison, so that it covers only requests of this step.
                 at = self._due.get(place, now + gate.interval_s)
                 if now >= at:
                     at = now + gate.interval_s
@@ -92,7 +92,7 @@ class RolloutQueries:
 
     def _subjects(self) -> Iterator[_Subject]:
         """Yield the rollouts with traffic for both versions, of deployments and of models."""
-        # An instance without rollouts has no index of them: this takes some 0.03 ms for 1,000 backends.
+        # Rollouts have no index: this loop takes some 0.03 ms for 1,000 backends.
         for backend in [each for each in self._state.backends.values() if each.canary is not None]:
             plan, rollout = backend.config.rollout, backend.canary
             new, old = running_of(backend, self._state.replicas_of(backend.tag))

@@ -15,10 +15,11 @@ from daskserve.control.views.applications import application_status, replica_wor
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.rollouts import rollout_status
 
-#: The part about the instance itself, and the names of the parts about applications and other backends.
+#: The name of the part about the instance, the prefix of the parts about applications, and the name of the
+#: part about other backends.
 INSTANCE, APPLICATION, CLASSIC = "instance", "app/", "classic"
 
-#: How many multiplexed models of a replica are named.
+#: Maximum number of multiplexed models of a replica that are listed.
 MAX_MODELS = 20
 
 

@@ -1,4 +1,4 @@
-"""Which backends should run and have no replica, for ``/-/readyz``. Pure."""
+"""Finds the backends that should run and have no running replica, for ``/-/readyz``. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from daskserve.control.scaling.recorded import current_bounds
 def should_run(backend: BackendRecord) -> bool:
     """Return whether a backend needs a replica at any load.
 
-    One that its autoscaler may scale to zero does not, even while it wakes up. During a change, the replicas
-    count with which the change is complete.
+    A backend that may be scaled to zero does not, even while its first replica starts. During a change, a
+    backend does if the change needs replicas to be complete.
     """
     if backend.is_deleting or backend.needed_replicas == 0:
         return False

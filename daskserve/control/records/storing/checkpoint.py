@@ -53,7 +53,7 @@ async def write(store: Store, epoch: int, change: Change, *, must_last: bool = T
     if change:
         try:
             records = encoded(change)
-        except UnicodeEncodeError:  # a text of user code, which must not keep its replica from being replaced
+        except UnicodeEncodeError:  # from a text of user code, which must not block the change
             change = {key: record and encodable(key, record) for key, record in change.items()}
             records = encoded(change)
         may_wait = not must_last and all(key.startswith(_MAY_WAIT) for key in change)
