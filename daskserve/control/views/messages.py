@@ -122,8 +122,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
     """Return how often, for how long and why replicas restart in a loop; empty if they do not.
 
-    ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time, such
-    as with the loss of a worker, count once.
+    ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time,
+    such as with the loss of a worker, count once.
     """
     lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}
