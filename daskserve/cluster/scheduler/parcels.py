@@ -188,7 +188,10 @@ class InstanceParcels:
                 else:
                     what = "has other" if self._rows.get(code) else "has lost the"
                     raise CodeLoadError(f"The store {what} constructor arguments of {code}. Deploy it again.")
-                self._memory[digest] = await asyncio.to_thread(_join, [records[each] for each in rows])
+                memory = await asyncio.to_thread(_join, [records[each] for each in rows])
+                if source not in self._rows:
+                    return memory  # the code was deleted in the meantime, so nothing would drop the content
+                self._memory[digest] = memory
                 self._digests[source] = digest
             return self._memory[digest]
 

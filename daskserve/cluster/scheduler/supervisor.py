@@ -20,6 +20,7 @@ from distributed import Client, Scheduler, SchedulerPlugin
 
 from daskserve.cluster.channel.connect.dialling import SPLICE_OP
 from daskserve.cluster.dask.cluster import SUPERVISOR_OP, topic_of
+from daskserve.cluster.dask.connection import connected
 from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.distributed_internals import (
     add_handler,
@@ -383,7 +384,7 @@ class Supervisor(SchedulerPlugin):
 
         async with self._lock:
             if self._client is None:
-                self._client = Client(
+                client = Client(
                     self._scheduler.address,
                     asynchronous=True,
                     set_as_default=False,
@@ -391,8 +392,9 @@ class Supervisor(SchedulerPlugin):
                     direct_to_workers=True,
                     name=PLUGIN_NAME,
                 )
-                await self._client
-                self._hosts.open(self._client)
+                await connected(client)
+                self._client = client
+                self._hosts.open(client)
                 for each in self._installed:
                     each.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())
