@@ -51,6 +51,7 @@ from daskserve.common.types import (
 from daskserve.data.batching.decorator import batch
 from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.replica import Replica
 from daskserve.loops.thread_calls import LoopQueues
 from daskserve.options.backend import BackendConfig
@@ -59,6 +60,7 @@ from daskserve.options.start_messages import ReplicaStart
 from daskserve.payload.pickling import dump, dump_bytes
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.http_connection import HTTPConnection
+from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.request.head import HeadLimits
 from daskserve.proxies.exchange.server_state import ServerState
 from daskserve.proxies.ingress.app import IngressApp
@@ -111,7 +113,7 @@ class SizedImages:
         return [len(each) for each in images]
 
     async def __call__(self, request: Any) -> str:
-        await self.sizes((await request.json())["pixels"])  # type: ignore[misc]
+        await self.sizes((await request.json())["pixels"])
         return "ok"
 
 
@@ -252,6 +254,8 @@ def our_protocols(app: ASGIApp) -> Callable[[], Any]:
         max_message_bytes=1 << 20,
         idle_timeout_s=60,
         clock=clock,
+        deflates_messages=False,
+        limits=Limits(),
     )
     return lambda: HTTPConnection(server_state, lambda: None)
 
@@ -352,7 +356,7 @@ class Bench:
     ) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
         seam: Any = Seam(handle, is_local=is_local, tracing=tracing)
-        routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
+        routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes, WaitingCalls(), {})
         self.routers.append(routers)
 
         def dispatch(

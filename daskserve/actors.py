@@ -158,13 +158,13 @@ class ProxyActor:
     def health(self) -> dict[str, Any]:
         """Return how many requests are under way; a proxy does not check its own health."""
         ingress = self._ingress
-        return {} if ingress is None else self._with_children({"ongoing": ingress.statistics().ongoing})
+        return {} if ingress is None else self._with_children({"ongoing": ingress.ongoing})
 
     def metrics(self) -> dict[str, Any]:
         """Return what the controller reads every second while somebody watches the live metrics."""
         if self._ingress is None:
             return {"ended": 0}
-        counts = {"ongoing": self._ingress.statistics().ongoing, **self._ingress.metrics.totals()}
+        counts = {"ongoing": self._ingress.ongoing, **self._ingress.metrics.totals()}
         return self._with_children(counts)
 
     def handle(self, envelope: Envelope) -> ActorRequest:
@@ -182,11 +182,10 @@ class ProxyActor:
         """Return the ingress's request counts and latencies."""
         if self._ingress is None:
             raise ServeError("The proxy is still starting.")
-        counts = self._ingress.statistics()
         latency = self._ingress.metrics.latency
         found = {
-            "ongoing": counts.ongoing,
-            "responses": dict(counts.responses),
+            "ongoing": self._ingress.ongoing,
+            "responses": self._ingress.responses(),
             "handled_total": latency.count,
             "latency_counts": list(latency.counts),
             "latency_sum_s": latency.sum,

@@ -1,4 +1,4 @@
-"""One HTTP listener with its ingress: what a proxy and the process of a replica have alike."""
+"""An HTTP listener with its ingress, as proxies and the processes of replicas use it."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class HTTPListener:
             As for `daskserve.proxies.server.life.HTTPServer.drain`.
         """
         if self._health is not None:
-            # First: who looks now finds another proxy of this host, or none.
+            # First, so that health checks reach another proxy of this host, or none.
             await self._health.drain(min(grace_s, HEALTH_GRACE_S))
             await self._health.stop()
         if self.server is not None:
@@ -224,14 +224,14 @@ class HTTPListener:
         if self.ingress is None:
             return []
         instance = self._instance
-        counts = self.ingress.statistics()
+        ingress = self.ingress
         return [
-            ("http_ongoing_requests", (instance,), counts.ongoing),
-            ("http_timeouts", (instance,), counts.timed_out),
-            ("http_cancellations", (instance,), counts.unanswered),
+            ("http_ongoing_requests", (instance,), ingress.ongoing),
+            ("http_timeouts", (instance,), ingress.timed_out),
+            ("http_cancellations", (instance,), ingress.unanswered),
             *([] if self.server is None else self.server.samples(instance)),
             *([] if self._health is None else self._health.samples(instance)),
-            *self.ingress.metrics.samples(instance),
+            *ingress.metrics.samples(instance),
         ]
 
     def _is_crowded(self, path: str) -> bool:

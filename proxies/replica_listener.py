@@ -1,8 +1,8 @@
 """The listeners in the process of a replica.
 
-Requests of its own endpoint are answered here as long as the replica has a slot; all others go to the worker,
-whose routers send them on as any request of a proxy. So queues, their limits and the choice of a replica stay
-in one place.
+The replica answers requests of its own endpoint while it has a free slot. All other requests go to the
+worker, whose routers handle them like those of a proxy. So queues, their limits and the choice of a replica
+stay in one place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("daskserve.proxies")
 
 
 class ReplicaRequests:
-    """Answers what the replica of this process may answer, and sends on the rest.
+    """Passes requests to the replica of this process if it may answer them, otherwise to the worker.
 
     It is the `daskserve.proxies.listener.Requests` of its listeners.
     """
@@ -139,7 +139,7 @@ class ReplicaListeners:
             logs=context.logs,
         )
         self._update(listener, wanted)
-        # A second attempt has the sockets of the first.
+        # If binding fails, the next attempt uses the same sockets.
         if key not in self._sockets:
             self._sockets[key] = self._take_sockets(key)
         await listener.bind(self._trace(start.tracing), self._sockets[key])
@@ -155,7 +155,10 @@ class ReplicaListeners:
         is_left = not key
         self._is_left = self._is_left or is_left
         async with self._lock:
-            keys = list(self._listeners) if is_left else [key]
+            keys = [*self._listeners, *self._sockets] if is_left else [key]
+            for each in keys:
+                for unused in self._sockets.pop(each, ()):
+                    unused.close()
             found = {each: self._listeners[each] for each in keys if each in self._listeners}
         # If the proxy stays, its host is no less healthy than before.
         stopping = [

@@ -63,7 +63,7 @@ def gauges_of(cluster: LocalCluster) -> dict[str, int]:
             found["abandoned"] += actor._code._executor.abandoned
             found["calls"] += len(actor._code._executor.runs)
         elif "/proxy/" in address.name:
-            found["ingress"] += actor._ingress.statistics().ongoing
+            found["ingress"] += actor._ingress.ongoing
     for process in [cluster.program, *(cluster.process(info.address) for info in cluster.workers())]:
         routers = process.shared.get("routers")
         for backend in routers._sets.values() if routers else ():

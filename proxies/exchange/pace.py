@@ -1,6 +1,6 @@
-"""Ends requests whose clients stand still: bodies that come too slowly, and responses that are not read.
+"""Ends requests whose clients are too slow: bodies that arrive too slowly, and responses that are not read.
 
-One timer looks at all connections about once a second, so a request that makes progress costs nothing. See
+One timer checks all connections about once a second, so a request that makes progress costs nothing. See
 `daskserve.proxies.exchange.limits.limits` for what other servers do.
 """
 
@@ -19,7 +19,7 @@ log = logging.getLogger("daskserve.proxies")
 #: The longest interval of the checks, and their number within the shortest limit.
 PERIOD_S = 1.0
 _CHECKS = 4
-#: A body gives way to others if what it holds would take longer than this at its present rate.
+#: A body may be ended in favour of others if its held bytes would take longer than this at its present rate.
 SLOW_S = 10.0
 
 
@@ -53,7 +53,7 @@ class BodyPace:
 
 
 class PaceWatch:
-    """Looks at the connections of one server."""
+    """Checks the connections of one server."""
 
     def __init__(self, server_state: ServerState) -> None:
         self._server_state = server_state
@@ -63,7 +63,7 @@ class PaceWatch:
         self._timer: asyncio.TimerHandle | None = None
         server_state.make_room = self.make_room
         self._bodies: dict[Ongoing, BodyPace] = {}
-        #: What was sent of a response that waits for its client, and since when it has been no more.
+        #: The bytes sent of a response that waits for its client, and since when there were no more.
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
     def start(self) -> None:
@@ -84,22 +84,22 @@ class PaceWatch:
         self.look(asyncio.get_running_loop().time())
 
     def look(self, now: float) -> None:
-        """Look at all connections, and end the requests that stand still."""
+        """Check all connections, and end the requests that make no progress."""
         bodies, self._bodies = self._bodies, {}
         unsent, self._unsent = self._unsent, {}
         for connection in list(self._server_state.connections):
             exchange = connection.exchange
-            # What comes within a response may come as slowly as both sides like.
+            # Once a response has begun, the body may arrive at any rate.
             if exchange is not None and exchange.wants_body and not exchange.is_begun:
                 self._look_at_body(exchange, bodies.get(exchange), now)
             if connection.stream.writing():
                 self._look_at_response(connection, unsent.get(connection), now)
 
     def make_room(self, body: RequestBody) -> bool:
-        """End the body that holds most for how fast it comes, instead of one that exceeds the budget.
+        """End the body that holds the most memory for its rate, in place of one that exceeds the budget.
 
-        A client that has sent nearly all of a large body, and the rest as slowly as it may, would otherwise
-        keep out all others for hours. Return whether there was such a body.
+        Otherwise a client could send the end of a large body so slowly that it keeps out all others for
+        hours. Returns whether a body was ended.
         """
         if body.excess is not NO_MEMORY:
             return False

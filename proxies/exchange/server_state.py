@@ -58,7 +58,7 @@ class Ongoing(Protocol):
         """Answer in place of the application, and close the connection."""
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client that sends no more is still there."""
+        """Have the operating system find out whether a client whose data has ended is still connected."""
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
@@ -84,10 +84,10 @@ class Refusals:
         self.causes: Counter[str] = Counter()
         self.bodies: Counter[tuple[str, str]] = Counter()
         #: Called with the client, method, target, version and status of each of them.
-        self.tell: NoteRefused = _untold
+        self.tell: NoteRefused = lambda *refused: None
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
-        """Count a request that ends because of its body: with a response of this status, or cut off."""
+        """Count a request that ends because of its body, with a response of this status or without one."""
         self.causes[_CAUSES[status]] += 1
         if not is_cut:
             self.bodies[method if method in ALL_HTTP_METHODS else "OTHER", str(status)] += 1
@@ -109,7 +109,7 @@ class ServerState:
     refusals : Refusals
         The requests that the server has refused.
     limits : Limits
-        The limits of clients that stand still, and of memory.
+        The limits of slow clients, and of memory.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ServerState:
         idle_timeout_s: float,
         clock: Clock,
         max_message_bytes: int,
-        deflates_messages: bool = False,
+        deflates_messages: bool,
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class ServerState:
         self.is_draining = False
         self.refusals = Refusals()
         #: Called with a connection that stays open although the client's data has ended.
-        self.note_end: Callable[[Connection], None] = _ignore
+        self.note_end: Callable[[Connection], object] = lambda connection: None
         #: Returns the size that no body may exceed; the application may set a lower limit for each.
         self.largest_body_bytes: Callable[[], float] = lambda: max_body_bytes
         #: Returns whether requests of the endpoint of a path wait for a slot.
@@ -166,12 +166,6 @@ class ServerState:
             task.cancel()
             # A task that is cancelled before its first step does not remove itself.
             task.add_done_callback(self.tasks.discard)
-
-
-def _ignore(connection: Connection) -> None: ...
-
-
-def _untold(client: Client, method: str, target: str, version: str, status: int) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -222,11 +216,11 @@ class Connection(asyncio.Protocol):
         return (self.exchange is None or self.exchange.is_over) and not self.stream.writing()
 
     def is_incomplete(self) -> bool:
-        """Return whether the client takes its time over the head of a request."""
+        """Return whether the connection waits for the rest of a request's head."""
         return self.awaits_head and self.is_idle()
 
     def await_head(self) -> None:
-        """Note that a part of a head was received: its time begins with its first byte."""
+        """Note that a part of a head was received: its timeout begins with its first byte."""
         if not self.awaits_head:
             self.awaits_head = True
             self.server_state.watch.watch(self)

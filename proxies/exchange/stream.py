@@ -21,7 +21,7 @@ GONE = "the client has disconnected"
 
 
 class Stream(asyncio.Protocol):
-    """Writes to a transport, and tells when there is room for more.
+    """Writes to a transport, with back-pressure.
 
     Only a WebSocket reads from it, after `take_over` has made it the transport's protocol. Until then another
     protocol reads, and passes on ``pause_writing``, ``resume_writing`` and ``connection_lost``. The stream is
@@ -114,10 +114,10 @@ class Stream(asyncio.Protocol):
             self._transport.resume_reading()
 
     def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
-        """Return a socket for a stream on ``loop``, and what was received and not read yet.
+        """Return a socket for a stream on ``loop``, and the bytes that were received and not read.
 
-        This stream is closed then, and the connection is not. None if it has to stay where it is, or is on
-        that loop already, and on one of its own transports: these take less time for a message than others.
+        This closes the stream, but not the connection. Returns None if the connection cannot move, or if it
+        is on that loop already and uses a transport of the loop, which is the fastest.
         """
         take_unread = getattr(self._transport, "take_unread", None)  # of a `TornadoTransport`
         is_bound = not self._can_move() or self.writing() or self.closed()
@@ -207,7 +207,7 @@ def duplicate(sock: Any) -> socket.socket:
 def can_tell_hangups() -> bool:
     """Whether the operating system can tell if a client has left, as Linux does.
 
-    If not, the end of a client's data counts as that.
+    Elsewhere, the end of a client's data means that it has left.
     """
     return hasattr(select, "POLLRDHUP")
 

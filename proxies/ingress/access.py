@@ -29,7 +29,7 @@ class AccessLog:
         self._logs = logs
         self._clock = clock
         self._name, self._instance = name, instance
-        #: Whether requests are logged whose application does not say.
+        #: Whether to log the requests of applications without a setting.
         self._is_on = False
 
     def configure(self, config: Mapping[str, Any] | None) -> None:
@@ -44,7 +44,7 @@ class AccessLog:
         if self._is_on:
             path = target.encode("latin-1", "replace") or b"-"
             now = self._clock.wall()
-            # Nothing has checked it.
+            # The server has not checked the method.
             name = method if method.isidentifier() and method.isascii() and len(method) < 32 else "-"
             names = {"proxy": self._name, "instance": self._instance}
             self._logs.access((*Access(now, name, path, b"", status, 0.0, client, version, **names),))

@@ -11,8 +11,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from daskserve.common.clock import RequestIds, stopwatch
@@ -58,8 +57,8 @@ NO_ROUTES = "There is no route yet."
 #: A success, so that load balancers continue: no other proxy may serve. The text is for operators.
 STORE_IS_TAKEN = b"success, but another cluster has taken over the store of this instance"
 
-#: The keys of the scope of an HTTP request; see https://asgi.readthedocs.io/en/latest/specs/www.html
-_HTTP_KEYS = frozenset(
+#: The keys of the scope of a request; see https://asgi.readthedocs.io/en/latest/specs/www.html
+_SCOPE_KEYS = frozenset(
     (
         "type",
         "asgi",
@@ -73,34 +72,12 @@ _HTTP_KEYS = frozenset(
         "headers",
         "client",
         "server",
+        "subprotocols",
     )
 )
-_SCOPE_KEYS = _HTTP_KEYS | {"subprotocols"}
 #: Keys that belong to this process, even if their values are plain.
 _SCOPE_KEYS_KEPT_HERE = frozenset(("app", "state", "extensions", TRUSTED_TIMEOUT))
 _PLAIN_TYPES = (str, bytes, int, float, type(None))
-
-
-@dataclass(frozen=True, slots=True)
-class IngressStatistics:
-    """Counts since the ingress was made.
-
-    Attributes
-    ----------
-    ongoing : int
-        Requests in flight.
-    responses : mapping
-        Responses that were started, by status class: ``{"2xx": 7, ...}``.
-    unanswered : int
-        Requests that ended without a response; the client went away, or the server stopped.
-    timed_out : int
-        Requests that ran into their timeout, before or within the response.
-    """
-
-    ongoing: int
-    responses: Mapping[str, int]
-    unanswered: int
-    timed_out: int
 
 
 class IngressApp:
@@ -129,6 +106,15 @@ class IngressApp:
         Takes each request that has ended.
     tracing : Tracing, optional
         Makes the spans of sampled requests.
+
+    Attributes
+    ----------
+    ongoing : int
+        Requests in flight.
+    unanswered : int
+        Requests that ended without a response, because the client disconnected or the server stopped.
+    timed_out : int
+        Requests that reached their timeout, before or within the response.
     """
 
     def __init__(
@@ -159,10 +145,8 @@ class IngressApp:
         self._is_direct = is_direct
         self._request_ids = RequestIds(rng)
         self._is_draining = False
-        self._ongoing = 0
+        self.ongoing = self.unanswered = self.timed_out = 0
         self._responses = [0] * 10
-        self._unanswered = 0
-        self._timed_out = 0
         self.metrics = IngressMetrics()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -181,18 +165,13 @@ class IngressApp:
         """Answer ``/-/healthz`` with 503 from now on; other requests are served as before."""
         self._is_draining = True
 
-    def statistics(self) -> IngressStatistics:
-        """Return the counts as they are now."""
-        return IngressStatistics(
-            ongoing=self._ongoing,
-            responses={f"{leading}xx": count for leading, count in enumerate(self._responses) if count},
-            unanswered=self._unanswered,
-            timed_out=self._timed_out,
-        )
+    def responses(self) -> dict[str, int]:
+        """Return the number of responses that were started, by status class: ``{"2xx": 7, ...}``."""
+        return {f"{leading}xx": count for leading, count in enumerate(self._responses) if count}
 
     def __repr__(self) -> str:
         state = "draining" if self._is_draining else "open"
-        return f"<IngressApp {state}, {self._ongoing} ongoing, {sum(self._responses)} answered>"
+        return f"<IngressApp {state}, {self.ongoing} ongoing, {sum(self._responses)} answered>"
 
     async def _serve(self, request: IngressRequest, scope: Scope, receive: Receive) -> None:
         response = request.response
@@ -200,7 +179,7 @@ class IngressApp:
             response.request_id = self._request_ids.next().encode()
             self.metrics.bad_ids += request.has_bad_id
         started = stopwatch()
-        self._ongoing += 1
+        self.ongoing += 1
         try:
             await self._answer(request, scope, receive)
         except Exception as error:
@@ -208,8 +187,9 @@ class IngressApp:
                 raise
             await self._answer_error(request, error)
         finally:
-            self._ongoing -= 1
-            if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
+            self.ongoing -= 1
+            # Requests that are refused because of their body are counted by the server.
+            if response.status or not (request.has_body and is_refused(receive)):
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
                 self.metrics.observe(
@@ -226,7 +206,7 @@ class IngressApp:
                 if response.status:
                     self._responses[response.status // 100 % 10] += 1
                 else:
-                    self._unanswered += 1
+                    self.unanswered += 1
             if request.span is not None and self._tracing is not None:
                 end_trace(self._tracing, request.span, request, scope)
 
@@ -289,7 +269,7 @@ class IngressApp:
             )
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
-        """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""
+        """Return why this proxy should get no requests, or the instance is not ready; empty otherwise."""
         if self._is_draining:
             return DRAINING
         if not len(table):
@@ -409,7 +389,7 @@ class IngressApp:
         except RequestTimeoutError:
             if request.response.is_complete:
                 return  # user code continues, in its background tasks for example
-            self._timed_out += asyncio.get_running_loop().time() >= deadline
+            self.timed_out += asyncio.get_running_loop().time() >= deadline
             raise
 
     async def _answer_error(self, request: IngressRequest, error: Exception) -> None:
@@ -417,7 +397,7 @@ class IngressApp:
         response = request.response
         request_id = response.request_id.decode("latin-1")
         if response.status:
-            # The headers are sent: only a cut connection can tell the client that the response is incomplete.
+            # The headers are sent: only a closed connection shows the client that the response is incomplete.
             if not is_logged(error, request_id):
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error

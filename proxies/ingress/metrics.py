@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from daskserve.common.types import ALL_HTTP_METHODS
 from daskserve.proxies.ingress.routes import Route
 from daskserve.telemetry.histogram import LatencyHistogram, TracedValue
 from daskserve.telemetry.table import MetricSample
 
 #: The registered methods; see RFC 9110 and RFC 5789. A WebSocket is counted as a method.
-METHODS = frozenset(
-    ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "WEBSOCKET")
-)
+METHODS = frozenset((*ALL_HTTP_METHODS, "WEBSOCKET"))
 OTHER_METHOD = "OTHER"
 #: The status of requests whose client disconnected before the response, as other servers log it.
 CLIENT_GONE = 499
@@ -80,7 +79,7 @@ class IngressMetrics:
     ) -> None:
         """Count a request that has ended.
 
-        ``cause`` is empty if the ingress saw no error, and ``matched`` if the application told no route.
+        ``cause`` is empty without an error, and ``matched`` unless the application reports a matched route.
         """
         metrics = self._routes.get((route.route, route.endpoint, matched))
         if metrics is None:
@@ -101,7 +100,7 @@ class IngressMetrics:
                 metrics.latency.note_trace(seconds, span)
 
     def _metrics_of(self, route: Route, matched: str) -> RouteMetrics:
-        # An application may make up routes; the first ones of each are counted apart.
+        # An application may report any number of routes; only the first ones are counted apart.
         known = self._matched.get(route.endpoint, 0)
         if matched and known >= MAX_MATCHED:
             matched = ""
@@ -110,7 +109,7 @@ class IngressMetrics:
         return self._routes.setdefault((route.route, route.endpoint, matched), RouteMetrics())
 
     def totals(self) -> dict[str, Any]:
-        """Return the requests that have ended, those with a 5xx, their durations, and both by endpoint."""
+        """Return the ended requests and those with a 5xx, also by endpoint, and their latencies."""
         endpoints: dict[str, list[int]] = {}
         ended = failed = 0
         for (_, endpoint, _), metrics in self._routes.items():

@@ -1,17 +1,17 @@
 """Accepts the connections of one server, within limits.
 
 1. At most ``max_connections`` are open. At the limit, a new connection takes the place of another, as under
-   nginx: the one whose next request is incomplete for longest, or else the one that is idle for longest. If
+   nginx: the one whose next request is incomplete for longest, otherwise the one that is idle for longest. If
    that is less than `IDLE_S`, accepting pauses: clients wait in the backlog of the operating system, and
    those that are being served lose nothing.
 2. If the process has no file descriptors left, the number of connections that are open is the limit for
    `SCARCE_S`, less a few that are closed so that Dask and user code find some.
 3. If accepting fails in another way, it pauses for `FAILED_S`, as asyncio's servers do. Tornado's
-   ``add_accept_handler`` would try again in each turn of the event loop.
+   ``add_accept_handler`` would retry in each turn of the event loop.
 4. Several processes may accept from the same sockets. One that is handed them waits the longer the more
-   connections it has, and then takes few, so that each gets its share: the operating system would wake all,
-   and the first would take most. The process that has bound them leaves connections to those others. If they
-   have taken none in `LOOKS` looks, they are blocked or were killed, and it accepts as well.
+   connections it has, and then takes few, so that each gets its share. Otherwise the first of all that the
+   operating system wakes would take most. The process that has bound the sockets leaves connections to the
+   others. If they have taken none in `LOOKS` checks, they are blocked or were killed, and it accepts as well.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _ACCEPT_AT_ONCE = 128
 #: For how long a connection must have been idle before a new one may take its place: a client that is about
 #: to send its next request keeps its connection.
 IDLE_S = 1.0
-#: The pause in accepting at the limit, after a failure, and until a connection that was closed is gone.
+#: Pauses in accepting: at the limit, after a failure, and while a connection is being closed.
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
-#: How often, and how many times, the process that has bound a socket looks whether others accept from it.
+#: Interval and number of checks whether other processes accept from a socket that this one has bound.
 LOOK_S, LOOKS = 0.02, 10
-#: How long a process waits at most before it takes a connection of another's socket, with how many
-#: connections it waits half of that, and for how many connections it takes one more at once.
+#: Maximum time that a process waits before it accepts from another process's socket, the number of its
+#: connections at which it waits half of that, and the number for each further one that it accepts at once.
 _SHARING_S, _HALF, _PER_SHARE = 0.02, 64, 16
-#: For how long no connection is left to them after one waited each time.
+#: For how long no connection is left to other processes that have accepted none.
 BLOCKED_S = 1.0
-#: For how long fewer connections are accepted after the process had no file descriptors left, and how many of
-#: its connections are closed then: one of so many that are open, and this number at most.
+#: For how long fewer connections are accepted after the process ran out of file descriptors. Then it closes
+#: one of `_SPARE_SHARE` connections, and at most `_SPARE`.
 SCARCE_S = 10.0
 _SPARE_SHARE, _SPARE = 4, 8
 #: While accepting pauses again and again for one reason, the log says so this often.
@@ -110,7 +110,7 @@ def _backlog_of(listening: socket.socket) -> int:
 
 
 def _is_unused(connection: Connection) -> bool:
-    """Return whether a client sends nothing, and waits for nothing."""
+    """Return whether a connection carries no request, and its client has sent nothing."""
     return connection.is_idle() and not is_readable([connection.stream.socket])
 
 
@@ -155,8 +155,8 @@ class Acceptor:
         self._pause: asyncio.TimerHandle | None = None
         #: Whether another process has bound the sockets.
         self._is_guest = False
-        #: Whether other processes accept from these sockets; how often a connection waited since one came;
-        #: and until when none is left to them.
+        #: Whether other processes accept from these sockets; how many checks they have taken no connection,
+        #: and how many waited at the last check; until when none is left to them.
         self._has_others = False
         self._looks = self._waited = 0
         self._others_blocked_until = float("-inf")
@@ -176,7 +176,7 @@ class Acceptor:
         return self._pause is not None
 
     def start(self, sockets: list[socket.socket], *, is_guest: bool = False) -> None:
-        """Accept connections on listening sockets; those of another process for a guest."""
+        """Accept connections on listening sockets; ``is_guest`` if another process has bound them."""
         self._is_guest = is_guest
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
@@ -190,7 +190,7 @@ class Acceptor:
         self._watch()
 
     def leave_to_others(self, has_others: bool) -> None:
-        """Leave connections to other processes as long as they take them, or no longer."""
+        """Set whether other processes accept from these sockets, which get the connections first."""
         self._has_others = has_others
 
     def stop(self) -> None:
@@ -238,7 +238,7 @@ class Acceptor:
             self._accept(listening)
 
     def _waiting(self) -> int:
-        """Return how many connections wait; 1 for any number where the operating system does not tell."""
+        """Return how many connections wait; at most 1 if the operating system does not report the number."""
         return sum(map(_backlog_of, self._sockets)) if is_readable(self._sockets) else 0
 
     def _accept_share(self) -> None:
@@ -278,12 +278,12 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL:  # the process that has bound it listens no more
+                if error.errno == errno.EINVAL:  # the process that has bound it has stopped listening
                     self._loop.remove_reader(listening)
                     self._sockets.remove(listening)
                 elif error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
-                elif is_readable([listening]):  # the error comes even if no client waits
+                elif is_readable([listening]):  # the error occurs even if no client waits
                     self._make_room(str(error))
                 return
             self._cause = ""
@@ -329,7 +329,7 @@ class Acceptor:
             self._pause_for(FULL_S if self.open else FAILED_S, NO_DESCRIPTORS, reason)
 
     def _find_idle(self) -> Callable[[], object] | None:
-        """Return what closes the connection that is first to give way, if there is one that may."""
+        """Return a function that closes the connection that may be closed first; None if none may."""
         for setup, since in self._setups.values():  # a TLS handshake
             if since > self._loop.time() - IDLE_S:
                 break

@@ -25,7 +25,7 @@ class PlainStream(IOStream):
     """A TCP connection that counts what it has sent, and may outlast the end of the client's data.
 
     Python reads the attributes of an object faster while there are at most thirty. Tornado's streams have
-    almost as many, so what reads a stream is an object of its own.
+    almost as many, so the reader is a separate object.
     """
 
     #: How many bytes the operating system has taken.
@@ -49,9 +49,10 @@ class PlainStream(IOStream):
             self.io_loop.update_handler(self.fileno(), IOLoop.WRITE if self.writing() else IOLoop.NONE)
 
     def send_now(self, data: Any) -> int:
-        """Send what the operating system takes at once, and return how much; nothing may be unsent before.
+        """Send as many bytes as the operating system takes at once, and return their number.
 
-        That is all of nearly every response, and takes a third of the time of `write`, which reports errors.
+        That is all of nearly every response, in a third of the time of `write`. No earlier bytes may be
+        unsent. After an error it returns 0, and `write` reports the error.
         """
         if self.closed():
             return 0

@@ -211,6 +211,73 @@ def test_without_latencies_nothing_changes_and_without_requests_all_replicas_may
     assert latency((9, 0, 0, 0, 0), target=10, rate=0).replicas == 0
 
 
+SLOW, QUICK = (0, 0, 99, 0, 0), (99, 0, 0, 0, 0)
+
+
+@each_case(
+    ("counts", "options", "replicas", "state"),
+    [
+        # Too slow: what each replica carries is too much from now on, or less that was too much before.
+        (SLOW, {}, 19, {"bad": (10.0, 1000.0)}),
+        (SLOW, {"state": {"bad": (8.0, 900.0)}}, 19, {"bad": (8.0, 1000.0)}),
+        (SLOW, {"state": {"bad": (12.0, 900.0)}}, 19, {"bad": (10.0, 1000.0)}),
+        (SLOW, {"state": {"bad": (8.0, 1000.0 - 3600.0)}}, 19, {"bad": (10.0, 1000.0)}),
+        (SLOW, {"state": {"good": (10.0, 900.0)}}, 19, {"bad": (10.0, 1000.0)}),
+        (SLOW, {"state": {"good": (9.0, 900.0)}}, 19, {"good": (9.0, 900.0), "bad": (10.0, 1000.0)}),
+        (SLOW, {"rate": 0, "state": {"good": (9.0, 900.0)}}, 19, {"good": (9.0, 900.0)}),
+        ((0, 89, 10, 0, 0), {"target": 1, "rate": 10}, 2, {"bad": (10.0, 1000.0)}),
+        # Quick: it is enough for what each carries, or for more that was before.
+        (QUICK, {}, 9, {"good": (10.0, 1000.0)}),
+        (QUICK, {"target": 30, "rate": 300}, 27, {"good": (10.0, 1000.0)}),
+        (QUICK, {"target": 1, "rate": 10}, 1, {"good": (10.0, 1000.0)}),
+        (QUICK, {"state": {"good": (20.0, 900.0)}}, 5, {"good": (20.0, 1000.0)}),
+        (QUICK, {"state": {"good": (5.0, 900.0)}}, 9, {"good": (10.0, 1000.0)}),
+        # The next trial is between what was right and what was too much.
+        (QUICK, {"state": {"bad": (20.0, 900.0)}}, 8, {"bad": (20.0, 900.0), "good": (10.0, 1000.0)}),
+        (
+            QUICK,
+            {"state": {"bad": (20.0, 900.0), "good": (18.0, 900.0)}},
+            6,
+            {"bad": (20.0, 900.0), "good": (18.0, 1000.0)},
+        ),
+        (QUICK, {"rate": 0, "state": {"good": (9.0, 900.0)}}, 0, {"good": (9.0, 900.0)}),
+        ((0, 99, 0, 0, 0), {"state": {"bad": (9.0, 900.0)}}, 10, {"bad": (9.0, 900.0)}),
+    ],
+)
+def test_what_a_replica_carries_is_learned_from_each_step(
+    counts: tuple[int, ...], options: dict[str, Any], replicas: int, state: dict[str, Any]
+) -> None:
+    found = latency(counts, **{"target": 10, **options})
+    assert (found.replicas, found.state) == (replicas, state)
+
+
+def test_what_is_far_too_slow_is_urgent_unless_bursts_are_off() -> None:
+    assert not latency((0, 0, 99, 0, 0), target=10).is_urgent
+    assert latency((0, 0, 0, 99, 0), target=10).is_urgent
+    assert not latency((0, 0, 0, 99, 0), target=10, burst_window_s=0).is_urgent
+
+
+def test_nothing_is_decided_without_metrics_and_one_replica_starts_for_what_waits() -> None:
+    options: dict[str, Any] = {"policy": "latency", "policy_kwargs": {"objective_s": 0.2}}
+    known = {"good": (9.0, 900.0)}
+    none = ask(target=4, state=known, **options)
+    assert (none.replicas, none.reason, none.state) == (4, "no metrics yet since the last change", known)
+    for policy in ("classic", "target_ongoing_requests"):
+        assert ask(target=4, policy=policy).replicas == 4
+        assert ask(target=4, policy=policy).reason == "no metrics yet"
+    asleep = ask(Sample(1000.0, 0, 3), target=0, state=known, **options)
+    assert (asleep.replicas, asleep.reason, asleep.state) == (1, "3 requests wait", known)
+    assert ask(Sample(1000.0, 0, 0), target=0, **options).replicas == ask(target=0, **options).replicas == 0
+
+
+def test_requests_that_do_not_end_are_slow_once_they_take_longer_than_wanted() -> None:
+    options: dict[str, Any] = {"policy": "latency", "policy_kwargs": {"objective_s": 2.0}, "target": 4}
+    assert ask(*seen(5, 5, 5, 5), bounds_s=BOUNDS_S, **options).replicas == 8
+    assert ask(*seen(5, 5, 5), bounds_s=BOUNDS_S, **options).replicas == 4, "not for longer yet"
+    assert ask(*seen(5, 0, 5, 5), bounds_s=BOUNDS_S, **options).replicas == 4, "idle in between"
+    assert ask(*seen(5, 5, 5, 5, rate=1.0), bounds_s=BOUNDS_S, **options).replicas == 4, "some end"
+
+
 @each_case("kwargs", [{"objective_s": 0}, {"objective_s": 1, "quantile": 95}])
 def test_an_invalid_objective_is_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give "):

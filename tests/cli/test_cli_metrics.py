@@ -134,6 +134,21 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["targets.json"]
 
 
+def test_a_replacement_that_is_interrupted_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "targets.json"
+    replace(file, "old")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace(file, "new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["targets.json"])
+
+
 def test_following_rewrites_the_file_only_when_targets_change(scheduler: Scheduler, tmp_path: Path) -> None:
     """Run in a separate process, because the command installs signal handlers."""
     file = tmp_path / "targets.json"

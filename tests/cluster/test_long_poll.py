@@ -677,4 +677,16 @@ async def test_a_listener_knows_since_when_no_controller_has_answered(wire: Wire
     assert client.silent_since == pytest.approx(lost_at, abs=0.01)
     await wait_until(lambda: not wire.fetch_errors)
     await wait_until(lambda: client.silent_since is None)
+    for is_update in (True, False):
+        wire.fetch_errors += [UnavailableError("no controller")] * 8
+        client.ask()
+        await asyncio.sleep(0.05)
+        assert client.silent_since is not None
+        if is_update:
+            wire.host.notify({"a": 2})
+            wire.deliver()
+        else:
+            client.refresh()
+        assert client.silent_since is None, "news are as good as an answer"
+        await wait_until(lambda: not wire.fetch_errors)
     await client.stop()

@@ -152,6 +152,61 @@ def app(*lines: str, deployment: str = "") -> str:
             "grpc_options: {grpc_servicer_functions: [a.b]}\napplications: []",
             "f.yaml:1:1: grpc_options has no",
         ),
+        ("target_capacity: -1\napplications: []", "f.yaml:1:18: target_capacity is a percentage"),
+        ("applications: [3]", "f.yaml:1:16: an application must be a mapping of names to values, got 3"),
+        (
+            "applications: [{import_path: 'a:b', deployments: [3]}]",
+            "f.yaml:1:51: a deployment must be a mapping of names to values, got 3",
+        ),
+        (
+            "applications: [{import_path: 'a:b', deployments: [{num_replicas: 2}]}]",
+            "f.yaml:1:51: the deployment has no name; write that of the code",
+        ),
+        (
+            app("external_scaler_enabled: true", deployment="num_replicas: auto"),
+            "f.yaml:6:19: external_scaler_enabled is set for the application, and deployment 'D' is "
+            "autoscaled by its num_replicas;",
+        ),
+        (
+            app("external_scaler_enabled: true", deployment="autoscaling_config: {max_replicas: 3}"),
+            "f.yaml:6:25: external_scaler_enabled is set for the application, and deployment 'D' is "
+            "autoscaled by its autoscaling_config;",
+        ),
+        (
+            "proxy_location: EveryNode\nhttp_options: {location: HeadOnly}\napplications: []",
+            "f.yaml:1:17: proxy_location is another spelling of location in http_options",
+        ),
+        (app(deployment="ray_actor_options: 3"), "f.yaml:5:24: actor_options must be a mapping of names"),
+        (
+            app(deployment="ray_actor_options: {num_cpus: 1}\n    actor_options: {num_cpus: 1}"),
+            "f.yaml:5:24: ray_actor_options is another spelling of actor_options; give only one",
+        ),
+        (
+            app(
+                deployment="deployment_actors: [{name: a, actor_class: 'm:C', actor_options: {num_cpus: x}}]"
+            ),
+            "f.yaml:5:81: actor_options.num_cpus: 'x' is not a number",
+        ),
+        (
+            app(deployment="max_concurrent_queries: 0"),
+            "f.yaml:5:29: max_concurrent_queries: Input should be greater than or equal to 1, got 0",
+        ),
+        (
+            app("env: {env_vars: {A: b}}", "runtime_env: {env_vars: {A: b}}"),
+            "f.yaml:4:16: runtime_env is another spelling of env; give only one",
+        ),
+        (app("env: 5"), "f.yaml:3:8: env must be an Environment or a dict of its options"),
+        (app(deployment="env: 5"), "f.yaml:5:10: env must be an Environment or a dict of its options"),
+        (app("args: {x: !foo [1]}"), "f.yaml:3:13: the tag !foo is not known here; leave it out"),
+        (app("args: {x: !!int abc}"), "f.yaml:3:13: 'abc' cannot have the tag !!int; leave the tag out"),
+        (app("args: {[1]: 2}"), "f.yaml:3:10: a key must be text"),
+        (app("args: {<<: 3}"), "f.yaml:3:14: <<: takes a mapping, or a list of mappings"),
+        (app("args: {<<: [{a: 1}, 3]}"), "f.yaml:3:23: <<: takes a mapping, or a list of mappings"),
+        ("a: \x00", "f.yaml:1:1: this is not YAML: unacceptable character #x0000"),
+        (
+            "target_capacity: 5\napplications: []\n---\ntarget_capacity: 5\napplications: []",
+            "f.yaml:4:1: another document of this file has target_capacity, too",
+        ),
     ],
 )
 def test_one_fault_is_one_line_with_its_place(text: str, expected: str) -> None:
@@ -166,6 +221,17 @@ def test_one_fault_is_one_line_with_its_place(text: str, expected: str) -> None:
         ("f.json", '{"applications": [],\n\t"applications": []}', ["f.json:2:2:"]),
         ("f.json", '{"applications": [}', ["f.json:1:19: this is not JSON"]),
         ("f.json", "[" * 100_000, ["f.json:1:101: this is not JSON: Values are nested deeper"]),
+        ("f.json", "[" * 101 + "]" * 101, ["f.json:1:101: this is not JSON: Values are nested deeper"]),
+        ("f.json", "[" * 100 + "]" * 100, ["f.json:1:1: a configuration file must be a mapping"]),
+        ("f.yaml", "[" * 101 + "]" * 101, ["f.yaml:1:1:", "f.yaml:1:101: values are nested deeper"]),
+        ("f.yaml", "[" * 100 + "]" * 100, ["f.yaml:1:1: a configuration file must be a mapping"]),
+        ("f.json", '{"a": 1} x', ["f.json:1:10: this is not JSON: Extra data"]),
+        ("f.json", '{"a" 1}', ["f.json:1:6: this is not JSON: Expecting ':' delimiter"]),
+        ("f.json", '{"a": 1 "b": 2}', ["f.json:1:9: this is not JSON: Expecting ',' delimiter"]),
+        ("f.json", "[1 2]", ["f.json:1:4: this is not JSON: Expecting ',' delimiter"]),
+        ("f.json", "{a: 1}", ["f.json:1:2: this is not JSON: Expecting property name enclosed"]),
+        ("f.json", '{"a": ' + "1" * 5000 + "}", ["f.json:1:7: this is not JSON: This number has too many"]),
+        ("f.json", "", ["f.json:1:1: this is not JSON: Expecting value"]),
         ("f.yaml", "[" * 100_000, ["f.yaml:1:"]),
         ("f.toml", "applications = 3\nx = \n", ["f.toml:2:5: this is not TOML"]),
         ("f.toml", "# c\n[[applications]]\nnme = '''a\nb'''\n", ["f.toml:2:3:", "f.toml:3:1:"]),
@@ -181,6 +247,30 @@ def test_one_fault_is_one_line_with_its_place(text: str, expected: str) -> None:
 def test_places_are_right_in_each_format(name: str, text: str, expected: list[str]) -> None:
     found = faults(text, name)
     assert [line[: len(each)] for line, each in zip(found, expected, strict=True)] == expected
+
+
+@each_case(
+    ("text", "name", "expected"),
+    [
+        ("proxy_location: ${X}\napplications: []", "f.yaml", {"proxy_location": "${X}"}),
+        ("target_capacity: ${X}\napplications: []", "f.yaml", {"target_capacity": "${X}"}),
+        ("target_capacity: 100\napplications: []", "f.yaml", {"target_capacity": 100}),
+        ("target_capacity: 0\napplications: []", "f.yaml", {"target_capacity": 0}),
+        (' \n{"applications": [] }\t\n', "f.json", {"applications": []}),
+        (app("env: conda-name"), "f.yaml", {"env": "conda-name"}),
+        (app("runtime_env: {}", "env: {env_vars: {A: b}}"), "f.yaml", {"env": {"env_vars": {"A": "b"}}}),
+        (app("args: {<<: [{a: 1}, {a: 2, b: 4}], c: 5}"), "f.yaml", {"args": {"a": 1, "b": 4, "c": 5}}),
+        (
+            app("external_scaler_enabled: false", deployment="num_replicas: auto"),
+            "f.yaml",
+            {"deployments": [{"name": "D", "num_replicas": "auto"}]},
+        ),
+    ],
+)
+def test_what_is_right_is_read_as_it_is_written(text: str, name: str, expected: dict[str, Any]) -> None:
+    plain: dict[str, Any] = read(text, name).config.to_plain()
+    values = {**plain, **(plain["applications"][0] if plain["applications"] else {})}
+    assert {key: values[key] for key in expected} == expected
 
 
 def test_forty_faults_are_forty_lines_in_the_order_of_their_places() -> None:

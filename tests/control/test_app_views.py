@@ -14,6 +14,7 @@ from tables import each_case
 from daskserve.client.views.status import Status
 from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import DeadReplica, Notes, Observed
+from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import AppRecord, BackendRecord, CodeRecord, EndpointRecord, Record
 from daskserve.control.verbs.target_capacity import set_target_capacity
 from daskserve.control.views import views
@@ -21,6 +22,7 @@ from daskserve.control.views.applications import application_status
 from daskserve.errors import ReplicaStartError
 
 APP = AppRecord("x", "/x", {"back": "b", "front": "f"}, deployed_at=7.0)
+PROXY = ProxyRecord("p", "w1", "h", 1, 8000)
 CODES = tuple(CodeRecord(f"{tag}@{version}", tag, b"") for tag in "bfa" for version in ("v1", "v2"))
 
 
@@ -247,6 +249,45 @@ def test_the_states_of_replicas() -> None:
         "RECOVERING": 1,
         "STARTING": 1,
     }
+
+
+@each_case(
+    ("proxy", "state", "message"),
+    [
+        (PROXY, "STARTING", ""),
+        (
+            replace(PROXY, is_leaving=True, worker=None),
+            "DRAINING",
+            "finishes its requests once another proxy listens in its place",
+        ),
+        (replace(PROXY, worker=None), "STARTING", "waits for a worker on host h"),
+        (replace(PROXY, worker="silent"), "UNHEALTHY", "worker silent does not answer"),
+        (replace(PROXY, name="failed"), "STARTING", "the port is in use"),
+        (replace(PROXY, name="ready"), "RUNNING", ""),
+        (replace(PROXY, name="ready", worker="silent"), "UNHEALTHY", "worker silent does not answer"),
+        (replace(PROXY, name="old"), "STARTING", ""),
+        (
+            replace(PROXY, home="other"),
+            "STARTING",
+            "moved here from host other, and moves back once that has a worker for it",
+        ),
+        (
+            replace(PROXY, worker=None, home="other"),
+            "STARTING",
+            "waits for a worker on host h; moved here from host other, and moves back once that has a worker "
+            "for it",
+        ),
+    ],
+)
+def test_a_proxy_says_why_it_does_not_listen(proxy: ProxyRecord, state: str, message: str) -> None:
+    observed = Observed(
+        workers={"w1": worker(1)},
+        unresponsive={"silent"},
+        proxies_failed={"failed": OSError("the port is in use")},
+        proxies_ready={"ready": {"incarnation": 1}, "old": {"incarnation": 0}},
+    )
+    assert views.proxy_state(proxy, observed) == state
+    assert views.proxy_message(proxy, observed) == message
 
 
 @staged(workers=2)

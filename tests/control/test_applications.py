@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from control_harness import app_spec, backend, replica, state_of
+from control_harness import app_spec, backend, replica, spec, state_of
 from controller_harness import ScriptedReplica, Stage, boom, hang, staged
+from tables import each_case
 
 from daskserve.common.types import UNREADY, ReplicaState
 from daskserve.control.backend.application import neighbours
 from daskserve.control.records.records import AppRecord, GoalRecord
 from daskserve.control.records.state import State
+from daskserve.control.verbs.applications import deploy
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -23,7 +26,9 @@ from daskserve.errors import (
     ReplicaStartError,
     RequestTimeoutError,
 )
+from daskserve.options.specs import ApplicationSpec
 
+ONE = app_spec("x", route="/x")
 CHAIN = {"back": (), "middle": ("back",), "front": ("middle",)}
 
 
@@ -454,3 +459,58 @@ async def test_a_change_whose_replica_never_learns_its_rank_ends_with_its_time(s
     stage.reconfigure = hang
     with pytest.raises(RequestTimeoutError, match="within 5 s"):
         await stage.run(front={"version": "2"}, timeout_s=5.0)
+
+
+@each_case(
+    ("specs", "kind", "message"),
+    [
+        ([app_spec("x"), app_spec("x")], BadRequestError, "Application 'x' is given twice; deploy it once"),
+        ([app_spec("x", {})], BadRequestError, "Application 'x' has no deployments"),
+        (
+            [replace(ONE, deployments=ONE.deployments * 2)],
+            BadRequestError,
+            "Application 'x' has two deployments named 'front'",
+        ),
+        (
+            [replace(ONE, deployments=(*ONE.deployments, replace(ONE.deployments[0], spec=spec("other"))))],
+            BadRequestError,
+            "Application 'x' has two deployments named 'front'",
+        ),
+        (
+            [ONE, replace(ONE, name="y", route="/y")],
+            AlreadyRegisteredError,
+            "'front' of application 'x' is in two applications of this call",
+        ),
+        (
+            [ONE, app_spec("y", route="/x/")],
+            AlreadyRegisteredError,
+            "application 'y' at route '/x': it is in use by application 'x', which is deployed by the same",
+        ),
+        (
+            [app_spec("x", {"front": ("back",), "back": ()})],
+            BadRequestError,
+            r"'front' of application 'x' needs \['x/back'\], which must come before it",
+        ),
+    ],
+)
+def test_what_cannot_be_deployed_together_is_refused(
+    specs: list[ApplicationSpec], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        deploy(State(), specs, new_goal=lambda: "g", now=0.0)
+
+
+def test_an_application_that_is_not_the_expected_one_is_kept() -> None:
+    state = State()
+    first = app_spec("x", request_id="first")
+    deployed = deploy(state, [first], new_goal=lambda: "g", now=0.0, expected={"x": ""}, by="the one program")
+    state.apply(deployed.change)
+    again = deploy(state, [first], new_goal=lambda: "g2", now=1.0, expected={"x": ""})
+    assert not again.change, "the retry of the call itself"
+    second = app_spec("x", request_id="second")
+    with pytest.raises(AlreadyRegisteredError, match="'x' runs already, deployed by the one program"):
+        deploy(state, [second], new_goal=lambda: "g2", now=1.0, expected={"x": ""})
+    with pytest.raises(AlreadyRegisteredError, match="'x' runs already"):
+        deploy(state, [second], new_goal=lambda: "g2", now=1.0, expected={"x": "zero"})
+    assert deploy(state, [second], new_goal=lambda: "g2", now=1.0, expected={"x": "first"}).change
+    assert deploy(state, [second], new_goal=lambda: "g2", now=1.0).change

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_harness import app_spec
+from control_harness import app_spec, goal, state_of
 from controller_harness import ScriptedReplica, Stage, boom, staged
 from scripted_builder import config, instance_config
+from tables import each_case
 
 from daskserve.common.types import Location
+from daskserve.control.declared.views import progress
+from daskserve.control.observed.observed import Notes, Observed
+from daskserve.control.records.declared import ConfigRecord
+from daskserve.control.records.records import AppRecord, GoalState, Record
 from daskserve.errors import (
     AlreadyRegisteredError,
     BadRequestError,
@@ -34,6 +40,38 @@ async def declare(stage: Stage, *applications: Any, merge: bool = False, **messa
     while not found["is_done"]:
         found = await stage.call("wait_for_config", version=answer["version"])
     return {"version": answer["version"], "deleted": list(answer["deleted"]), **found["applications"]}
+
+
+CONFIG = ConfigRecord("x", {}, 3, settled=3)
+APP = AppRecord("x", "/x", {"front": "x/front"})
+
+
+@each_case(
+    ("records", "status", "message"),
+    [
+        ([], "DELETED", "It was deleted meanwhile."),
+        ([replace(APP, is_deleting=True)], "DELETED", "It was deleted meanwhile."),
+        ([replace(CONFIG, settled=2)], "BUILDING", "no worker"),
+        ([replace(CONFIG, settled=2, error="of before"), APP], "BUILDING", "no worker"),
+        ([replace(CONFIG, error="it is broken"), APP], "DEPLOY_FAILED", "it is broken"),
+        ([CONFIG, replace(APP, goal="g"), goal("g")], "DEPLOYING", "no room"),
+        ([CONFIG], "DEPLOY_FAILED", ""),
+        ([CONFIG, replace(APP, last_error="it was lost")], "DEPLOY_FAILED", "it was lost"),
+        ([replace(CONFIG, goal="g"), APP, goal("g", state=GoalState.FAILED)], "DEPLOY_FAILED", ""),
+        ([replace(CONFIG, goal="g"), APP, goal("g", state=GoalState.DONE)], "RUNNING", ""),
+        ([CONFIG, APP], "RUNNING", ""),
+        ([APP], "RUNNING", ""),
+    ],
+)
+def test_how_far_the_deploy_of_an_application_is(records: list[Record], status: str, message: str) -> None:
+    observed = Observed()
+    observed.learn("x/front", Notes(waiting="no room"))
+    state = state_of(*records)
+    found = progress(state, observed, 3, ["x"], {"x": "no worker"})
+    assert found["applications"] == {"x": {"status": status, "message": message}}
+    assert found["is_done"] == (status not in ("BUILDING", "DEPLOYING"))
+    assert progress(state, observed, 2, None, {}) == {"is_done": True, "applications": {}}
+    assert set(progress(state, observed, 3, None, {})["applications"]) == set(state.declared.configs)
 
 
 def versions(stage: Stage) -> dict[str, str]:
@@ -174,6 +212,19 @@ async def test_an_import_that_hangs_fails_alone_and_says_so(stage: Stage) -> Non
     assert "uilding 'slow' from 'slow:app' did not end within 300 s" in found["slow"]["message"]
 
 
+@staged()
+async def test_a_builder_that_fails_itself_is_tried_again_with_pauses(stage: Stage) -> None:
+    async def fail(name: str, worker: str) -> str | None:
+        raise ValueError("no builder")
+
+    stage.script.before = fail
+    await stage.call("apply_config", config=instance_config(config("shop")))
+    await stage.clock.sleep(10)
+    assert 2 <= len(stage.script.built) <= 21
+    stage.script.before = None
+    await stage.until(lambda: versions(stage) == {"shop": "1"})
+
+
 @staged(workers=4)
 async def test_an_import_that_ends_its_worker_fails_after_some_workers(stage: Stage) -> None:
     lost: list[str] = []
@@ -280,8 +331,8 @@ async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> 
     with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to get it"):
         await stage.run("a", {"a": ()}, route="/x")
     await stage.crash_controller()
-    for goal in answer["goals"].values():
-        await stage.calls.wait_for_goal(goal, None)
+    for pending in answer["goals"].values():
+        await stage.calls.wait_for_goal(pending, None)
     assert routed(await stage.published("routes")) == {"/y": "a", "/x": "b"}
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from control_harness import backend, endpoint, replica, state_of
 from controller_harness import Stage, staged
 
+from daskserve.common.types import ReplicaState
 from daskserve.control.observed.live import MAX_CALLS, MAX_ROUTERS, WATCHED_S, LiveMetrics
+from daskserve.control.observed.observed import Observed
+from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.views.live import is_measured, live_metrics
 from daskserve.telemetry.live import LEAST_S, LIVE_METRICS, STALE_S, Counts, Meter
 
 FAST = 5  # the bucket up to 5 ms
@@ -136,7 +141,9 @@ async def test_replicas_are_asked_and_routers_told_while_somebody_looks(stage: S
     replica.metrics = metrics  # type: ignore[attr-defined]
     await stage.clock.sleep(3)
     assert (asked, await stage.published(LIVE_METRICS)) == ([], None)
-    found = await stage.call("live_metrics", wait_s=4.0)
+    began = stage.clock.now()
+    found = await stage.call("live_metrics", wait_s=30.0)
+    assert stage.clock.now() - began < 4.0, "no longer than until all are measured"
     assert found["replicas"][replica.tag]["requests_per_s"] == 10.0
     assert found["replicas"][replica.tag]["worker"] == replica.worker
     assert found["deployments"]["b"]["requests_per_s"] == 10.0
@@ -148,3 +155,38 @@ async def test_replicas_are_asked_and_routers_told_while_somebody_looks(stage: S
     assert begun < len(asked) <= begun + WATCHED_S + 2
     assert await stage.published(LIVE_METRICS) is None
     assert (await stage.call("live_metrics"))["deployments"]["b"]["requests_per_s"] is None
+
+
+def test_calls_go_to_the_backends_that_have_traffic() -> None:
+    state = state_of(
+        backend("b"), backend("c"), backend("d"), endpoint("e", traffic={"b": 3.0, "c": 1.0, "d": 0.0})
+    )
+    observed = Observed()
+    for at, begun in ((10.0, 0), (11.0, 40)):
+        calls = [["b", name, begun, 0] for name in ("e", "d", "unknown")]
+        observed.live.router("r", {"calls": calls, "queued": {}}, at)
+    found = live_metrics(state, observed, 11.0, 99.0)
+    assert {(each["to"], each["requests_per_s"]) for each in found["calls"]} == {
+        ("b", 30.0),
+        ("c", 10.0),
+        ("d", 40.0),
+    }
+    assert (found["time"], set(found["deployments"]), found["replicas"]) == (99.0, {"b", "c", "d"}, {})
+
+
+def test_the_metrics_are_measured_once_all_that_run_have_reported_twice() -> None:
+    state = state_of(
+        backend("b"),
+        replica("b#1"),
+        replica("b#2", ReplicaState.STARTING),
+        ProxyRecord("p", "w1", "h", 1, 8000),
+        ProxyRecord("q", "w1", "h", 1, 8000, is_leaving=True),
+    )
+    observed = Observed()
+    assert not is_measured(state, observed, 11.0)
+    for at in (10.0, 11.0):
+        observed.live.proxy("p", told(1), at)
+        assert not is_measured(state, observed, at)
+    for at in (10.0, 11.0):
+        observed.live.replica("b#1", told(1), at)
+    assert is_measured(state, observed, 11.0)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import Any
 
 import pytest
+from controller_harness import Stage, staged
+from tables import case
 
+from daskserve.cluster.local.process import LocalProcess
 from daskserve.control.calls.logs import Gathered, packed, unpacked
+from daskserve.control.records.records import CapacityRecord
 from daskserve.errors import BadRequestError
 
 
@@ -61,3 +67,60 @@ def test_a_record_that_is_numbered_late_is_not_repeated() -> None:
 def test_a_text_that_is_no_cursor_is_refused(wrong: str) -> None:
     with pytest.raises(BadRequestError, match="is not a cursor"):
         unpacked(wrong)
+
+
+@staged(workers=2)
+async def test_what_cannot_be_asked_of_the_logs_is_refused(stage: Stage) -> None:
+    for asked, message in (
+        ({"level": "LOUD"}, "level='LOUD' is not a level of logging"),
+        ({"limit": 0}, "limit=0 must be from 1 to 10000"),
+        ({"limit": 10_001}, "limit=10001 must be from 1 to 10000"),
+        ({"since_s": -1.0}, "since_s=-1.0 must be a number of seconds from 0"),
+        ({"since_s": math.inf}, "since_s=inf must be a number of seconds from 0"),
+        ({"wait_s": math.nan}, "wait_s=nan must be a number of seconds from 0"),
+        ({"after": "x"}, "is not a cursor"),
+    ):
+        with case(asked), pytest.raises(BadRequestError, match=message):
+            await stage.call("logs", **asked)
+    for fine in ({"level": "info"}, {"limit": 1}, {"limit": 10_000}, {"since_s": 0.0}, {"wait_s": 0.0}):
+        with case(fine):
+            assert (await stage.call("logs", **fine))["missing"] == {}
+
+
+@staged(workers=3)
+async def test_a_worker_that_does_not_answer_hides_no_others(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = sorted(each.address for each in stage.cluster.workers())
+    asked: list[float] = []
+
+    async def logs(process: Any, actor: Any, verb: str, **message: Any) -> Any:
+        if verb != "logs" or "query" not in message:
+            return await call(process, actor, verb, **message)
+        number = workers.index(actor.worker)
+        asked.append(stage.clock.now())
+        if number == 1:
+            raise TypeError("it cannot be sent")
+        if number == 2:
+            await asyncio.Event().wait()
+        found = answer("a", 1) if len(asked) > 6 else answer("a")
+        return {**found, "problems": ["no disk"]}
+
+    call = LocalProcess.call
+    monkeypatch.setattr(LocalProcess, "call", logs)
+    found = await stage.call("logs")
+    assert found["missing"] == {workers[1]: "it cannot be sent", workers[2]: "it does not answer"}
+    assert (list(found["records"]), found["problems"]) == ([], {workers[0]: ("no disk",)})
+    began = stage.clock.now()
+    found = await stage.call("logs", wait_s=60.0)
+    assert texts(found) == ["a1"], "it asks again until there is a record"
+    assert stage.clock.now() - began < 30.0
+
+
+@staged(workers=2)
+async def test_the_logging_of_a_running_instance_is_set(stage: Stage) -> None:
+    await stage.call("set_logging", config={"log_level": "DEBUG"})
+    (record,) = stage.stored("capacity").values()
+    assert isinstance(record, CapacityRecord)
+    assert record.logging is not None
+    assert record.logging["log_level"] == "DEBUG"

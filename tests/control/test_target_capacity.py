@@ -16,7 +16,7 @@ from daskserve.control.records.records import BackendRecord, CapacityRecord
 from daskserve.control.records.state import State
 from daskserve.control.scaling.recorded import carried_over
 from daskserve.control.verbs.scale import scale
-from daskserve.control.verbs.target_capacity import set_target_capacity
+from daskserve.control.verbs.target_capacity import set_logging, set_target_capacity
 from daskserve.errors import ReplicaStartError
 from daskserve.options.backend import BackendConfig
 from daskserve.payload.pickling import dump_bytes
@@ -305,3 +305,18 @@ async def test_a_backend_whose_replicas_fail_has_none_to_fail_at_nothing(stage: 
     await set_to(stage, 0)
     await stage.clock.sleep(2.0)
     assert Status.of(await stage.call("status")).backends["b"].status == "HEALTHY"
+
+
+def test_the_logging_of_an_instance_is_changed_until_its_next_start() -> None:
+    state = State()
+    state.apply(set_target_capacity(state, 50.0, 1.0))
+    assert set_logging(state, {}, "s1") == {}
+    assert set_logging(state, {"logging_config": None}, "s1") == {}
+    change = set_logging(state, {"logging_config": {"log_level": "DEBUG"}}, "s1")
+    (record,) = change.values()
+    assert isinstance(record, CapacityRecord)
+    assert (record.logging, record.logging_of, record.percent) == ({"log_level": "DEBUG"}, "s1", 50.0)
+    state.apply(change)
+    assert set_logging(state, {"logging_config": {"log_level": "DEBUG"}}, "s1") == {}
+    assert set_logging(state, {"logging_config": {"log_level": "DEBUG"}}, "s2") != {}
+    assert set_logging(state, {"logging_config": {}}, "s1") != {}

@@ -93,7 +93,7 @@ def gauges(dask_worker: Any) -> dict[str, int]:
             found["abandoned"] += entry.actor._code._executor.abandoned
             found["calls"] += len(entry.actor._code._executor.runs)
         elif "/proxy/" in name:
-            found["ingress"] += entry.actor._ingress.statistics().ongoing
+            found["ingress"] += entry.actor._ingress.ongoing
     for cluster in host.connection._clusters.values():
         for backend in cluster.shared["routers"]._sets.values() if "routers" in cluster.shared else ():
             found["in flight"] += backend.in_flight

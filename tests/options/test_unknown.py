@@ -1,4 +1,4 @@
-"""Unknown options, and options under two names: the error says what to write instead."""
+"""Options that are refused, such as unknown ones and those under two names: the error says what to write."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, parse_options
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
+from daskserve.options.placement import GangSchedulingConfig
+from daskserve.options.queues import queue_options_of
+from daskserve.options.rollout import percent_of
+from daskserve.options.routing.priorities import PriorityConfig
+from daskserve.options.routing.request_router import RequestRouterConfig
+from daskserve.options.tracing import TracingConfig
+from daskserve.request_router import RequestRouter
 
 
 def message_of(model: type[Options], **options: Any) -> str:
@@ -126,3 +133,175 @@ def test_a_deployment_names_the_valid_options() -> None:
         serve.deployment(proxy_location="HeadOnly")
     with pytest.raises(ValueError, match="has no option 'replicas'"):
         parse_options(BackendConfig, {"replicas": 1}, what="config")
+
+
+class OwnRouter(RequestRouter):
+    pass
+
+
+class NoRouter:
+    pass
+
+
+@each_case(
+    ("model", "options", "text"),
+    [
+        (PriorityConfig, {"header": "x priority"}, "'x priority' is no name of a header"),
+        (PriorityConfig, {"weights": {"high": 2}}, "'high', which is no number and not in classes (none)"),
+        (
+            PriorityConfig,
+            {"classes": {"low": -1, "high": 1}, "weights": {"hi": 2}},
+            "'hi', which is no number and not in classes (high, low)",
+        ),
+        (PriorityConfig, {"weights": {"101": 1}}, "weights has 101; priorities are from -100 to 100"),
+        (PriorityConfig, {"weights": {"-101": 1}}, "weights has -101; priorities are from -100 to 100"),
+        (
+            RequestRouterConfig,
+            {"session": "x-session"},
+            "names no part of a request; give 'header:X-Session'",
+        ),
+        (RequestRouterConfig, {"session": "header:a b"}, "names no part of a request"),
+        (RequestRouterConfig, {"request_router_class": NoRouter}, "NoRouter has no method choose_replicas"),
+        (RequestRouterConfig, {"request_router_class": 1}, "1 is neither a class nor a name"),
+        (
+            RequestRouterConfig,
+            {"request_router_class": "Roundrobin"},
+            "'Roundrobin' must be one of PowerOfTwo",
+        ),
+        (RequestRouterConfig, {"request_router_class": "ray.other:Router"}, "is Ray's own code; use one of"),
+        (
+            RequestRouterConfig,
+            {"request_router_class": "RoundRobin", "request_router_kwargs": {"a": {1}}},
+            "its values must be ones that JSON has: Object of type set",
+        ),
+        (
+            RequestRouterConfig,
+            {"request_router_class": "RoundRobin", "request_router_kwargs": {"a": "x" * 16_376}},
+            "it has 16385 characters as JSON; 16384 are allowed",
+        ),
+        (
+            RequestRouterConfig,
+            {"request_router_kwargs": {"b": 1, "a": 2}},
+            "request_router_kwargs has 'a', but PowerOfTwo takes no arguments",
+        ),
+        (
+            GangSchedulingConfig,
+            {"gang_size": 2, "runtime_failure_policy": "RESTART_REPLICA"},
+            "is not available: a gang restarts as a whole",
+        ),
+        (TracingConfig, {"exporter_import_path": "exporter"}, "must be 'module:name' or 'module.name'"),
+        (LoggingConfig, {"log_level": 15}, "15 is not a level of logging; give one of"),
+        (LoggingConfig, {"log_level": True}, "True is not a level of logging"),
+        (LoggingConfig, {"additional_log_standard_attrs": ["nme"]}, "'nme' is not an attribute of LogRecord"),
+        (AutoscalingConfig, {"policy": {"function": "m:f"}}, "policy has no option 'function'; it takes"),
+        (AutoscalingConfig, {"policy": "no path"}, "it must be one of"),
+        (AutoscalingConfig, {"upscale_delay_s": float("inf")}, "inf is not a finite number"),
+        (BackendConfig, {"rollout": {"steps": ["101%"]}}, "'101%' is not a share of the traffic"),
+    ],
+)
+def test_what_an_option_cannot_be_is_said(model: type[Options], options: dict[str, Any], text: str) -> None:
+    try:
+        message = message_of(model, **options)
+    except NotImplementedError as error:
+        message = str(error)
+    assert text in message
+
+
+@each_case(
+    ("model", "options", "expected"),
+    [
+        (PriorityConfig, {"header": "X-Priority"}, {"header": "X-Priority"}),
+        (
+            PriorityConfig,
+            {"classes": {"high": 5}, "weights": {"high": 2, "-100": 3, "100": 1}},
+            {"weights": {"high": 2.0, "-100": 3.0, "100": 1.0}},
+        ),
+        (RequestRouterConfig, {"request_router_class": None}, {"request_router_class": "PowerOfTwo"}),
+        (
+            RequestRouterConfig,
+            {"request_router_class": "ray.serve.x.PowerOfTwoChoicesRequestRouter"},
+            {"request_router_class": "PowerOfTwo"},
+        ),
+        (RequestRouterConfig, {"request_router_class": "b.c:D"}, {"request_router_class": "b.c:D"}),
+        (RequestRouterConfig, {"request_router_class": OwnRouter}, {"request_router_class": OwnRouter}),
+        (RequestRouterConfig, {"request_router_kwargs": None}, {"request_router_kwargs": {}}),
+        (
+            RequestRouterConfig,
+            {"request_router_class": "RoundRobin", "request_router_kwargs": {"a": "x" * 16_375}},
+            {"request_router_class": "RoundRobin"},
+        ),
+        (RequestRouterConfig, {"session": "cookie:session"}, {"session": "cookie:session"}),
+        (TracingConfig, {"exporter_import_path": "a.b:c"}, {"exporter_import_path": "a.b:c"}),
+        (TracingConfig, {"exporter_import_path": ""}, {"exporter_import_path": ""}),
+        (LoggingConfig, {"log_level": 30}, {"log_level": "WARNING"}),
+        (
+            LoggingConfig,
+            {"log_level": "debug", "encoding": "json"},
+            {"log_level": "DEBUG", "encoding": "JSON"},
+        ),
+        (
+            LoggingConfig,
+            {"additional_log_standard_attrs": ["lineno", "asctime", "lineno"]},
+            {"additional_log_standard_attrs": ["lineno", "asctime"]},
+        ),
+        (AutoscalingConfig, {"policy": {"name": "m:f"}}, {"policy": "m:f"}),
+        (AutoscalingConfig, {"policy": {"policy_kwargs": {"a": 1}}, "max_replicas": 3}, {"max_replicas": 3}),
+    ],
+)
+def test_values_are_taken_in_each_of_their_forms(
+    model: type[Options], options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = model(**options)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_what_callers_need_of_the_router_is_published() -> None:
+    assert RequestRouterConfig().published() is None
+    published = RequestRouterConfig(request_router_class="RoundRobin", session="header:a").published()
+    assert published == {
+        "router": "RoundRobin",
+        "kwargs": {},
+        "session": "header:a",
+        "initial_backoff_s": 0.025,
+        "backoff_multiplier": 2,
+        "max_backoff_s": 0.5,
+    }
+    config = PriorityConfig(classes={"high": 5}, weights={"high": 2, "-3": 4})
+    assert config.published()["weights"] == {5: 2.0, -3: 4.0}
+
+
+@each_case(
+    ("value", "expected"),
+    [("25%", 25.0), (" 2.5 % ", 2.5), (25, 25.0), (0, 0.0), ("100%", 100.0)],
+)
+def test_a_share_of_the_traffic_is_a_percentage_or_a_whole_number(value: Any, expected: float) -> None:
+    assert percent_of(value) == expected
+
+
+@each_case("value", ["100.1%", -1, 101, "a", None, 2.5, True, "7", "1000%"])
+def test_another_share_of_the_traffic_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="is not a share of the traffic"):
+        percent_of(value)
+
+
+def test_the_queue_of_a_policy_is_found_below_a_schedule_too() -> None:
+    options = {"queue_name": "jobs", "broker": "sqlite"}
+    assert queue_options_of("load", options) is None
+    assert queue_options_of("schedule", {"policy": "load"}) is None
+    with pytest.raises(ValueError, match="give a dict of keyword arguments"):
+        queue_options_of("schedule", {"policy": "queue", "policy_kwargs": [1]})
+    with pytest.raises(ValueError, match="give a dict of keyword arguments"):
+        queue_options_of("queue", [1])  # type: ignore[arg-type]
+
+
+def test_a_factor_above_one_is_probably_a_mistake() -> None:
+    for name in ("smoothing_factor", "upscaling_factor", "downscaling_factor"):
+        (warning,) = [
+            each
+            for each in AutoscalingConfig(max_replicas=9, **{name: 1.5}).warnings()
+            if "overshoots" in each
+        ]
+        assert "set it to 1 or less" in warning
+        assert not [
+            each for each in AutoscalingConfig(max_replicas=9, **{name: 1}).warnings() if "overshoots" in each
+        ]

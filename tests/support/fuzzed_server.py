@@ -229,7 +229,7 @@ class FuzzedServer:
     def _begun(self) -> list[Any]:
         """Return what a request, or a connection, has left so far."""
         begun: list[Any] = [*(asyncio.all_tasks() - self._base - {asyncio.current_task()})]
-        if ongoing := self._ingress.statistics().ongoing:
+        if ongoing := self._ingress.ongoing:
             begun.append(f"{ongoing} ongoing requests")
         server_state = self._server.state
         begun += [*server_state.tasks, *server_state.connections, *server_state.sockets]

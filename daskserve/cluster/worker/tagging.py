@@ -116,7 +116,7 @@ class TaggedOutput(io.TextIOBase):
         return len(text)
 
     def _write_line(self, line: str, tags: Tags) -> None:
-        settings = self._logs.has_prefix(tags)
+        settings = self._logs.settings_of(tags)
         if settings is None:
             marked = line
         elif settings.encoding == "JSON":

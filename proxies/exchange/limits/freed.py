@@ -1,8 +1,8 @@
 """Returns the memory of large bodies to the operating system.
 
 The allocator of glibc keeps what is freed among other allocations, in case it is needed again: after eight
-bodies of 10 MB, a process stayed 60 to 100 MB larger. `malloc_trim` returns it. This takes up to some
-milliseconds, so it is done in a thread, once no large body has come for a while.
+bodies of 10 MB, a process stayed 60 to 100 MB larger. `malloc_trim` returns it, which can take milliseconds.
+So a thread calls it, after some seconds without a large body.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from daskserve.loops.threads import StartThread, start_daemon
 
-#: Only bodies from this size on leave much behind.
+#: Smaller bodies leave little memory behind.
 LARGE_BYTES = 1 << 20
-#: How many ticks without a large body pass before; a tick is about a second.
+#: Number of ticks without a large body before the memory is returned; a tick is about a second.
 QUIET_TICKS = 3
 
 

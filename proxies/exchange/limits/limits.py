@@ -63,9 +63,9 @@ LIMITS = (
 )
 
 
-#: Below this size, a message may become as many times as large as deflate can make it (about a thousand).
+#: Smaller messages have no maximum ratio; deflate reaches about a thousand.
 FREE_BYTES = 1 << 20
-#: This many bytes per received byte do not count for the rate: text becomes five to ten times as large.
+#: Bytes per received byte that do not count toward the rate: text becomes five to ten times as large.
 FREE_RATIO = 20
 
 #: The time over which the rate is averaged.
@@ -79,12 +79,12 @@ class InflationRules:
     Attributes
     ----------
     max_ratio : float
-        How many times as large as its compressed data a message of more than `FREE_BYTES` may become.
+        Maximum ratio of a message's size to that of its compressed data, if it is larger than `FREE_BYTES`.
     bytes_per_s : float
-        How many bytes the messages may become per second, for `BURST_S` seconds at once; `FREE_RATIO` bytes
-        for each received are free.
+        Maximum number of decompressed bytes per second, averaged over `BURST_S`. `FREE_RATIO` bytes per
+        received byte do not count.
     max_message_bytes : float
-        A message of this size may become that at once.
+        Maximum size of a message, which may be decompressed at once.
     """
 
     max_ratio: float = float("inf")
@@ -93,7 +93,7 @@ class InflationRules:
 
     @property
     def burst_bytes(self) -> float:
-        """How many bytes messages may become at once."""
+        """How many bytes may be decompressed at once."""
         return max(BURST_S * self.bytes_per_s, self.max_message_bytes)
 
 
@@ -103,7 +103,7 @@ class Budget:
     Attributes
     ----------
     own_bytes : int
-        What the thread of the server uses: only this thread changes it, and needs no lock for that.
+        The bytes that the server's thread uses. Only this thread changes them, so they need no lock.
     """
 
     def __init__(self, size_bytes: float) -> None:
@@ -117,7 +117,7 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """What all threads use."""
+        """The bytes that all threads use."""
         return self.own_bytes + self._other_bytes
 
     def take(self, size_bytes: int) -> bool:
@@ -138,7 +138,7 @@ class Budget:
 class Limits:
     """The limits of one server, what is used of them, and how often each has ended a request.
 
-    Without options, nothing is limited, and no response waits for its client without its application.
+    Without options, nothing is limited, and applications wait for their clients.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class Limits:
     inflation : InflationRules
         How large, and how fast, compressed messages may become.
     turns : AllLoopTurns
-        How those with much to do share the event loops.
+        Shares the turns of event loops among connections with much to do.
     unsent : Budget
         The responses that wait for their clients without holding a slot.
     freed : FreedMemory
@@ -183,6 +183,6 @@ class Limits:
         self.unsent = Budget(unsent_bytes)
 
     def hit(self, limit: str) -> None:
-        """Count one that has met a limit. Any thread may call this: WebSockets move to those of user code."""
+        """Count a request, a WebSocket or a connection that has met a limit. Any thread may call this."""
         with self._lock:
             self.hits[limit] += 1

@@ -1,9 +1,9 @@
 """Shares the turns of an event loop among the connections that have much to do.
 
 What a client sends may take long to read: a kilobyte becomes a megabyte when it is decompressed, or holds
-hundreds of frames or chunks. One connection does a small slice at a time. What is left waits here, in the
-order of arrival, and a bounded part of it is done in each turn of the loop, so that everything else on the
-loop (other connections, user code, health probes) has its turn in between.
+hundreds of frames or chunks. One connection does a small slice at a time. The rest waits here, in the order
+of arrival. Each turn of the loop does a bounded part of it, so that other connections, user code and health
+probes on the loop run in between.
 
 The model is Linux' NAPI: devices that are ready are polled in turns, each for at most 64 packets, and all for
 at most 300 packets or 2 ms before others run.
@@ -19,19 +19,19 @@ from weakref import WeakKeyDictionary
 
 #: The size of a slice: what one connection does at a time.
 SLICE_BYTES = 32 * 1024
-#: What a frame or a call of zlib costs at least: as much time as this many bytes, roughly.
+#: Minimum cost of a frame or a call of zlib, as the number of bytes that take about as long.
 STEP_BYTES = 2 * 1024
-#: To compress a byte takes about this many times as long as to decompress one, and the chunks of a slice too.
+#: Compressing a byte, or reading it in small chunks, costs about as much as decompressing this many.
 SLOW = 8
 #: The most that is done in one turn of the loop, for all connections, in bytes and in time.
 TURN_BYTES = 1024 * 1024
 TURN_S = 0.002
 #: If the rest of a turn takes longer than this, less is done in the next one: what was read causes work, too.
 BUSY_S = 0.004
-#: What is done as soon as it arrives has a budget of its own: `TURN_BYTES` in this time.
+#: Work that is done as soon as it arrives has a separate budget: `TURN_BYTES` in this time.
 WINDOW_S = 0.004
 
-#: Does a slice, and returns what it cost; it calls `LoopTurns.add` again if there is more to do.
+#: Does a slice of work and returns its cost; calls `LoopTurns.add` again if there is more to do.
 Work: TypeAlias = Callable[[], int]
 
 
@@ -53,7 +53,7 @@ class LoopTurns:
         self._is_posted = False
         self._window_began = float("-inf")
         self._window_bytes = 0
-        #: What is done in a turn now, and when the last one ended.
+        #: The present budget of a turn, and when the last turn ended.
         self._budget_bytes = TURN_BYTES
         self._turn_ended = 0.0
 
@@ -80,7 +80,7 @@ class LoopTurns:
             self._post(self._take_turn)
 
     def turn(self, cost: int) -> asyncio.Future[None]:
-        """Return what is done when it is the turn of work that costs so much."""
+        """Return a future that is done when it is the turn of work with this cost."""
         turn: asyncio.Future[None] = self._future()
 
         def begin() -> int:

@@ -43,9 +43,9 @@ class RequestBody:
     is_ended : bool
         Whether the body is complete.
     is_asked : bool
-        Whether the client has been asked for the body, or sends it without.
+        Whether the client was asked for the body, or sends it unasked.
     is_withheld : bool
-        Whether the client keeps the body, because it was not asked for it.
+        Whether the client holds the body back, because it was not asked for it.
     is_refused : bool
         Whether the server has ended the request because of its body.
     """
@@ -67,7 +67,7 @@ class RequestBody:
         self._gathered: BodyBuffer | None = None
         # Whether all parts are dropped, although the body is not closed.
         self._drops = False
-        # Whether what was passed on counts in the budget until `release`, because it is kept whole.
+        # Whether the body counts in the budget until `release`, because it is passed on whole.
         self._is_kept = False
         self.is_asked = True
         self.is_withheld = False
@@ -121,7 +121,7 @@ class RequestBody:
         return self._gathered is not None and self._gathered.size_bytes < (self._length or 0)
 
     def room(self) -> memoryview | None:
-        """Return the memory for the next part of a body that is gathered; None if it goes elsewhere."""
+        """Return the memory for the next part; None if the body is not gathered, or longer than announced."""
         return None if self._gathered is None else self._gathered.room()
 
     def fill(self, size_bytes: int) -> None:
@@ -241,7 +241,7 @@ class RequestBody:
 
 
 class BodyOnDemand(RequestBody):
-    """A body whose client waits to be asked for it; ``ask`` is called when the application first reads."""
+    """A body whose client waits for 100 Continue; ``ask`` sends it when the application first reads."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__(is_ended=False)

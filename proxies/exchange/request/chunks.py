@@ -1,7 +1,7 @@
 """Reads a body in chunks.
 
-Libraries differ in what they accept around chunks, from version to version: a chunk that is ended by a CR and
-any character hides a request behind another one. So the lines are checked here, strictly.
+Libraries, and their versions, differ in what they accept around chunks. If one reader accepts a CR and any
+character at the end of a chunk, a request can hide behind another one. So the lines are checked strictly.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class ChunkReader:
     is_ended = False
 
     def __init__(self) -> None:
-        self._left = 0  # bytes of data that are still to come in the current chunk
-        self._is_in_data = False  # the current chunk's CR LF has not come
+        self._left = 0  # remaining bytes of data in the current chunk
+        self._is_in_data = False  # the CR LF at the end of the current chunk was not read yet
         self._is_in_trailers = False
         self._trailer_bytes = 0
         self._kept = b""  # the begin of a line
 
     def read(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return the part of the body that is in the data, and what is still to be read.
+        """Return the part of the body that is in the data, and the rest of the data.
 
-        The latter follows the body if that `is_ended`; otherwise it is to be passed again.
+        The rest follows the body if it `is_ended`; otherwise pass the rest again.
 
         Raises
         ------

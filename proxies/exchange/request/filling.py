@@ -1,8 +1,8 @@
 """Receives the rest of a body into its buffer, without a copy on the way.
 
-An event loop gives an ``asyncio.Protocol`` new `bytes` for what it has received, which are then copied to
-where the body is gathered. An ``asyncio.BufferedProtocol`` says where to receive. So one takes the place of
-the connection while a large body is gathered.
+An event loop passes received data to an ``asyncio.Protocol`` as new `bytes`, which are then copied into the
+buffer of the body. An ``asyncio.BufferedProtocol`` provides the buffer to receive into. So one replaces the
+connection as the transport's protocol while a large body is gathered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from daskserve.proxies.exchange.request.body import RequestBody
 
-#: What is left of a body has to be so large to be received in this way.
+#: Minimum size of the rest of a body that is received in this way.
 LEAST_BYTES = 256 * 1024
 #: How much is received at a time, so that other connections have their turn.
 _TURN_BYTES = 1 << 20
@@ -27,7 +27,7 @@ class BodyFilling(asyncio.BufferedProtocol):
     left_bytes : int
         How much of the body is still to be received.
     on_filled : callable
-        Called with the number of bytes each time when some were received.
+        Called with the number of bytes whenever some were received.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BodyFilling(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         room = self._body.room()
-        if room is None:  # nobody wants the rest
+        if room is None:  # the rest is dropped
             room = memoryview(bytearray(_DROPPED_BYTES))
         return room[: min(self._left_bytes, _TURN_BYTES)]
 

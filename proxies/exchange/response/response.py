@@ -22,7 +22,7 @@ class Response:
     status : int
         The status of the application's response, once it was begun; 0 before.
     matched_route : str
-        The route of the application that has matched, such as ``/items/{id}``; empty if it tells none.
+        The route of the application that has matched, such as ``/items/{id}``; empty if it reports none.
     is_complete : bool
         Whether the application has sent the last part.
     is_closed : bool

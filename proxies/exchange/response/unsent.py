@@ -1,8 +1,9 @@
 """The parts of a response that wait for the client while the application continues.
 
-An application that waits for each client holds its slot for as long as that client likes. So it runs ahead:
-a stream by ``max_unsent_bytes``, and a response that it has sent whole does not keep it at all, as long as
-the memory of all responses is within their budget. Nginx buffers responses for the same reason.
+An application that waits for its client holds its slot for as long as the client likes. So applications
+continue earlier: a stream may be ``max_unsent_bytes`` ahead of its client, and an application that has sent
+its last part does not wait, as long as all responses are within their budget. nginx buffers responses for the
+same reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class UnsentParts:
     def add(
         self, flushed: asyncio.Future[None], size_bytes: int, *, is_last: bool
     ) -> asyncio.Future[None] | None:
-        """Add a part that was written; return what the application waits for, or None if it may continue."""
+        """Add a part that was written; return a future to wait for, None if there is no need to wait."""
         limits = self._limits
         self._size_bytes += size_bytes
         is_within = limits.unsent.take(size_bytes)

@@ -1,10 +1,9 @@
 """The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
 
-A connection lives on one event loop. It begins on the server's, with the handshake. If user code runs in this
+A connection lives on one event loop. The handshake is read on the server's loop. If user code runs in this
 process on a loop of its own, the connection moves there when the handshake is accepted (see
-`daskserve.common.types.SocketPlace`). From then on a message crosses no threads and passes nothing on its
-way; with a crossing in each direction it took twice the CPU time, and as long again to arrive. Where nothing
-is in between on the server's own loop, user code uses the connection there.
+`daskserve.common.types.SocketPlace`). From then on, user code reads and writes the connection directly. With
+a thread crossing in each direction, a message took twice the CPU time, and twice as long to arrive.
 
 The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and
 posts its calls to a connection that has moved. While user code blocks its loop, its connections and these
@@ -18,6 +17,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from wsproto import WSConnection
@@ -100,22 +100,31 @@ class WebSocketWriter:
             self._on_lost()
             raise
 
-    async def send_in_pieces(self, frame: DataMessage[Any], turns: LoopTurns) -> None:
+    async def send_in_pieces(
+        self, frame: DataMessage[Any], turns: LoopTurns, on_incomplete: Callable[[], None]
+    ) -> None:
         """Send a message that is compressed: others have their turn after each piece.
 
-        Raises ``OSError`` if the connection has ended, or ends meanwhile.
+        Raises ``OSError`` if the connection has ended, or ends meanwhile. Calls ``on_incomplete`` if only the
+        beginning of the message was sent, for example because the task was cancelled.
         """
+        is_incomplete = False
         async with self._sending:
-            for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
-                if at:
-                    await turns.turn(SLOW * SLICE_BYTES)
-                if self._protocol.state is not ConnectionState.OPEN:
-                    raise ConnectionResetError("the WebSocket is closed")
-                is_last = at + SLICE_BYTES >= len(frame.data)
-                piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
-                flushed = self.write(self.pack(piece))
-                if not flushed.done():
-                    await self.flush(flushed)
+            try:
+                for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
+                    if at:
+                        await turns.turn(SLOW * SLICE_BYTES)
+                    if self._protocol.state is not ConnectionState.OPEN:
+                        raise ConnectionResetError("the WebSocket is closed")
+                    is_last = at + SLICE_BYTES >= len(frame.data)
+                    piece = DataMessage(data=frame.data[at : at + SLICE_BYTES], message_finished=is_last)
+                    flushed = self.write(self.pack(piece))
+                    is_incomplete = not is_last
+                    if not flushed.done():
+                        await self.flush(flushed)
+            finally:
+                if is_incomplete:
+                    on_incomplete()
 
     async def flush(self, flushed: asyncio.Future[None]) -> None:
         """Wait until the client has room for more. Raises ``OSError`` if it has disconnected."""
@@ -164,19 +173,19 @@ class WebSocketConnection:
         max_message_bytes: int,
         deflates_messages: bool,
         clock: Clock,
-        limits: Limits | None = None,
+        limits: Limits,
     ) -> None:
         self._writer = WebSocketWriter(stream, protocol, self._on_lost)
-        self._limits = Limits() if limits is None else limits
+        self._limits = limits
         self.inbox = WebSocketInbox(limits)
         self.inbox.put({"type": "websocket.connect"}, 0)
         self.is_accepted = self.is_closing = self.is_gone = False
         self._protocol = protocol
         self._owner = owner
         self._deflate = MessageDeflate() if deflates_messages else None
-        inflation = None if self._deflate is None else Inflation(self._deflate, self._limits.inflation)
+        inflation = None if self._deflate is None else Inflation(self._deflate, limits.inflation)
         self._intake = WebSocketIntake(
-            self.inbox, inflation, self._limits, self.close, max_message_bytes=max_message_bytes, clock=clock
+            self.inbox, inflation, limits, self.close, max_message_bytes=max_message_bytes, clock=clock
         )
         self._clock = clock
         self._reader = WebSocketReader(self.inbox, self._parse)
@@ -224,7 +233,9 @@ class WebSocketConnection:
             data = message.get("bytes")
             frame = DataMessage(data=message["text"] if data is None else bytes(data))
             if self._deflate is not None and self._deflate.enabled():
-                await self._writer.send_in_pieces(frame, self._limits.turns.here())
+                # The client would take the next message for the rest of an incomplete one.
+                end = partial(self.close, 1011, "a message was not sent whole")
+                await self._writer.send_in_pieces(frame, self._limits.turns.here(), end)
                 return
             flushed = self._writer.write(self._writer.pack(frame))
             if not flushed.done():
@@ -400,7 +411,7 @@ class WebSocketConnection:
             self._late.append(function)
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        """Close the connection with code 1001 once it is open. Idempotent."""
         self._is_leaving = True
         self.close(*GOING_AWAY)
 
@@ -447,8 +458,8 @@ class WebSocketConnection:
         """Start to close an open connection, and notify the application; idempotent."""
         if self.is_gone or self.is_closing or not self.is_accepted:
             return
+        self._writer.post(CloseConnection(code=code, reason=reason[:120]))  # raises if the code is invalid
         self.is_closing = True
-        self._writer.post(CloseConnection(code=code, reason=reason[:120]))
         self._disconnect(code, reason)
 
     def _deny(self, start: Any, body: bytes, *, more_body: bool) -> asyncio.Future[None]:

@@ -1,4 +1,4 @@
-"""What a WebSocket has received: the messages that wait for the application, and what limits them."""
+"""The received messages of a WebSocket that wait for the application, and their limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangu
 
 #: Size of received messages that may wait for the application; beyond it, nothing more is read.
 MAX_INBOX_BYTES = 1024 * 1024
-#: How often the operating system is asked whether a client is there from whom nothing is read.
+#: Interval of the checks for a hangup while nothing is read from a client.
 HANGUP_S = 0.5
 #: Overhead that each message or part counts in addition to its data.
 _PART_BYTES = 256
@@ -28,17 +28,17 @@ _PARTS_ALLOWANCE_BYTES = 1024 * 1024
 class WebSocketInbox:
     """Messages that wait for the application; after the last one, every `take` returns the disconnect.
 
-    What it holds counts in the budget of ``limits``.
+    The messages count in the budget of ``limits``.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._charged_bytes = 0
         #: Whether a message exceeded the budget.
         self.is_over_budget = False
         self._messages: deque[tuple[Message, int]] = deque()
         self._held_bytes = 0
-        self._takers: list[asyncio.Future[None]] = []
+        self._takers: set[asyncio.Future[None]] = set()
         self._parts: list[Any] = []
         self._parts_bytes = 0
         self.disconnect: Message | None = None
@@ -56,7 +56,7 @@ class WebSocketInbox:
             self._wake()
 
     def add_part(self, event: TextMessage | BytesMessage, max_bytes: int) -> bool:
-        """Add a message or a part of one; return False if the message is too large, or too much for all."""
+        """Add a message or a part of one; return False if it exceeds a limit."""
         self._parts.append(event.data)
         self._parts_bytes += len(event.data)
         if not self._charge(len(event.data)):
@@ -79,18 +79,15 @@ class WebSocketInbox:
         return True
 
     def _charge(self, size_bytes: int) -> bool:
-        limits = self._limits
-        if limits is None:
-            return True
         self._charged_bytes += size_bytes
-        if limits.received.take(size_bytes):
+        if self._limits.received.take(size_bytes):
             return True
         self.is_over_budget = True
-        limits.hit(BUFFERS)
+        self._limits.hit(BUFFERS)
         return False
 
     def _discharge(self, size_bytes: int) -> None:
-        if self._limits is not None and self._charged_bytes:
+        if self._charged_bytes:
             self._charged_bytes -= size_bytes
             self._limits.received.give_back(size_bytes)
 
@@ -111,8 +108,11 @@ class WebSocketInbox:
             if self.disconnect is not None:
                 return self.disconnect
             taker = asyncio.get_running_loop().create_future()
-            self._takers.append(taker)
-            await taker
+            self._takers.add(taker)
+            try:
+                await taker
+            finally:
+                self._takers.discard(taker)
         message, size_bytes = self._messages.popleft()
         self._held_bytes -= size_bytes
         self._discharge(max(0, size_bytes - _PART_BYTES))
@@ -122,8 +122,7 @@ class WebSocketInbox:
 
     def _wake(self) -> None:
         # All of them: one that is being cancelled takes nothing.
-        takers, self._takers = self._takers, []
-        for taker in takers:
+        for taker in self._takers:
             if not taker.done():
                 taker.set_result(None)
 
@@ -139,7 +138,7 @@ class WebSocketReader:
     Parameters
     ----------
     parse : callable
-        ``parse(data)`` is an iterator: each step puts something into the inbox, and tells what that cost; see
+        ``parse(data)`` is an iterator. Each step adds messages to the inbox and yields their cost; see
         `daskserve.proxies.exchange.limits.turns`.
     """
 
@@ -226,7 +225,7 @@ class WebSocketReader:
             self._timer = asyncio.get_running_loop().call_later(HANGUP_S, self._check_hangup)
 
     def _check_hangup(self) -> None:
-        """Close the stream if its client has left; nothing is read from it that would tell."""
+        """Close the stream if its client has left; nothing is read now, so the end is not noticed."""
         stream = self._stream
         if self._inbox.on_room is None or stream.closed():
             return

@@ -5,7 +5,7 @@ a `WebSocketConnection` carries the messages, and the `WebSocketSession` runs th
 in one of these ways:
 
 1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
-2. The application answers the handshake with a response of its own (for example a 404 of the ingress).
+2. The application answers the handshake with an HTTP response (for example a 404 of the ingress).
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
@@ -109,8 +109,8 @@ class WebSocketSession:
         Maximum size of a message; a larger one closes the connection with code 1009.
     deflates_messages : bool
         Whether messages are compressed if the client offers it.
-    limits : Limits, optional
-        Whose budget the received messages count in.
+    limits : Limits
+        The limits of the server; received messages count in their budget.
     on_end : callable
         ``on_end(session)`` is called once, when the application has ended and the connection is closed.
 
@@ -129,12 +129,12 @@ class WebSocketSession:
         max_message_bytes: int,
         clock: Clock,
         on_end: OnEnd,
-        deflates_messages: bool = False,
-        limits: Limits | None = None,
+        deflates_messages: bool,
+        limits: Limits,
     ) -> None:
-        self._limits = Limits() if limits is None else limits
+        self._limits = limits
         protocol = WSConnection(ConnectionType.SERVER)
-        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], self._limits)
+        scope["subprotocols"] = _read_handshake(protocol, scope["headers"], limits)
         self._app = app
         self._scope = scope
         self._on_end: OnEnd | None = on_end
@@ -171,7 +171,7 @@ class WebSocketSession:
         return self._task
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        """Close the connection with code 1001 once it is open. Idempotent."""
         self._call(self.connection.leave)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from control_harness import backend
 from controller_harness import ScriptedReplica, Stage, play, staged
+from scaler_harness import Desk, attended
 
 from daskserve.autoscaling import AutoscalingContext
 from daskserve.client.views.explanation import Explanation
@@ -20,10 +21,10 @@ from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
 from daskserve.control.scaling.recorded import carried_over
-from daskserve.control.scaling.scaler import Scaler
+from daskserve.control.scaling.scaler import PENDING_S, Scaler
 from daskserve.errors import BadRequestError, NotFoundError, ReplicaStartError
 from daskserve.payload.pickling import dump_bytes
-from daskserve.testing import wait_until
+from daskserve.testing import run_virtual, wait_until
 
 #: Short intervals and delays, so that a test sees every step.
 QUICK: Mapping[str, Any] = {
@@ -34,6 +35,21 @@ QUICK: Mapping[str, Any] = {
     "downscale_delay_s": 5.0,
     "look_back_period_s": 5.0,
 }
+
+
+def test_a_decision_stands_until_it_is_applied_or_has_waited_for_long() -> None:
+    async def scene(desk: Desk) -> None:
+        desk.put("classic", target_ongoing_requests=1)
+        desk.request_waits()
+        await wait_until(lambda: desk.wants() == 7)
+        first, pokes = desk.decided(), desk.pokes
+        await asyncio.sleep(PENDING_S - 1)
+        assert desk.decided() is first
+        assert desk.pokes > pokes, "whoever applies it is reminded"
+        await asyncio.sleep(2)
+        assert desk.decided().at >= first.at + PENDING_S
+
+    run_virtual(attended, scene)
 
 
 async def explained(stage: Stage, tag: str = "b") -> Explanation:

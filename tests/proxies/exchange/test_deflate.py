@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from http_harness import advance, hits, run, serving
 from tables import each_case
 from test_websocket import Echo, client_of
-from wsproto.events import AcceptConnection, BytesMessage, Ping, Pong
+from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Ping, Pong
 from wsproto.events import Message as DataMessage
 from wsproto.extensions import PerMessageDeflate
 from wsproto.frame_protocol import FrameDecoder, Opcode, RsvBits
@@ -175,6 +176,34 @@ def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None:
         async with serving(app, websocket_compression=True) as server, client_of(server) as client:
             await client.open(extensions=[PerMessageDeflate()])
             assert [await client.message() for _ in texts] == texts
+
+    run(test)
+
+
+@each_case("is_cancelled", [True, False])
+def test_a_message_that_is_not_sent_whole_closes_the_connection(is_cancelled: bool) -> None:
+    """The next message would become a part of it."""
+    text = "a" * (9 * SLICE_BYTES) + ("" if is_cancelled else "\ud800")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        sending = asyncio.ensure_future(send({"type": "websocket.send", "text": text}))
+        await asyncio.sleep(0)
+        if is_cancelled:
+            sending.cancel()
+        await asyncio.wait([sending])
+        assert is_cancelled or isinstance(sending.exception(), UnicodeEncodeError)
+        with suppress(OSError):
+            await send({"type": "websocket.send", "text": "another"})
+        assert (await receive())["type"] == "websocket.disconnect"
+
+    async def test() -> None:
+        async with serving(app, websocket_compression=True) as server, client_of(server) as client:
+            await client.open(extensions=[PerMessageDeflate()])
+            while not isinstance(event := await client.event(), CloseConnection):
+                assert not event.message_finished
+            assert event.code == 1011
 
     run(test)
 

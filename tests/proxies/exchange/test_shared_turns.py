@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from http_harness import run
 
+from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.limits.turns import (
     BUSY_S,
     SLICE_BYTES,
@@ -169,7 +170,7 @@ def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
         turns = AllLoopTurns(lambda: None).here()
         for _ in range(40):
             stream: Any = StillStream()
-            WebSocketReader(WebSocketInbox(), parse).start(stream, turns)
+            WebSocketReader(WebSocketInbox(Limits()), parse).start(stream, turns)
             stream.receive(b"x")
         most = done
         while done < 40 * 100:
@@ -183,7 +184,7 @@ def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
 
 def test_a_full_inbox_stops_work_in_the_middle_until_there_is_room() -> None:
     async def test() -> None:
-        inbox = WebSocketInbox()
+        inbox = WebSocketInbox(Limits())
 
         def parse(data: bytes) -> Iterator[int]:
             for _ in range(100):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from http_harness import poll_for, run, serving
 from test_websocket import Echo, client_of
 from wsproto.events import CloseConnection
@@ -47,6 +49,23 @@ def test_messages_that_were_taken_count_no_more() -> None:
             for _ in range(5):
                 assert await client.text("x" * 900) == "x" * 900
             assert received_bytes(server) == 0
+
+    run(test)
+
+
+def test_an_application_may_give_up_waiting_for_a_message_any_number_of_times() -> None:
+    async def test() -> None:
+        inbox = WebSocketInbox(Limits())
+        for _ in range(10):
+            waiting = asyncio.ensure_future(inbox.take())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert not inbox._takers
+        waiting = asyncio.ensure_future(inbox.take())
+        await asyncio.sleep(0)
+        inbox.put({"type": "websocket.receive"}, 1)
+        assert await waiting == {"type": "websocket.receive"}
 
     run(test)
 

@@ -431,6 +431,6 @@ def test_the_ingress_over_http() -> None:
             (200, "success"),
             (200, ""),
         ]
-        assert ingress.statistics().responses == {"2xx": 3, "4xx": 3, "5xx": 1}
+        assert ingress.responses() == {"2xx": 3, "4xx": 3, "5xx": 1}
 
     run(test)

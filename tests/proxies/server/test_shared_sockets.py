@@ -6,13 +6,19 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from http_harness import connected, make_server, on_each_transport, poll_for, respond, serving
 
+from daskserve.common.clock import LoopClock
 from daskserve.common.types import Receive, Send
+from daskserve.options.http import HTTPOptions
+from daskserve.options.start_messages import ProxyStart
 from daskserve.proxies.asgi import ASGIApp, Scope
+from daskserve.proxies.replica_listener import ReplicaListeners
 from daskserve.proxies.server import accepting
 from daskserve.proxies.server.life import HTTPServer
 
@@ -110,3 +116,21 @@ async def test_the_host_accepts_once_the_others_have_taken_nothing_for_some_time
         host.leave_to_others(True)
         assert await answer(host) == b"host"
     assert looks == [9, 8, 7, 7, 6, 6, 5, 4, 4, 4, 4]
+
+
+async def test_sockets_that_a_replica_could_not_listen_on_are_closed_with_their_port() -> None:
+    def fail(config: Mapping[str, Any]) -> None:
+        raise RuntimeError("no traces")
+
+    taken = [socket.create_server(("127.0.0.1", 0))]
+    context = SimpleNamespace(spec=SimpleNamespace(instance="i"), clock=LoopClock(), rng=None, logs=None)
+    unused: Any = None
+    listeners = ReplicaListeners(
+        unused, unused, context, to_worker=unused, take_sockets=lambda key: taken, trace=fail
+    )
+    start = ProxyStart(HTTPOptions(), None, False, True, False, "127.0.0.1", {}, None).encode()
+    wanted = {"own": [], "rules": {}, "routes": {}, "listeners": {"p#1": start}}
+    with pytest.raises(RuntimeError, match="no traces"):
+        await listeners.listen(wanted)
+    assert await listeners.stop("p#1", 0) == {}
+    assert taken[0].fileno() == -1
