@@ -347,7 +347,8 @@ class Supervisor(SchedulerPlugin):
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)
         if entry is None or not entry.epoch:
-            # Not all Hosts are there, and a controller that has outlived another scheduler would miss them.
+            # Not all Hosts are open yet, and a controller that outlived another scheduler would treat their
+            # workers as lost.
             raise UnavailableError(
                 f"Instance {instance!r} has no controller of this scheduler yet; try again."
             )

@@ -36,7 +36,7 @@ def create_empty(path: Path) -> None:
     target = os.path.realpath(path)
     with contextlib.suppress(OSError):
         try:
-            # No open(): to close a file drops all locks that this process has on it, those of SQLite too.
+            # No open(): closing a file drops all locks that this process holds on it, including SQLite's.
             os.mknod(target, FILE_MODE)
         except PermissionError:  # not on Linux: only root may make a file in this way
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))

@@ -120,7 +120,7 @@ class CommTransport:
 
     async def _send(self, frames: Sequence[Any]) -> None:
         if self.peer_address.startswith("inproc://"):
-            # Such a comm passes objects on as they are: marked buffers, and memory of the sender.
+            # Such a comm passes objects on unchanged, including marked buffers and the sender's memory.
             body, large = pack(frames)
             frames = unpack([body, *map(bytearray, large)])
         else:

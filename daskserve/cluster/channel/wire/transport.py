@@ -10,7 +10,8 @@ It sends all frames that are posted in one iteration of the event loop together.
 All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
 0 refers to shared memory instead, see `daskserve.cluster.channel.wire.sharing`.
 
-Neither this module nor what it imports imports Dask: that takes longer than the rest of a child's start.
+This module does not import Dask, not even indirectly, because this takes longer than the rest of a child's
+start.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Transport(Protocol):
 
     @property
     def unsent(self) -> Frames:
-        """The posted frames of which nothing was written; they stay here after the connection ends."""
+        """The posted frames that were not written at all; they stay here after the connection ends."""
 
     @property
     def turn(self) -> int:
