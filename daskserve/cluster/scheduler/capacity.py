@@ -213,9 +213,12 @@ class Capacity:
         if not leaving:
             return {}
         retire = self.retire  # `uninstall` may run during the evacuation
-        await self._evacuate(leaving)
-        retired = dict(await retire(workers=leaving, **passed_on))
-        self._stay(set(leaving) - retired.keys())
+        retired: dict[str, Any] = {}
+        try:
+            await self._evacuate(leaving)
+            retired = dict(await retire(workers=leaving, **passed_on))
+        finally:
+            self._stay(set(leaving) - retired.keys())
         return retired
 
     @property
