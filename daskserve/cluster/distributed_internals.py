@@ -205,7 +205,7 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
-    # Dask logs what ends this method as an error, also that the client is closed.
+    # Dask logs every error that ends this method, even that the client was closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 

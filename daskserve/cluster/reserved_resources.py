@@ -119,7 +119,7 @@ class ReservedResources(SchedulerPlugin):
     Parameters
     ----------
     announce
-        Called with the amounts that tasks hold on the workers where these have changed.
+        Called with the amounts that tasks hold, for each worker where they have changed.
     """
 
     name = PLUGIN_NAME

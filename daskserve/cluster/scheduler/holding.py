@@ -161,7 +161,7 @@ class HeldStore:
         reconnects
             Whether the instance has outlived another scheduler.
         epoch, records
-            The newest epoch and the records that it had there, as far as they are known.
+            Its newest epoch and its records under that scheduler, as far as known.
         """
         found = await self.shared.look()
         stored = await self.shared.load()

@@ -1,8 +1,7 @@
 """Permissions of a store on a disk of the scheduler's machine: for its user only, from the first byte on.
 
-The modes are given at creation, so they hold whatever the process's umask is, which all threads share.
-Existing files keep the mode that the operator gave them. If other users have access, a warning names the
-remedy.
+The modes are set at creation, independent of the process's umask, which all threads share. Existing files
+keep the mode that the operator gave them. If other users have access, a warning names the remedy.
 """
 
 from __future__ import annotations

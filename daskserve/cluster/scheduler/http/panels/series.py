@@ -47,7 +47,7 @@ class Series:
         self._answers.append({"time": time, "deployments": deployments, "replicas": replicas})
 
     def busiest(self) -> list[str]:
-        """Return the names of the deployments with the most requests of late, sorted."""
+        """Return the names of the deployments with the most recent requests, sorted."""
         total: Counter[str] = Counter()
         for each in self._answers:
             for name, values in each["deployments"].items():
