@@ -71,8 +71,7 @@ def keep_connected(
     resumptions: Callable[[], Iterable[Callable[[], Coroutine[Any, Any, None]]]],
     clock: Clock,
 ) -> None:
-    """Make a Dask client that loses its scheduler connect to the next one at its address, within a time
-    limit.
+    """Make a Dask client that loses its scheduler connect to the next one at the same address.
 
     Parameters
     ----------
