@@ -72,7 +72,7 @@ async def _deploy(
         actor_options=self.actor_options,
         config=self.config,
         timeout_s=None,
-        version=self.version or new_version(),
+        version=new_version(),
         user_version=self.version,
         prev_version=self.prev_version,
         env=self.env,

@@ -106,7 +106,6 @@ class BackendVerbs(Verbs):
             actor_options=deployment.actor_options,
             config=deployment.config,
             timeout_s=timeout_s,
-            version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
             kind="backend",

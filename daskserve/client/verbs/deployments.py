@@ -147,7 +147,7 @@ class DeploymentVerbs(Verbs):
                 timeout_s=timeout_s,
                 env=deployment.env,
                 files=getattr(deployment, "files", None),
-                version=deployment.version or new_version(),
+                version=new_version(),
                 user_version=deployment.version,
                 prev_version=prev_version or getattr(found, "prev_version", None),
             ),
