@@ -1,4 +1,4 @@
-"""The clients of an instance: one whose methods block until the change is complete, and one to await.
+"""The two clients of an instance: the methods of one block, those of the other are awaited.
 
 Both have the same verbs. Each verb is written once, as a coroutine of `ClientVerbs`.
 """
@@ -176,7 +176,7 @@ class ClientVerbs(
         return Status.of({**answer, "links": self._links()})
 
     def _links(self) -> Mapping[str, str]:
-        """Return where the instance can be looked at; the scheduler is asked once."""
+        """Return the links to pages that show the instance; cached after the first call."""
         if self._known_links is None:
             try:
                 self._known_links = links_of(self._connection.cluster_connection.dashboard_link)

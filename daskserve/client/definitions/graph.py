@@ -38,7 +38,7 @@ logger = logging.getLogger("daskserve.client")
 
 
 class InitArguments(tuple[Any, ...]):
-    """Positional arguments of a constructor; pickling meets it after the code and before the arguments."""
+    """Positional arguments of a constructor. In a pickle, they mark the end of the code."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class _Node:
 
 
 class ApplicationGraph:
-    """The deployments of an application, each after those whose handles it gets.
+    """The deployments of an application, in the order of their dependencies.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class ApplicationGraph:
         return [(each.name, each.application.deployment) for each in self._order]
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
-        """Return the node of an application after adding those that it needs, deepest first."""
+        """Add an application after its dependencies, and return its node."""
         node = self._nodes.get(application)
         if node is not None:
             if not node.name:
@@ -280,7 +280,7 @@ def applications_in(application: Application) -> list[Application]:
             found[value if isinstance(value, Application) else value.application] = None
         elif not isinstance(value, (FunctionType, type, Handle)):
             return NotImplemented
-        return len, ((),)  # anything that can be pickled
+        return len, ((),)  # stands for the value: any callable with arguments will do
 
     try:
         visit((application.args, application.kwargs), note)
@@ -293,7 +293,7 @@ def applications_in(application: Application) -> list[Application]:
 
 
 class Substitution:
-    """Says what is pickled in place of the applications and handles among the arguments of a deployment."""
+    """Decides what pickle writes for the applications and handles among the arguments of a deployment."""
 
     def __init__(
         self,

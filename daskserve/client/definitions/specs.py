@@ -1,4 +1,4 @@
-"""Backend specs: a client's arguments, checked once, in the form that travels to the controller."""
+"""Backend specs: the checked arguments of a client, in the form that is sent to the controller."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def split_config(
     """
     autoscaling = config.autoscaling_config
     if autoscaling is not None and callable(autoscaling.policy):
-        # User code, which only the controller may load.
+        # Only the controller may load user code.
         remedy = 'Name it by its import path, "module:function", if the workers have that module.'
         policy = dump_option("policy", autoscaling.policy, remedy)
         options["autoscaling_config"] = autoscaling.model_copy(update={"policy": policy})

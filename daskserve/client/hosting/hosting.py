@@ -32,7 +32,7 @@ from daskserve.options.tracing import checked_tracing
 
 @dataclass(frozen=True)
 class HostingMode:
-    """Whether applications stay, whether they may replace those of their names, and follow their files.
+    """How applications are run: until when, whether they replace others, and whether they follow files.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ async def _host(
             from daskserve.actors import check_ports
 
             check_ports(options)  # the proxy starts much later
-        # A mistake in a module that this process imports starts nothing.
+        # Built before the instance starts, so that a mistake in the module starts nothing.
         built = None if cluster_connection is None else source.build("")
         lines: list[str] = []
         client = await start_with(
@@ -159,10 +159,10 @@ class _Hosting:
         self._report = report
         self._reread = reread
         self._in_worker = in_worker
-        #: The ids of the calls whose deployments may be replaced, by application; None: any.
+        #: The ids of the calls whose deployments may be replaced, by application; None allows all.
         self._expected: dict[str, str] | None = None
         self._kept: dict[str, ApplicationSpec] = {}
-        #: The ids of this program's deployments, by application, and those of changes on their way.
+        #: The ids of this program's deployments, by application, and the ids of its changes in progress.
         self._deployed: dict[str, str] = {}
         self._changing: set[str] = set()
         reload = stay.reload
@@ -255,7 +255,7 @@ class _Hosting:
         return lambda: finish(self._redeploy(built))
 
     async def _redeploy(self, built: Sequence[BuiltApplication]) -> None:
-        """Deploy applications in place of those of this program."""
+        """Deploy new versions of this program's applications."""
         expected = {}
         for name in _requests(built):
             expected[name], is_own = await self._found(name)

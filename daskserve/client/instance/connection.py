@@ -57,7 +57,7 @@ class InstanceConnection:
         self.instance = instance
         self.is_guest = is_guest
         self.is_closed = False
-        #: Whether the instance is known to outlive the program that started it, or this program is that.
+        #: Whether the instance need not be shared: it was shared already, or this program started it.
         self.is_shared = instance in cluster_connection.started
         self.calls = ControllerCalls(cluster_connection, instance)
         self._ownership: _Ownership | None = None
@@ -153,7 +153,7 @@ class _Ownership:
 
 
 def this_program() -> str:
-    """Return how others know this program: its file, process and machine."""
+    """Return the name of this program for others: its file, process and machine."""
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "Python"
     return f"{name} (process {os.getpid()} on {socket.gethostname()})"
 

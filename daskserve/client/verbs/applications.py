@@ -113,7 +113,7 @@ class ApplicationVerbs(HandleVerbs):
     ) -> list[Handle]:
         answer = await self._call("deploy_applications", apps=specs, expected=expected, by=this_program())
         if blocking:
-            # All of them: one that fails does not end the others.
+            # Wait for all goals: a failed one does not end the others.
             goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
             failures = [await self._failure(name, goal) for name, goal in goals]
             for failure in failures:
@@ -286,7 +286,7 @@ def build(
 
 
 def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | None:
-    """Return the function that gives the deployments of an application what its target says of all."""
+    """Return the function that applies the options of a target to its deployments; None if there are none."""
     logs = target.logging_config
     outer = None if logs is None else parse_options(LoggingConfig, logs, what="logging_config")
     if outer is None and not target.external_scaler_enabled:
@@ -301,7 +301,7 @@ def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | 
 
 
 def check_targets(targets: Sequence[Any]) -> None:
-    """Raise `TypeError` or `BadRequestError` for what is wrong with targets whatever they name."""
+    """Raise `TypeError` or `BadRequestError` for mistakes that can be found without building the targets."""
     if not targets:
         raise BadRequestError("No applications provided; pass a list of serve.RunTarget(...).")
     names = set()

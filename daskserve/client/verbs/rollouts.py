@@ -9,7 +9,7 @@ from daskserve.client.instance.connection import Verbs, this_program
 
 
 class RolloutVerbs(Verbs):
-    """Methods of a `Client` that look at rollouts and steer them.
+    """Methods of a `Client` that show and control rollouts.
 
     With ``model``, they are about the rollout of a model of the deployment's ``model_repository``. Each
     returns the state of the rollout as plain values: ``state``, ``version``, ``stable``, ``step``, ``why``,

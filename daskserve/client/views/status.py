@@ -393,6 +393,6 @@ class Status(FromPlain):
 
 
 def _html(text: str) -> str:
-    """Return a paragraph; lines, such as those of a traceback, keep their indentation."""
+    """Return a text as HTML; several lines, such as a traceback, keep their indentation."""
     kind = "pre" if "\n" in text else "p"
     return f"<{kind}>{escape(text)}</{kind}>"
