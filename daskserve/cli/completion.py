@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from daskserve.common import settings
 
 SHELLS = ("bash", "zsh", "fish")
-#: Time after which there are no names: who presses Tab does not wait.
+#: Timeout of the request for names, because completion must not make the user wait.
 NAMES_S = 0.5
 _APPLICATIONS = "/api/serve/applications/"
 _READ_BYTES = 8 << 20
@@ -42,7 +42,7 @@ def complete_files(_: click.Context, __: click.Parameter, incomplete: str) -> li
 
 
 def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of applications that begin as what was typed; none if they are not known soon."""
+    """Return the names of applications that begin with the typed text; none if the scheduler is slow."""
     variables = settings.process_variables()
     address = ctx.params.get("address") or variables.get("DASK_SCHEDULER_ADDRESS", "")
     if not address.startswith(("http://", "https://")):

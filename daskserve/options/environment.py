@@ -130,11 +130,11 @@ class Interpreter:
     Attributes
     ----------
     is_own : bool
-        Whether it is the interpreter of this process, with the same packages.
+        Whether this process runs the same interpreter, with the same packages.
     variables : mapping or None
         The environment variables of its processes; None means those of this process.
     first : tuple of str
-        Folders in which another interpreter looks first for what it imports.
+        Folders that come first on the import path of another interpreter.
     """
 
     python: str
