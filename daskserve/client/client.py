@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.ending.serve_forever import serve_until_ended
-from daskserve.client.instance.connection import InstanceConnection, this_program
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
@@ -241,7 +241,7 @@ class ClientVerbs(
         BadRequestError
             A `ValueError`: the percentage is not a number from 0 to 100.
         """
-        await self._change("set_target_capacity", percent=checked_capacity(percent), by=this_program())
+        await self._change("set_target_capacity", percent=checked_capacity(percent))
 
     async def rewrite_store(self) -> int:
         """Rewrite all records of the instance to the store, and return their number.

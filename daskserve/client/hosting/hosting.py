@@ -21,7 +21,7 @@ from daskserve.client.hosting.reloading.reloader import Reloader
 from daskserve.client.hosting.restoring import copy_application, restore_application
 from daskserve.client.hosting.sources import Source, build_on
 from daskserve.client.instance.calls import wait_for_http
-from daskserve.client.instance.connection import InstanceConnection, this_program
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.common import settings
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
@@ -213,7 +213,7 @@ class _Hosting:
         is_left = not self._stay.is_blocking
         try:
             if self._source.logging is not None:
-                await self._verbs._change("set_logging", config=self._source.logging, by=this_program())
+                await self._verbs._change("set_logging", config=self._source.logging)
             await self._deploy(built)
             is_left = True
             await self._serve_or_report()

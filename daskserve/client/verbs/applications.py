@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from daskserve.client.definitions.deployments import Deployment
 from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.client.definitions.overrides import logging_in
 from daskserve.client.definitions.targets import application_of
-from daskserve.client.instance.connection import this_program
 from daskserve.client.verbs.handles import HandleVerbs
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
@@ -102,25 +100,16 @@ class ApplicationVerbs(HandleVerbs):
             await self._check_handles(each)
         await self._share()
         specs = [each.spec for each in applications]
-        try:
-            return await self._deploy_specs(specs, expected, blocking=blocking)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            await self._withdraw([each.request_id for each in specs])
-            raise
-
-    async def _deploy_specs(
-        self, specs: Sequence[ApplicationSpec], expected: Mapping[str, str] | None, *, blocking: bool
-    ) -> list[Handle]:
-        answer = await self._call("deploy_applications", apps=specs, expected=expected, by=this_program())
-        if blocking:
-            # Wait for all goals: a failed one does not end the others.
-            goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
-            failures = [await self._failure(name, goal) for name, goal in goals]
-            for failure in failures:
-                if failure is not None:
+        async with self._withdrawn_if_interrupted(*(each.request_id for each in specs)):
+            answer = await self._submit("deploy_applications", apps=specs, expected=expected)
+            if blocking:
+                # Wait for all goals: a failed one does not end the others.
+                goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
+                failures = [await self._failure(name, goal) for name, goal in goals]
+                for failure in filter(None, failures):
                     raise failure
-        await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
-        return [await self.get_handle(each.ingress.spec.tag) for each in specs]
+            await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
+            return [await self.get_handle(each.ingress.spec.tag) for each in specs]
 
     async def _request_of(self, name: str) -> str:
         """Return the id of the call that deployed an application; empty if there is none."""
@@ -158,12 +147,8 @@ class ApplicationVerbs(HandleVerbs):
     ) -> None:
         """Delete an application, with a ``request_id`` only if that call has deployed it."""
         await self._let_calls_leave()
-        answer = await self._call(
-            "delete_application",
-            name=name,
-            request_id=request_id,
-            by=this_program(),
-            missing_ok=missing_ok,
+        answer = await self._submit(
+            "delete_application", name=name, request_id=request_id, missing_ok=missing_ok
         )
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls
