@@ -292,21 +292,15 @@ def applications_in(application: Application) -> list[Application]:
     return list(found)
 
 
+@dataclass(slots=True)
 class Substitution:
     """Decides what pickle writes for the applications and handles among the arguments of a deployment."""
 
-    def __init__(
-        self,
-        name: str,
-        tags: Mapping[Application, BackendTag],
-        instance: InstanceName,
-        handles: dict[EndpointTag, str],
-    ) -> None:
-        self._handles = handles
-        self._name = name
-        self._tags = tags
-        self._instance = instance
-        self._is_in_code = True
+    _name: str
+    _tags: Mapping[Application, BackendTag]
+    _instance: InstanceName
+    _handles: dict[EndpointTag, str]
+    _is_in_code: bool = True
 
     def __call__(self, value: Any) -> Any:
         """Return what to pickle, as ``__reduce__`` does, or `NotImplemented` for the object itself."""

@@ -94,7 +94,7 @@ async def _host(
     try:
         running = None if cluster_connection is None else await find_default(form)
         if running is not None:
-            hosting = _Hosting(form, running, source, stay, report, reread, in_worker=False)
+            hosting = _Hosting(form, running, source, stay, report, reread, False)
             await hosting.check(http_options)
             await hosting.run()
             return
@@ -117,7 +117,7 @@ async def _host(
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths
-        hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker=in_worker)
+        hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker)
         if cluster_connection is None:
             report(f"Started a Dask cluster at {client.scheduler_address}.")
         for line in lines:
@@ -137,35 +137,27 @@ def _followed(source: Source, stay: HostingMode) -> Source:
     return replace(source, project=project)
 
 
+@dataclass
 class _Hosting:
     """The applications of one call of `host`, on an instance that runs."""
 
-    def __init__(
-        self,
-        form: Form[Any],
-        connection: InstanceConnection,
-        source: Source,
-        stay: HostingMode,
-        report: Callable[[str], Any],
-        reread: Callable[[], Source],
-        *,
-        in_worker: bool,
-    ) -> None:
-        self._form = form
-        self._connection = connection
-        self._verbs: Any = form.verbs(connection)
-        self._source = source
-        self._stay = stay
-        self._report = report
-        self._reread = reread
-        self._in_worker = in_worker
+    _form: Form[Any]
+    _connection: InstanceConnection
+    _source: Source
+    _stay: HostingMode
+    _report: Callable[[str], Any]
+    _reread: Callable[[], Source]
+    _in_worker: bool
+
+    def __post_init__(self) -> None:
+        self._verbs: Any = self._form.verbs(self._connection)
         #: The ids of the calls whose deployments may be replaced, by application; None allows all.
         self._expected: dict[str, str] | None = None
         self._kept: dict[str, ApplicationSpec] = {}
         #: The ids of this program's deployments, by application, and the ids of its changes in progress.
         self._deployed: dict[str, str] = {}
         self._changing: set[str] = set()
-        reload = stay.reload
+        reload = self._stay.reload
         self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._tell)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ from daskserve.client.verbs.handles import HandleVerbs
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
-    BackendTag,
     EndpointTag,
     GoalId,
     InstanceName,
@@ -44,11 +43,6 @@ class RunTarget:
     args: Mapping[str, Any] | None = None
     external_scaler_enabled: bool = False
     logging_config: LoggingConfig | Mapping[str, Any] | None = None
-
-
-def application_in(tag: BackendTag) -> str:
-    """Return the name of the application that a deployment's tag belongs to."""
-    return split_deployment_tag(tag)[0]
 
 
 class ApplicationVerbs(HandleVerbs):
@@ -190,8 +184,7 @@ class ApplicationVerbs(HandleVerbs):
                 f"Name the application of deployment {deployment_name!r}: only replicas belong to one. Pass "
                 "app_name=..."
             )
-        name = application_in(replica.backend_tag) if app_name is None and replica is not None else app_name
-        assert name is not None
+        name = replica.app_name if app_name is None and replica is not None else str(app_name)
         try:
             return await self.get_handle(deployment_tag(name, deployment_name))
         except NotFoundError as error:
@@ -202,7 +195,7 @@ class ApplicationVerbs(HandleVerbs):
     async def _check_handles(self, built: BuiltApplication) -> None:
         """Raise `BadRequestError` if a deployment has a handle of one that this change removes."""
         name, kept = built.spec.name, {each.spec.tag for each in built.spec.deployments}
-        suspects = [tag for tag in built.handles if application_in(tag) == name and tag not in kept]
+        suspects = [tag for tag in built.handles if split_deployment_tag(tag)[0] == name and tag not in kept]
         if not suspects:
             return
         try:

@@ -209,9 +209,9 @@ def parse_typed(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     try:
         return parse_options(model, value, what=what)
     except ValidationError as error:
-        if not has_wrong_type(error):
-            raise
-        raise WrongTypeError(str(error)) from None
+        if any(each["type"].endswith(("_type", "_parsing")) for each in error.errors()):
+            raise WrongTypeError(str(error)) from None
+        raise
 
 
 # ---- the names of options
@@ -330,11 +330,6 @@ def _without_secrets(
 def wrong_type(text: str) -> PydanticCustomError:
     """Return the error that a validator raises for a value of a wrong type."""
     return PydanticCustomError(WRONG_TYPE, "{text}", {"text": text})
-
-
-def has_wrong_type(error: ValidationError) -> bool:
-    """Return whether an error is about a value of a wrong type, not one that is not allowed."""
-    return any(each["type"].endswith(("_type", "_parsing")) for each in error.errors())
 
 
 def as_details(found: Any) -> InitErrorDetails:
