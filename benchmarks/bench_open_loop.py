@@ -1,9 +1,9 @@
 """The tail at a steady rate that leaves the machine mostly idle: a FastAPI application beside uvicorn.
 
-Requests come at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from when
-they should have been sent. The application runs in two workers of daskserve with default settings, and under
-``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50, p99
-and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
+Requests are sent at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from
+when they should have been sent. The application runs in two workers of daskserve with default settings, and
+under ``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50,
+p99 and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
 
 It needs ``pip install fastapi uvicorn httptools uvloop scikit-learn``. Run:
 ``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5]``.

@@ -26,6 +26,12 @@ def uses_uvloop() -> bool:
 running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
 
 
+def settle(future: asyncio.Future[None]) -> None:
+    """Complete a future of this loop, unless it is done already."""
+    if not future.done():
+        future.set_result(None)
+
+
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on an event loop and return its result to a coroutine on this or another loop."""
     if running_loop() is loop:

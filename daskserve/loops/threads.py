@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+ResultT = TypeVar("ResultT")
 
 #: Interval at which an idle main thread handles signals, at the latest.
 SIGNAL_CHECK_S = 1.0
@@ -38,6 +42,37 @@ def start_daemon(name: str, function: Callable[[], object]) -> RunningThread:
     thread = threading.Thread(target=function, name=name, daemon=True)
     thread.start()
     return thread
+
+
+async def in_daemon(name: str, function: Callable[[threading.Event], ResultT]) -> ResultT:
+    """Return the result of a function that runs in a new thread.
+
+    The function gets an event, which is set when this coroutine ends, even if it is cancelled before.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[ResultT] = loop.create_future()
+    stop = threading.Event()
+
+    def end(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not result.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], Any]
+        try:
+            outcome = result.set_result, function(stop)
+        except Exception as error:
+            outcome = result.set_exception, error
+        except BaseException as error:  # SystemExit ends no more than this thread
+            outcome = result.set_exception, RuntimeError(repr(error))
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, *outcome)
+
+    start_daemon(name, run)
+    try:
+        return await result
+    finally:
+        stop.set()
 
 
 JobT = TypeVar("JobT")

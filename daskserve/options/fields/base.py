@@ -120,7 +120,12 @@ def effect_of(field: FieldInfo) -> Effect:
 class Options(BaseModel):
     """Base class of all option models: unknown keys and invalid assignments are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        populate_by_name=True,
+        protected_namespaces=(),  # pydantic before 2.10 warns of each field that begins with "model_"
+    )
     #: The argument that takes these options, for errors; empty if users do not set them.
     place: ClassVar[str] = ""
 
