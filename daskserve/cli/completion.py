@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.request
 
@@ -51,6 +52,6 @@ def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: st
     try:
         with urllib.request.urlopen(url, timeout=NAMES_S) as answer:
             names = list(json.loads(answer.read(_READ_BYTES))["applications"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return []  # a shell has no place for an error
     return [CompletionItem(name) for name in names if str(name).startswith(incomplete)]

@@ -12,7 +12,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -163,7 +163,8 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
         try:
             yield config.model_copy(update={"env": local.to_plain()})
         finally:
-            sys.path.remove(str(folder))
+            with suppress(ValueError):  # the user's module may have removed it
+                sys.path.remove(str(folder))
             release_class_ids(forget(_below(tops)))
             sys.modules.update(hidden)
 

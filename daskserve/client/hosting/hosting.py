@@ -24,7 +24,13 @@ from daskserve.client.instance.calls import wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.common import settings
-from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
+from daskserve.errors import (
+    AlreadyRegisteredError,
+    BadRequestError,
+    ClosedError,
+    DeployError,
+    NotRunningError,
+)
 from daskserve.loops.blocking import finish
 from daskserve.options.specs import ApplicationSpec
 from daskserve.options.tracing import checked_tracing
@@ -275,6 +281,7 @@ class _Hosting:
         if self._reloader is not None:
             self._reloader.stop()
         started: dict[str, str] = {}
+        failure: DeployError | None = None
         for name, request_id in self._deployed.items():
             is_new = not (self._expected or {}).get(name)
             found, is_ours = request_id, True
@@ -285,10 +292,15 @@ class _Hosting:
                 started[name] = found if is_ours else request_id
             elif is_ours and name in self._kept:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await restore_application(self._verbs, self._kept[name], found)
+                try:
+                    await restore_application(self._verbs, self._kept[name], found)
+                except DeployError as error:
+                    failure = error  # the others are restored, and the instance is left, all the same
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
         await leave_instance(self._verbs, started, signal_name)
+        if failure is not None:
+            raise failure
 
     def _tell(self, line: str) -> None:
         print_line(self._connection.cluster_connection, line)

@@ -17,7 +17,8 @@ class FromPlain:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the view of the controller's plain values; fields that this version lacks are ignored."""
-        found: Self = _adapter(cls).validate_python(values)
+        kind: Any = cls
+        found: Self = _adapter(kind).validate_python(values)
         return found
 
 
