@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -54,6 +55,20 @@ class Streams:
 
         return items()
 
+    def lingers(self) -> Any:
+        async def items() -> Any:
+            yield 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.1)
+                self.ended_at = time.time_ns()
+
+        return items()
+
+    async def ended(self) -> int:
+        return self.ended_at
+
 
 def test_a_stream_has_one_span_of_user_code_to_its_end(collected: Collected) -> None:
     with local_instance(tracing_config=CONFIG) as client:
@@ -68,6 +83,11 @@ def test_a_stream_has_one_span_of_user_code_to_its_end(collected: Collected) -> 
         assert next(iter(stream)) == 1
         stream.cancel()
         assert named(collected, "user code stopped").end_time
+        stream = handle.lingers.remote()
+        assert next(iter(stream)) == 1
+        stream.cancel()
+        lingering = named(collected, "user code lingers")
+        assert lingering.end_time >= client.get_handle("Streams").ended.remote().result(timeout_s=10)
     assert Counter(each.name for each in collected.spans)["user code numbers"] == 1
 
 
