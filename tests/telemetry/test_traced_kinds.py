@@ -38,6 +38,9 @@ def named(found: Collected, name: str) -> Any:
     return span
 
 
+BEGAN, MAY_END = threading.Event(), threading.Event()
+
+
 @serve.deployment
 class Streams:
     def numbers(self) -> Any:
@@ -66,6 +69,11 @@ class Streams:
 
         return items()
 
+    def late(self) -> Any:
+        BEGAN.set()
+        MAY_END.wait(10)
+        return self.numbers()
+
     async def ended(self) -> int:
         return self.ended_at
 
@@ -86,6 +94,12 @@ def test_a_stream_has_one_span_of_user_code_to_its_end(collected: Collected) -> 
         stream = handle.lingers.remote()
         assert next(iter(stream)) == 1
         stream.cancel()
+        stream = handle.late.remote()
+        assert BEGAN.wait(10)
+        stream.cancel()
+        named(collected, "replica Streams.late")
+        MAY_END.set()
+        assert named(collected, "user code late").end_time, "although its next step never begins"
         lingering = named(collected, "user code lingers")
         assert lingering.end_time >= client.get_handle("Streams").ended.remote().result(timeout_s=10)
     assert Counter(each.name for each in collected.spans)["user code numbers"] == 1
