@@ -154,7 +154,9 @@ def _running(command: list[str], children: int) -> Iterator[System]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    with subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **ENVIRONMENT}) as process:
+    environment = {**os.environ, **ENVIRONMENT}
+    command += ["--port", str(port)]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             tree = psutil.Process(process.pid)
             deadline = time.monotonic() + 60

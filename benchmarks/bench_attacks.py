@@ -1,14 +1,14 @@
 """What others see while clients try to take what all share, under both HTTP servers.
 
 Two workers: the proxy and the replica that is attacked are in one of them, a plain backend is in the other.
-An attack is 40 clients in a process of their own, with 12 MB in all (`programs/attacker.py`). Meanwhile one
+An attack is 40 clients in a separate process, with 12 MB in all (`programs/attacker.py`). Meanwhile one
 client sends GETs to the plain backend and one uses a WebSocket of the attacked replica, both over
 connections that they keep. Measured: the median and the longest answer of both, what failed, what the
 attackers were told, which limits they met, the CPU time that they cost, and whether a replica was replaced.
 
 Run: ``python benchmarks/bench_attacks.py [--kinds NAME,...] [--server tornado,asyncio] [--seconds N]
 [--descriptors N] [--isolation process] [--apart]``. With ``--descriptors``, the workers may have only so
-many, and each GET has a connection of its own. It prints a line per case, and exits with 1 if a replica was
+many, and each GET has its own connection. It prints a line per case, and exits with 1 if a replica was
 replaced or a client of the others failed.
 """
 

@@ -3,11 +3,11 @@
 ``frames``: a small neural network scores a dataframe of 40 partitions, by ``dask.dataframe.map_partitions``
 with the model inside the function (made once for each worker), and by ``handle.map_partitions``. In turns.
 ``--ray python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
-``live``: the latency of calls that come every 50 ms, with and without ``handle.map`` beside them. The code
-waits 10 or 100 ms for an answer, as for an accelerator: in 8 slots, in 2 replicas with one slot, and in
-batches of which 2 run at a time. With a single slot, the factor cannot be less than 2.
-``memory``, if it is named: the memory of the program that reads a map of ``--items`` items, 10 million by
-default, which take a quarter of an hour.
+``live``: the latency of calls that are sent every 50 ms, with and without ``handle.map`` beside them. The
+code waits 10 or 100 ms for an answer, as for an accelerator: in 8 slots, in 2 replicas with one slot, and in
+batches of which 2 run at a time. With a single slot, the factor cannot be less than 2. ``memory``, if it is
+named: the memory of the program that reads a map of ``--items`` items, 10 million by default, which take a
+quarter of an hour.
 
 Run: ``python benchmarks/bench_batch.py [frames] [live] [memory] [--rounds 5] [--ray /path/to/python]``, with
 pandas and pyarrow.

@@ -1,9 +1,9 @@
 """Live requests while other requests keep the cluster busy with Dask tasks.
 
-Requests come at a fixed rate, and their latency counts from when they should have been sent. Those of `Asks`
-run one small Dask task each; those of `Answers` run none. The tasks beside them have a lower priority than
-those of `Asks`, or the same one; and the replica of `Answers` shares its worker with them, or occupies all of
-its threads. The cases take turns, on two workers with one thread each.
+Requests are sent at a fixed rate, and their latency counts from when they should have been sent. Those of
+`Asks` run one small Dask task each; those of `Answers` run none. The tasks beside them have a lower priority
+than those of `Asks`, or the same one; and the replica of `Answers` shares its worker with them, or occupies
+all of its threads. The cases take turns, on two workers with one thread each.
 
 Run: ``python benchmarks/bench_beside.py [--seconds 5] [--rounds 3] [--rate 10]``.
 """

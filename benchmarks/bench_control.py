@@ -6,7 +6,7 @@
 4. applications: 1,000 of two deployments each; the last deploy compared with the tenth (bound 1.5 times), the
    status of all (bound 1 s), recovery (bound 2 s), and one call that deploys all of them (bound 2 s).
 5. create: the 1,000th backend compared with the 20th, in SQLite: time (bound 1.5 times), records and bytes
-   (equal). Two instances create backends in turns, so what else the machine does slows both.
+   (equal). Two instances create backends in turns, so other work on the machine slows both.
 
 Times are CPU times, except those of 5, which include the waits for the disk.
 
@@ -64,7 +64,7 @@ RUNS = 20
 
 
 def spec(name: str, replicas: int) -> BackendSpec:
-    """Return what a client asks for."""
+    """Return the arguments of a client's request."""
     return BackendSpec(
         tag=name,
         code=b"code" * 50,
@@ -306,7 +306,7 @@ class Empty:
 
 
 class Instance:
-    """An instance on an event loop of its own, which runs only while the instance creates backends."""
+    """An instance on a separate event loop, which runs only while the instance creates backends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -368,7 +368,7 @@ class Instance:
 
 
 def creations(folder: Path) -> list[tuple[tuple[float, int, int], tuple[float, int, int]]]:
-    """Return what creations take in an instance of 1,000 backends and in one of 10, in turns."""
+    """Return the durations of creations in an instance of 1,000 backends and in one of 10, in turns."""
     for name in ("large", "small"):
         (folder / name).mkdir()
     with Instance(folder / "large") as large, Instance(folder / "small") as small:

@@ -5,13 +5,13 @@
    bare channel between two processes with an echo at its end.
 2. This program sends a replica an array of 1 MiB and gets it back. Floor: the same over a bare Dask comm.
 3. Three deployments in a chain: each calls the next one with 100 bytes, in another process or in its own;
-   with user code on event loops of its own (the default) and with ``event_loop="worker"``. Compared with a
+   with user code on separate event loops (the default) and with ``event_loop="worker"``. Compared with a
    call of one deployment, by the same program in turns.
 4. This program sends a replica an array of 100 MiB, different in each call, one way and there and back.
    Floor: one copy of the array to memory that is in use.
 5. With ``--python DIR/bin/python``, an environment with Ray Serve (see ``bench_peers.py``): its handle and
    daskserve's in turns, with 64 calls in flight and with the array of 100 MiB; its chain of three, where each
-   deployment has a process of its own; and its deploys of one and of ten deployments (only with
+   deployment has a separate process; and its deploys of one and of ten deployments (only with
    ``--case deploys``: it takes minutes), to compare with ``bench_start.py --case ten``.
 
 Run: ``python benchmarks/bench_handles.py [--runs N] [--case calls|chain|arrays|deploys]``. It prints a line
@@ -47,7 +47,7 @@ IN_FLIGHT = 64
 #: Calls per case: enough for about a second, because the rate varies within tenths of a second.
 CALLS_OF_EACH = 500
 ARRAY_CALLS = 100
-#: Calls for each median of a chain: few, because other work on the machine comes and goes within seconds.
+#: Calls for each median of a chain: few, because other work on the machine changes within seconds.
 CHAIN_CALLS = 400
 LARGE_BYTES = 100 * 1024 * 1024
 #: Calls with a large array for each median, after a few that fill the memory which the processes use again.

@@ -1,6 +1,6 @@
 """Memory of the serving processes, before and after many requests of which a fifth is cancelled.
 
-The load comes from one process over plain sockets: 32 connections, whose requests differ in query, headers
+One process makes the load over plain sockets: 32 connections, whose requests differ in query, headers
 and body. A fifth of them end by a reset at a random moment: within the head, within the body of an upload,
 before the answer or within it. All other requests must be answered with 200. Memory is measured after a
 warm-up of a tenth of the requests (at least 20,000) and again at the end, when all gauges are zero, each time

@@ -1,9 +1,9 @@
 """The tail at a steady rate that leaves the machine mostly idle: a FastAPI application beside uvicorn.
 
-Requests come at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from when
-they should have been sent. The application runs in two workers of daskserve with default settings, and under
-``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50, p99
-and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
+Requests are sent at random times at a fixed rate (``programs/open_loop.py``), and their latency counts from
+when they should have been sent. The application runs in two workers of daskserve with default settings, and
+under ``uvicorn --workers 2``; the two take turns. For each this prints the median over the rounds of the p50,
+p99 and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
 
 It needs ``pip install fastapi uvicorn httptools uvloop scikit-learn``. Run:
 ``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5]``.
@@ -15,13 +15,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench_apps import APP, ENVIRONMENT, Case, ours, uvicorn
-from http_load import PROGRAMS, System, end_on_sigterm
+from http_load import PROGRAMS, System, end_on_sigterm, in_own_session
 
 PATHS = {"plain": "/plain", "async": "/async"}
 
@@ -40,7 +39,7 @@ def measure(system: System, path: str, rate: float, seconds: float) -> Tail:
     """Return the result of one round."""
     command = [sys.executable, str(PROGRAMS / "open_loop.py"), system.url + path, str(rate), str(seconds)]
     before_s = system.cpu_s()
-    count, took = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    count, took = json.loads(in_own_session(command))
     cpu_s = system.cpu_s() - before_s
     took.sort()
     p50, p99, p999 = (took[int(len(took) * share)] * 1000 for share in (0.5, 0.99, 0.999))

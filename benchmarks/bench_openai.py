@@ -30,7 +30,7 @@ from daskserve.openai import build_app
 
 TOKENS = 100
 TOKEN_S = 0.005
-#: A token in a chunk: some text, not the empty one that comes with the role.
+#: A token in a chunk: a text that is not empty, unlike that of the chunk with the role.
 TOKEN = re.compile(rb'"content": ?"[^"]')
 
 

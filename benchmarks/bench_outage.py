@@ -1,6 +1,6 @@
-"""What clients see when the scheduler dies under load and comes back, seconds later, at the same address.
+"""What clients see when the scheduler dies under load and returns, seconds later, at the same address.
 
-A scheduler, two workers and a deployment with two replicas, each in a process of its own. Four kinds of
+A scheduler, two workers and a deployment with two replicas, each in a separate process. Four kinds of
 requests run without a pause: short GETs, POSTs that take 0.3 s, streams that take 2 s, and calls by handle.
 The scheduler is killed, stays away, and starts again on the same port.
 

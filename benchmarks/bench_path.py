@@ -51,6 +51,7 @@ from daskserve.common.types import (
 from daskserve.data.batching.decorator import batch
 from daskserve.data.caller.calls import handle as caller
 from daskserve.data.caller.routing.router import Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.replica import Replica
 from daskserve.loops.thread_calls import LoopQueues
 from daskserve.options.backend import BackendConfig
@@ -112,7 +113,7 @@ class SizedImages:
         return [len(each) for each in images]
 
     async def __call__(self, request: Any) -> str:
-        await self.sizes((await request.json())["pixels"])  # type: ignore[misc]
+        await self.sizes((await request.json())["pixels"])
         return "ok"
 
 
@@ -355,7 +356,7 @@ class Bench:
     ) -> IngressApp:
         """Return an ingress whose router calls its replica through the given function."""
         seam: Any = Seam(handle, is_local=is_local, tracing=tracing)
-        routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes)
+        routers = Routers(seam, seam.listener, self.clock, random.Random(0), seam.routes, WaitingCalls(), {})
         self.routers.append(routers)
 
         def dispatch(

@@ -10,7 +10,7 @@ This benchmark needs ``wrk`` (Debian has a package). Run:
 ``python benchmarks/bench_requests.py [--runs N] [--seconds S] [--only WORD]``. It prints a line per case:
 requests per second at 32 connections (unless the line names another number), the ratio to the floor with its
 range, the CPU time of all serving processes per request, and as multiples of the floor's this CPU time, the
-p99 there, and the p50 at one connection. Traces and logs stand beside the same case without them.
+p99 there, and the p50 at one connection. Traces and logs are compared with the same case without them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Setup: two workers, a deployment with two replicas that fails 0.1 % of its reque
 GETs over four connections. A new version begins with 10 % of the traffic. Measured: how the rollout ends,
 after how long, how
 many requests the new version failed, and when the last of its answers came, counted from its first failure if
-it fails all requests, and else from the moment at which the status said that it was taken back.
+it fails all requests, otherwise from the moment at which the status said that it was taken back.
 
 Run: ``python benchmarks/bench_rollout.py [--trials N]``. It prints a line per case and exits with 1 if a
 rollout ends in another way than it should, or if a version that fails all requests has traffic 10 s after its

@@ -1,6 +1,6 @@
 """Trials of rollouts on a real cluster: versions that fail 3 % of their requests, and versions as good.
 
-Setup: two workers and ten deployments, each an application of its own with two replicas that fails 0.1 % of
+Setup: two workers and ten deployments, each a separate application with two replicas that fails 0.1 % of
 its calls. A program calls each of them by its handle, one call after another from several tasks. A new
 version of each is deployed with the default plan (5 %, 25 %, 100 %; a gate by error rate), all ten at once.
 Measured: how each rollout ends, and the latency of calls before the rollouts and while they last.
@@ -123,7 +123,7 @@ async def one_round(client: Any, count: int, fails: float) -> list[str]:
 
 
 async def rounds(trials: int, at_once: int, fails: float) -> list[str]:
-    """Run all rounds, each on a cluster of its own, and return how the rollouts end."""
+    """Run all rounds, each on a new cluster, and return how the rollouts end."""
     states: list[str] = []
     while len(states) < trials:
         async with LocalCluster(  # type: ignore[no-untyped-call]

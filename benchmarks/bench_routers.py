@@ -3,7 +3,7 @@
 Pure: no cluster, no sockets; the latencies are in virtual time.
 
 1. The time of a choice and of the note that the request has ended, with 10, 100 and 1,000 replicas: process
-   time, of both threads for a router of the user's, which has one of its own. Prompts have 2,000 characters,
+   time, of both threads for the user's own router, which has a separate one. Prompts have 2,000 characters,
    and 8,000 in the last row. Bound: 20 us.
 2. 8 replicas of which one takes 10 times as long, at half of their capacity: percentiles of latencies.
 3. Conversations of 20 turns by 40 users on 4 replicas: the share of each prompt that its replica has seen.
@@ -90,7 +90,7 @@ def call(session: str, *args: Any) -> Envelope:
 
 
 async def cost_us(router: str, size: int, characters: int = 2000) -> float:
-    """Return the least time of a choice, with a session or a prompt as the router wants it."""
+    """Return the minimum time of a choice, with a session or a prompt if the router uses it."""
     is_http = router == BY_HTTP
     router = router.partition(",")[0]
     stage = Stage(router, size, asyncio.get_running_loop().time)

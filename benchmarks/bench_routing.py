@@ -24,9 +24,9 @@ BOUND = 1.3
 NOW = 0.5
 
 
-def idle(size: int, concurrency: int = 4) -> ReplicaPool:
+def idle(size: int) -> ReplicaPool:
     pool = ReplicaPool(lambda address: False)
-    pool.update({str(number): (f"tcp://{number}", 1) for number in range(size)}, concurrency, str)
+    pool.update({str(number): (f"tcp://{number}", 1) for number in range(size)}, 1, str)
     return pool
 
 
@@ -39,13 +39,13 @@ def fill(pool: ReplicaPool) -> list[PooledReplica]:
 
 
 def all_full_but_one(size: int) -> ReplicaPool:
-    pool = idle(size, 1)
+    pool = idle(size)
     pool.release(fill(pool)[size // 2])
     return pool
 
 
 def half_set_aside(size: int) -> ReplicaPool:
-    pool = idle(size, 1)
+    pool = idle(size)
     taken = fill(pool)
     for entry in taken[: size // 2]:
         pool.suspend(entry, NOW + 1)

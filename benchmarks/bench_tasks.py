@@ -8,7 +8,7 @@ processes for a task that is submitted and run.
 The floor is SQLite alone, without daskserve: a task is one row, which one transaction inserts and two others
 update. It submits one by one, or 100 in one transaction.
 
-Celery runs in an environment of its own: ``--celery FOLDER`` names a virtual environment with ``celery`` and
+Celery runs in a separate environment: ``--celery FOLDER`` names a virtual environment with ``celery`` and
 ``redis``, whose worker has two processes, acknowledges late and keeps results.
 
 Needs ``redis-server``. Run: ``python benchmarks/bench_tasks.py [--tasks N] [--celery FOLDER]``.

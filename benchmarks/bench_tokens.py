@@ -2,7 +2,7 @@
 
 The model sleeps for a step, as one on an accelerator would, and has 8 slots. Texts have 5 to 200 tokens: each
 doubling of the length is as likely as the next. Callers ask for one text after the other for some seconds,
-each over a connection of its own, and read server-sent events. Measured: tokens per second, the time from
+each over its own connection, and read server-sent events. Measured: tokens per second, the time from
 the request to the first token, and the CPU time per token. mosec, LitServe and Ray Serve wait 10 ms for a
 batch to fill. Systems take turns; figures are medians over the runs.
 

@@ -64,6 +64,16 @@ def need_wrk() -> None:
         sys.exit("please install wrk")
 
 
+def in_own_session(command: list[str]) -> bytes:
+    """Run a program that loads a system; return what it prints.
+
+    Linux shares the processors out by session (``sched_autogroup_enabled``). In the session of the benchmark,
+    the load would compete with a peer that was started there, but not with workers of Dask, which have
+    sessions of their own.
+    """
+    return subprocess.run(command, capture_output=True, check=True, start_new_session=True).stdout
+
+
 def wrk(system: System, path: str = "", *, connections: int, seconds: float, kind: str = "GET") -> LoadResult:
     """Send requests to a system over the given number of connections, as fast as they are answered.
 
@@ -73,7 +83,7 @@ def wrk(system: System, path: str = "", *, connections: int, seconds: float, kin
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency"]
     command += ["-s", str(PROGRAMS / "requests.lua"), system.url + path, "--", kind]
     before_s = system.cpu_s()
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = in_own_session(command).decode()
     cpu_s = system.cpu_s() - before_s
     if "Non-2xx" in output or "Socket errors" in output:
         raise RuntimeError(f"requests failed or were not answered: {output}")
@@ -96,7 +106,7 @@ def _microseconds(name: str, output: str) -> float:
 def program(path: Path, *arguments: object, python: str = sys.executable) -> Iterator[System]:
     """Run a program that prints its address on a line; at the end, none of its processes is left."""
     command = [python, str(path), *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     root = psutil.Process(process.pid)
     try:
         assert process.stdout is not None

@@ -25,13 +25,13 @@ PEERS = Path(__file__).parent / "peers"
 
 #: Tokens count from this time on after the callers have begun.
 WARM_S = 1.0
-#: How long a system may take to answer again once all callers are gone.
+#: How long a system may take to answer again once all callers have ended.
 SETTLE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What callers ask for: the path, the number of tokens, the body for it, and how a token looks."""
+    """The request of callers: the path, the number of tokens, the body for it, and the form of a token."""
 
     path: str
     count: Callable[[random.Random], int]
@@ -51,7 +51,7 @@ class Result:
 
 @dataclass
 class Caller:
-    """Asks for one text after the other, each over a connection of its own."""
+    """Requests one text after the other, each over its own connection."""
 
     url: str
     texts: Texts

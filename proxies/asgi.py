@@ -14,7 +14,7 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 REQUEST_ID = b"x-request-id"
 TEXT = b"text/plain; charset=utf-8"
 JSON = b"application/json"
-#: A browser takes the text of an error for nothing else. User code sets the headers of its own responses.
+#: Browsers must not guess the type of an error's text. User code sets the headers of its own responses.
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 
 # 2.4: after a disconnect `send` raises an OSError, and an application need not listen for one.

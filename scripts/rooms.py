@@ -52,7 +52,7 @@ class Plan:
         return sorted((room, other) for room, others in self.imports.items() for other in others)
 
     def direct(self) -> list[tuple[str, str]]:
-        """Return the arrows that no longer way through other rooms stands for."""
+        """Return the arrows between rooms that no longer path connects."""
         below = {room: self._reach(room) for room in self.imports}
         return [
             (room, other)
@@ -73,9 +73,9 @@ def room_of(parts: tuple[str, ...]) -> str:
     return "handle" if room in PUBLIC else room
 
 
-def read_plan(root: Path = ROOT) -> Plan:
-    """Return the plan of the sources below ``root``."""
-    files = _sources(root)
+def read_plan() -> Plan:
+    """Return the plan of the sources."""
+    files = _sources()
     imports: dict[str, set[str]] = {}
     for name, source in files.items():
         room = room_of(name)
@@ -84,9 +84,9 @@ def read_plan(root: Path = ROOT) -> Plan:
     return Plan({room: frozenset(others) for room, others in imports.items()})
 
 
-def read_inside(package: str, root: Path = ROOT) -> Plan:
+def read_inside(package: str) -> Plan:
     """Return the plan inside a package, such as ``daskserve.control``: its folders and modules."""
-    files = _sources(root)
+    files = _sources()
     outer = tuple(package.split("."))
     size = len(outer)
     imports: dict[str, set[str]] = {}
@@ -101,14 +101,14 @@ def read_inside(package: str, root: Path = ROOT) -> Plan:
     return Plan({room: frozenset(others) for room, others in imports.items()})
 
 
-def packages(root: Path = ROOT) -> list[str]:
+def packages() -> list[str]:
     """Return the packages inside the root package that have modules or packages."""
-    return sorted({".".join(name[:size]) for name in _sources(root) for size in range(2, len(name))})
+    return sorted({".".join(name[:size]) for name in _sources() for size in range(2, len(name))})
 
 
-def _sources(root: Path) -> dict[tuple[str, ...], str]:
+def _sources() -> dict[tuple[str, ...], str]:
     files = {}
-    for folder, prefix in ((root / PACKAGE, ()), (root / "proxies", ("proxies",))):
+    for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "proxies", ("proxies",))):
         for path in sorted(folder.rglob("*.py")):
             parts = [PACKAGE, *prefix, *path.relative_to(folder).with_suffix("").parts]
             files[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")

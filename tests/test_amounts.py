@@ -10,6 +10,7 @@ import numpy as np
 from tables import each_case
 
 from daskserve.common.formatting import as_whole, shown, shown_size
+from daskserve.common.strict_json import strict_json
 
 ROOT = Path(__file__).parent.parent
 #: Modules whose numbers are read by programs, or on an axis.
@@ -70,3 +71,8 @@ def test_whole_floats_are_whole_numbers(value: object) -> None:
 @each_case("value", [8.5, math.inf, math.nan, "8", None, True, [8]])
 def test_anything_else_is_no_whole_number(value: object) -> None:
     assert as_whole(value) is None
+
+
+def test_json_has_texts_for_numbers_that_python_does_not_write() -> None:
+    large, text = 10**5000, '"<int: ValueError in its repr>"'
+    assert strict_json({"n": large, "f": 1.5, large: 1}) == f'{{"n": {text}, "f": 1.5, {text}: 1}}'

@@ -11,7 +11,7 @@ import dask
 import pytest
 
 import daskserve as serve
-from daskserve.data.caller.calls.call_options import option_names
+from daskserve.data.caller.calls.call_options import OPTIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "handles.md").read_text()
@@ -50,4 +50,4 @@ def test_the_nightly_scoring_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_options_is_complete() -> None:
     table = TEXT.partition("## Options")[2].partition("\n## ")[0]
     rows = " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
-    assert set(re.findall(r"`(\w+)`", rows)) == set(option_names())
+    assert set(re.findall(r"`(\w+)`", rows)) == set(OPTIONS)

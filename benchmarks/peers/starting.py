@@ -1,4 +1,4 @@
-"""Runs a peer that is a command of its own, on a free port, until SIGTERM, and prints its address."""
+"""Runs a peer that is a separate command, on a free port, until SIGTERM, and prints its address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The applications of ``bench_apps.py``: what people write, with a small model of scikit-learn."""
+"""The applications of ``bench_apps.py``: typical ones, with a small model of scikit-learn."""
 
 from __future__ import annotations
 

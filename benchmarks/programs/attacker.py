@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 KEY = base64.b64encode(bytes(16)).decode()
-#: What a message becomes: as large as the server allows, and less than what limits look at.
+#: The decompressed size of a message: as large as the server allows, and below the size that limits check.
 LARGE_BYTES, SMALL_BYTES = 15 << 20, 1 << 20
 TEXT, BINARY, PING = 1, 2, 9
 

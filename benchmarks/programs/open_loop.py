@@ -1,4 +1,4 @@
-"""An open loop of requests: they come at random times at a given rate, however slow the answers are.
+"""An open loop of requests: they are sent at random times at a given rate, however slow the answers are.
 
 ``python open_loop.py URL RATE SECONDS`` posts images of 64 pixels and prints as JSON how many requests it has
 sent, and the latencies in seconds of those after the warm-up. They count from when a request was due, so a

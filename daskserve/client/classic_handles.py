@@ -5,7 +5,8 @@ from __future__ import annotations
 from daskserve.client.warning import warn_caller
 from daskserve.data.caller.calls.async_handle import awaited
 from daskserve.data.caller.calls.handle import Handle
-from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.internals.ipython import in_cell
+from daskserve.loops.event_loop import running_loop
 
 
 def classic_handle(handle: Handle, sync: bool) -> Handle:

@@ -118,7 +118,7 @@ async def until_connected(client: Client) -> None:
 
 
 def desire_keys(client: Client, keys: list[Any]) -> None:
-    """Have the scheduler report on tasks of other clients to a client, and keep their results for it.
+    """Subscribe a client to tasks of other clients; the scheduler keeps their results for it.
 
     This ends when the client has no futures of these keys any more.
     """
@@ -160,12 +160,12 @@ def call_before_close(client: Client, function: Callable[[], Awaitable[None]]) -
 
 
 async def call_actor(client: Client, worker: str, key: str, function: str, *arguments: Any) -> Any:
-    """Call a method of the actor with a key, even if another client created it; raise what it raises.
+    """Call a method of the actor with a key, even if another client created it; raise the method's error.
 
     Raises
     ------
     ActorLostError
-        The worker is gone, or has no such actor.
+        The worker cannot be reached, or has no actor with this key.
     """
     try:
         answer = await client.rpc(worker).actor_execute(
@@ -183,7 +183,7 @@ async def call_actor(client: Client, worker: str, key: str, function: str, *argu
 def connect_again_when(
     client: Client, is_back: Callable[[], Awaitable[None]], connected: Callable[[], None]
 ) -> None:
-    """Have a client that has lost its scheduler wait for a function before it tries to connect again.
+    """Make a client that has lost its scheduler wait for a function before it connects again.
 
     Dask's own attempts are further apart the longer they fail, and end after 30 seconds.
 
@@ -227,9 +227,9 @@ class WorkerOutcome(enum.Enum):
 
 
 def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[WorkerOutcome]]) -> None:
-    """Let a function decide what a worker does when its connection to the scheduler breaks.
+    """Call a function to decide what a worker does when its connection to the scheduler breaks.
 
-    A worker that the scheduler tells to close closes anyway.
+    The function is not called if the scheduler requests that the worker closes.
     """
     original = worker.close
     is_surviving = False
@@ -280,7 +280,7 @@ def is_calling_scheduler(worker: Worker) -> bool:
 
 
 def forget_tasks(worker: Worker) -> bool:
-    """Have a worker forget all tasks, actors and data; return whether it has, which running tasks prevent."""
+    """Make a worker forget all tasks, actors and data; return False if a running task prevents this."""
     keys = list(worker.state.tasks)
     worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id="daskserve-lost-scheduler"))
     return not worker.state.tasks and not worker.data
@@ -406,7 +406,7 @@ def stop_answering_signal(scheduler: Scheduler) -> None:
 
 
 def break_stream(scheduler: Scheduler, worker: str) -> None:
-    """Break the connection to a worker, so that it takes the scheduler for lost and is not told to close."""
+    """Break the connection to a worker, so that the worker stays and treats the scheduler as lost."""
     stream = scheduler.stream_comms.get(worker)
     if stream is not None:
         stream.abort()
@@ -436,7 +436,7 @@ def publish(scheduler: Scheduler, topic: str, message: Mapping[str, Any]) -> Non
 
 
 def drop_topic(scheduler: Scheduler, topic: str) -> None:
-    """Delete all events of a topic, which the scheduler otherwise keeps until it closes."""
+    """Delete all events of a topic. Without this, the scheduler keeps them until it closes."""
     scheduler._broker._topics.pop(topic, None)
 
 

@@ -150,7 +150,7 @@ class LongPollClient:
         self._is_stopped = False
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
-        #: Since when no controller has answered; None while one does, or while nothing was asked.
+        #: Time since which fetches have failed; None if the last one succeeded, or before the first one.
         self._silent_since: float | None = None
         # Metrics.
         self._published_at: float | None = None
@@ -192,8 +192,9 @@ class LongPollClient:
         """Unsubscribe and clear all state; idempotent."""
         PROCESS.remove(self)
         self._is_stopped = True
-        if self._starting is not None and not self._starting.done():
+        if self._starting is not None:
             self._starting.cancel()
+            self._starting = None
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -218,6 +219,7 @@ class LongPollClient:
             if not watchers:
                 self._watchers.pop(key, None)
                 self._values.pop(key, None)
+                self._wanted.discard(key)  # otherwise each later update would wait for a fetch
 
         return stop_watching
 
@@ -237,11 +239,11 @@ class LongPollClient:
 
     @property
     def silent_since(self) -> float | None:
-        """Since when no controller has answered, as far as this process has asked; None if one does."""
+        """Time since which fetches from the controller have failed; None if the last one succeeded."""
         return self._silent_since
 
     def ask(self) -> None:
-        """Ask the controller for news, although nothing says that there are any."""
+        """Fetch from the controller now, without an update message."""
         self._fetch_wanted.set()
 
     async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:

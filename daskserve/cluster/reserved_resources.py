@@ -1,4 +1,4 @@
-"""What replicas occupy on the workers, as Dask's scheduler sees it, so that tasks go where room is.
+"""Reserves the resources of replicas in Dask's scheduler, so that tasks go to other workers.
 
 Problem: Dask reserves nothing for actors. Its scheduler gives as many tasks to a worker whose threads and GPU
 belong to a replica as to an idle one. Choice: the scheduler counts less of the worker than it has:
@@ -9,10 +9,10 @@ belong to a replica as to an idle one. Choice: the scheduler counts less of the 
   while every running worker stands aside.
 
 The last one needs three decisions of the scheduler, which are replaced while instances run. Nothing changes
-in the workers, so a worker that joins again, or another scheduler, begins with all that it has. In the other
-direction, the controllers learn what tasks hold of the declared resources, so that no replica takes it. A
-replica that waits for such a resource claims it: further tasks do not get it, and those that wait at the
-worker move to others.
+in the workers, so a worker that rejoins, or another scheduler, starts with all of the worker's resources. In
+the other direction, controllers are notified of the declared resources that tasks hold, and do not place
+replicas on them. A replica that waits for such a resource claims it. Further tasks do not get the resource,
+and tasks that wait for it at the worker move to other workers.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 CPU = "CPU"
 #: Tolerance for rounding errors of sums.
 TOLERANCE = 1e-9
-#: Added to the time after which a task could start on a worker that stands aside, in seconds.
+#: Added to the estimated start time of a task on a worker that stands aside, in seconds.
 ASIDE_S = 1e9
-#: How long changes of what tasks hold are gathered, in seconds.
+#: How long changes of the resources that tasks hold are collected before an announcement, in seconds.
 GATHER_S = 0.1
 
 PLUGIN_NAME = "daskserve-reserved-resources"
@@ -77,12 +77,12 @@ class Offer:
     is_aside: bool = False
 
     def without(self, occupied: Amounts) -> Offer:
-        """Return what is left beside replicas that occupy these amounts."""
+        """Return the remainder after replicas occupy these amounts."""
         left = {
             name: max(0.0, _rounded(amount - occupied[name])) if name in occupied else amount
             for name, amount in self.resources.items()
         }
-        # A worker may declare a resource of this name, which then stands for what replicas ask.
+        # If a worker declares a resource named CPU, replicas reserve that resource instead of threads.
         wanted = 0 if CPU in self.resources else math.floor(occupied.get(CPU, 0) + TOLERANCE)
         if not wanted:
             return Offer(self.threads, left)
@@ -104,12 +104,12 @@ def _total(amounts: Iterable[Amounts]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Changed:
-    """A worker of which the scheduler counts less than it has."""
+    """A worker whose resources the scheduler counts only in part."""
 
     worker: WorkerState
     declared: Offer
     left: Offer
-    #: What tasks have, with what replicas wait for.
+    #: The resources without those of replicas, but with those that waiting replicas claim.
     unclaimed: Offer
 
 
@@ -134,12 +134,12 @@ class ReservedResources(SchedulerPlugin):
         #: The workers that get no tasks; empty if all of them stand aside.
         self._aside: frozenset[WorkerState] = frozenset()
         self._originals: dict[str, Callable[..., Any]] = {}
-        #: What tasks hold, as it was announced.
+        #: The last announced amounts that tasks hold.
         self._announced: dict[WorkerAddress, Amounts] = {}
         self._announcing: asyncio.TimerHandle | None = None
 
     def install(self) -> None:
-        """Take part in the scheduler's decisions; idempotent."""
+        """Replace the scheduler's decisions; idempotent."""
         if self._originals:
             return
         self._scheduler.add_plugin(self)
@@ -148,7 +148,7 @@ class ReservedResources(SchedulerPlugin):
             setattr(self._scheduler, method.__name__, method)
 
     def uninstall(self) -> None:
-        """Give all workers back to tasks, and the decisions to the scheduler; idempotent."""
+        """Release all workers to tasks, and restore the scheduler's decisions; idempotent."""
         self._reports = {}
         self._apply(list(self._changed))
         for name in self._originals:
@@ -167,12 +167,12 @@ class ReservedResources(SchedulerPlugin):
             self._apply([*before.occupied, *before.claimed, *report.occupied, *report.claimed])
 
     def forget(self, instance: InstanceName) -> None:
-        """Give the workers of an instance back to tasks."""
+        """Release the resources of an instance to tasks."""
         self.reserve(instance, UsageReport())
         del self._reports[instance]
 
     def declared(self, worker: WorkerState) -> Offer:
-        """Return what a worker has, with what replicas occupy."""
+        """Return all of a worker's resources, including those that replicas occupy."""
         changed = self._changed.get(worker.address)
         if changed is None or changed.worker is not worker:
             return Offer(worker.nthreads, dict(worker.resources))
@@ -192,7 +192,7 @@ class ReservedResources(SchedulerPlugin):
                 taken[name] = taken.get(name, 0.0) + amount
         changed = self._changed.get(worker.address)
         offered = worker.resources if changed is None else changed.unclaimed.resources
-        # Tasks that wait there count, too, and may want more than there is.
+        # Waiting tasks count, too, so the sum may exceed what the worker has.
         return {name: held for name in taken if (held := min(taken[name], offered.get(name, 0.0))) > 0}
 
     # ---- Dask's events
@@ -209,13 +209,13 @@ class ReservedResources(SchedulerPlugin):
         self._apply([])
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Decide again which workers stand aside, after one has paused or goes on."""
+        """Decide again which workers stand aside, after one was paused or resumed."""
         if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
             # Dask logs the event before it has changed what it knows of the worker.
             asyncio.get_running_loop().call_soon(self._apply, ())
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Announce soon what tasks hold, if a task with resources begins or ends."""
+        """Schedule an announcement if a task with resources starts or ends."""
         if self._announcing is None and "processing" in (start, finish):
             task = self._scheduler.tasks.get(key)
             if task is not None and task.resource_restrictions:
@@ -235,7 +235,7 @@ class ReservedResources(SchedulerPlugin):
     # ---- the scheduler's counts
 
     def _apply(self, workers: Sequence[WorkerAddress]) -> None:
-        """Have the scheduler count what is left of some workers, and decide which ones stand aside."""
+        """Update the scheduler's counts for some workers, and decide which ones stand aside."""
         scheduler = self._scheduler
         changed = []
         for address in dict.fromkeys(workers):
@@ -253,7 +253,7 @@ class ReservedResources(SchedulerPlugin):
                 self._move_waiting(worker)
 
     def _count_left(self, worker: WorkerState) -> bool:
-        """Count what is left of a worker; return whether that has changed."""
+        """Update the scheduler's counts for a worker; return whether they have changed."""
         declared, reports = self.declared(worker), self._reports.values()
         unclaimed = declared.without(_total(each.occupied.get(worker.address, {}) for each in reports))
         claimed = _total(each.claimed.get(worker.address, {}) for each in reports)
@@ -283,7 +283,7 @@ class ReservedResources(SchedulerPlugin):
             scheduler.resources.setdefault(name, {})[worker.address] = amount
 
     def _wake(self, worker: WorkerState) -> None:
-        """Let the scheduler use what a worker may have gained."""
+        """Make the scheduler use resources that a worker may have gained."""
         scheduler, cause = self._scheduler, "daskserve-reserved-resources"
         scheduler.check_idle_saturated(worker)
         if worker in scheduler.running:

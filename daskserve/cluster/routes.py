@@ -63,7 +63,7 @@ class WorkerRoutes:
         await self._channels.connect(worker, PATIENCE_S)
 
     def break_off(self, worker: WorkerAddress) -> None:
-        """Fail the requests that are under way at a worker, because it does not answer."""
+        """Fail the requests in flight at a worker, because it does not answer."""
         self._channels.break_off(worker)
 
     def broken(self) -> dict[WorkerAddress, Reachability]:

@@ -1,7 +1,7 @@
-"""The queues of tasks of an instance, in the process that has its store: on a cluster, the scheduler.
+"""The task queues of an instance, in the process of its store, which is the scheduler on a real cluster.
 
-What keeps the tasks is in a layer above this one, and is imported in a thread at the first call. Calls and
-answers are plain values. Tasks pass through as bytes and are never unpickled here.
+The class that stores the tasks is in a layer above, and is imported in a thread at the first call. Calls and
+answers are plain values. Tasks are bytes here, and are never unpickled.
 
 Idle consumers wait here for tasks, because polls of hundreds of consumers would keep the scheduler busy. A
 new task wakes one of them.
@@ -15,7 +15,7 @@ import tempfile
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from daskserve.errors import BadRequestError
 HOSTED = "daskserve.data.tasks.queues.hosted:HostedQueues"
 #: What SQLite adds to the name of a file for its log and its shared memory.
 SUFFIXES = ("", "-wal", "-shm")
-#: The calls after which tasks may be there.
+#: The calls that may add tasks.
 _ADDING = frozenset({"add", "write"})
 
 
@@ -147,7 +147,7 @@ class InstanceTaskQueues:
         if self._hosted is None:
             path = file_of(self._url, self._instance, self._start_id)
             if is_in_memory(self._url):
-                # Also if the process ends without an end of the instance.
+                # The file is removed even if the process ends before the instance does.
                 weakref.finalize(self, _remove, path)
             module, _, name = HOSTED.partition(":")
             self._hosted = getattr(importlib.import_module(module), name)(path)
@@ -189,14 +189,3 @@ def _remove(path: Path) -> None:
     for suffix in SUFFIXES:
         with suppress(OSError):
             Path(f"{path}{suffix}").unlink()
-
-
-def task_verbs(
-    find: Callable[[InstanceName], InstanceTaskQueues],
-) -> dict[str, Callable[..., Awaitable[Any]]]:
-    """Return the supervisor's verb for queues of tasks, given those of each instance."""
-
-    async def call(instance: InstanceName, method: str, arguments: Sequence[Any]) -> Any:
-        return await find(instance).call(method, arguments)
-
-    return {"call_task_queue": call}

@@ -1,4 +1,4 @@
-"""Texts by name, of which a reader fetches those that have changed since it last did."""
+"""Texts by name; a reader fetches those that have changed since its last fetch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 class ChangedParts:
     """The newest text of each part, with the number of the update that changed it.
 
-    Readers remember one number, however many parts there are. A removal is not remembered for each of them:
-    a reader that has not seen the last one gets all parts.
+    Readers remember one number, however many parts there are. Removals are not remembered one by one: a
+    reader that has not seen the last removal gets all parts.
 
     Parameters
     ----------

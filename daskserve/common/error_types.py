@@ -1,4 +1,4 @@
-"""The names of the classes of errors, as messages, logs and traces have them."""
+"""The names of the classes of errors, for messages, logs and traces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _stored_module = type.__dict__["__module__"].__get__
 
 
 class StandInError(Exception):
-    """Base class of errors that stand for an error of another class."""
+    """Base class of errors that replace an error of another class."""
 
     @property
     def type_name(self) -> str:
@@ -23,6 +23,6 @@ def type_name_of(kind: type) -> str:
 
 
 def error_type(error: BaseException) -> str:
-    """Return the name of the class of an error, or of the one that it stands for."""
+    """Return the name of the class of an error, or of the error that it replaces."""
     kind = type(error)
     return error.type_name if issubclass(kind, StandInError) else type_name_of(kind)  # type: ignore[attr-defined]

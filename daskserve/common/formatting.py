@@ -25,6 +25,18 @@ def as_whole(value: Any) -> int | None:
     return int(value) if is_whole else None
 
 
+def whole_seconds(delay_s: Any) -> int | None:
+    """Return a delay in whole seconds for ``Retry-After``, at least 1; None if it is not a finite number.
+
+    Examples
+    --------
+    >>> whole_seconds(2.1), whole_seconds(0), whole_seconds(float("inf")), whole_seconds(None)
+    (3, 1, None, None)
+    """
+    is_number = isinstance(delay_s, (int, float)) and math.isfinite(delay_s)
+    return max(1, math.ceil(delay_s)) if is_number else None
+
+
 def shown(value: float) -> str:
     """Return a number with at most three decimals, or with three significant digits if it is below 1.
 

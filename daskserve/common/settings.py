@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class LocalClusterSize:
     n_workers: int = 2
     #: Number of threads of each.
     threads_per_worker: int = 4
-    #: Whether Dask's own periodic work, such as its profiler, is slower or off there, where Dask's options
-    #: have their defaults.
+    #: Whether to slow down or switch off Dask's own periodic work there, such as its profiler, unless you
+    #: have set Dask's options.
     quiet_dask: bool = True
 
 
@@ -54,15 +56,15 @@ class ProcessSettings:
     #: Whether to exclude the objects that exist once replicas have started from garbage collection. Without
     #: it, one request in a hundred waits 40 ms for the garbage collector.
     gc_freeze: bool = True
-    #: How many new objects (the first threshold of Python's ``gc``, 700 to 2,000 by default) a garbage
-    #: collection of young objects waits for, at most, while such collections find nothing: requests in
-    #: flight make most of them due. Once one finds garbage, Python's threshold applies again. None: always.
+    #: Maximum number of new objects before a garbage collection of young objects, while these collections
+    #: find no garbage: requests in flight cause most of them. Once one finds garbage, Python's own threshold
+    #: applies again (the first one of ``gc``, 700 to 2,000). None: it always applies.
     gc_threshold: int | None = 10_000
     #: Whether event loops that daskserve creates (those of replicas, and of workers that it starts) use
     #: uvloop if it is installed, for more requests per second. For all other workers, Dask's own option
     #: ``distributed.admin.event-loop`` applies.
     uvloop: bool = True
-    #: Whether a thread of its own calls the handlers of ``logging`` in a worker's process, so that a slow
+    #: Whether a separate thread calls the handlers of ``logging`` in a worker's process, so that a slow
     #: handler delays no request.
     log_thread: bool = True
     #: The folder of virtual environments and unpacked files that backends request with ``env``. You may
@@ -83,7 +85,7 @@ class ProcessSettings:
         return Path(self.environments_folder).expanduser()
 
 
-#: Most buckets of durations: each is a series of each histogram.
+#: Maximum number of buckets of durations: each bucket is a series of each histogram.
 MAX_BUCKETS = 100
 
 
@@ -97,8 +99,8 @@ class MetricsSettings:
     otlp_endpoint: str | None = None
     #: Seconds between two exports of a process.
     otlp_interval_s: float = 15.0
-    #: Upper bounds of the buckets of durations, in milliseconds, as a list: the same for the scheduler, all
-    #: workers and programs. None: 18 from 0.1 ms to 60 s.
+    #: Upper bounds of the buckets of durations, in milliseconds, as a list. Set the same for the scheduler,
+    #: all workers and programs. None: 18 bounds from 0.1 ms to 60 s.
     latency_buckets_ms: tuple[float, ...] | None = None
 
 
@@ -181,17 +183,12 @@ given_metrics: ContextVar[MetricsSettings | None] = ContextVar("daskserve_given_
 
 def channel() -> ChannelSettings:
     """Return the channel settings, from ``daskserve.channel.*``."""
-    found = ChannelSettings(**_known("daskserve.channel", ChannelSettings))
+    found = _read("daskserve.channel", ChannelSettings)
     if found.route not in ("auto", "direct", "scheduler"):
-        raise ValueError(
-            f"Dask's configuration has daskserve.channel.route: {found.route!r}; set it to auto, direct or "
-            "scheduler."
-        )
+        raise _refused("daskserve.channel.route", found.route, "auto, direct or scheduler")
     if found.lost_after_s != 0 and not found.lost_after_s >= 3:
-        raise ValueError(
-            f"Dask's configuration has daskserve.channel.lost-after-s: {found.lost_after_s!r}; set it to at "
-            "least 3, or to 0 to leave this to TCP."
-        )
+        advice = "at least 3, or to 0 to leave this to TCP"
+        raise _refused("daskserve.channel.lost-after-s", found.lost_after_s, advice)
     return found
 
 
@@ -207,24 +204,22 @@ def worker_channel() -> ChannelSettings:
 
 def errors() -> ErrorSettings:
     """Return the settings of errors, from ``daskserve.errors.*``."""
-    return ErrorSettings(**_known("daskserve.errors", ErrorSettings))
+    return _read("daskserve.errors", ErrorSettings)
 
 
 def routing() -> RoutingSettings:
     """Return the settings of the choice of replicas, from ``daskserve.routing.*``."""
-    found = RoutingSettings(**_known("daskserve.routing", RoutingSettings))
+    found = _read("daskserve.routing", RoutingSettings)
     wait_s = found.model_matching_timeout_s
-    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not 0 <= wait_s < math.inf:
-        raise ValueError(
-            f"Dask's configuration has daskserve.routing.model-matching-timeout-s: {wait_s!r}; set it to a "
-            "number of seconds, or to 0 so that no request waits for its model."
-        )
+    if not 0 <= wait_s < math.inf:
+        advice = "a number of seconds, or to 0 so that no request waits for its model"
+        raise _refused("daskserve.routing.model-matching-timeout-s", wait_s, advice)
     return found
 
 
 def controller() -> ControllerSettings:
     """Return the settings of controllers, from ``daskserve.controller.*``."""
-    return ControllerSettings(**_known("daskserve.controller", ControllerSettings))
+    return _read("daskserve.controller", ControllerSettings)
 
 
 def process() -> ProcessSettings:
@@ -232,13 +227,14 @@ def process() -> ProcessSettings:
     given = given_process.get()
     if given is not None:
         return given
-    found = ProcessSettings(**_known("daskserve.process", ProcessSettings))
+    found = _read("daskserve.process", ProcessSettings)
     grace_s = found.termination_grace_s
-    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
-        raise ValueError(
-            f"Dask's configuration has daskserve.process.termination-grace-s: {grace_s!r}; set it to the "
-            "number of seconds between SIGTERM and SIGKILL of your process manager, or to 0 to leave SIGTERM "
-            "to Dask."
+    if not 0 <= grace_s < math.inf:
+        raise _refused(
+            "daskserve.process.termination-grace-s",
+            grace_s,
+            "the number of seconds between SIGTERM and SIGKILL of your process manager, or to 0 to leave "
+            "SIGTERM to Dask",
         )
     return found
 
@@ -248,13 +244,10 @@ def metrics() -> MetricsSettings:
     given = given_metrics.get()
     if given is not None:
         return given
-    found = MetricsSettings(**_known("daskserve.metrics", MetricsSettings))
+    found = _read("daskserve.metrics", MetricsSettings)
     period_s = found.otlp_interval_s
-    if isinstance(period_s, bool) or not isinstance(period_s, (int, float)) or not 0 < period_s < math.inf:
-        raise ValueError(
-            f"Dask's configuration has daskserve.metrics.otlp-interval-s: {period_s!r}; set it to a "
-            "number of seconds above 0."
-        )
+    if not 0 < period_s < math.inf:
+        raise _refused("daskserve.metrics.otlp-interval-s", period_s, "a number of seconds above 0")
     if found.latency_buckets_ms is None:
         return found
     return replace(found, latency_buckets_ms=_bounds_in(found.latency_buckets_ms))
@@ -267,28 +260,26 @@ def _bounds_in(given: Any) -> tuple[float, ...]:
         bounds = []
     ascends = all(low < high for low, high in itertools.pairwise(bounds))
     if not (0 < len(bounds) <= MAX_BUCKETS and ascends and bounds[0] > 0 and bounds[-1] < math.inf):
-        raise ValueError(
-            f"Dask's configuration has daskserve.metrics.latency-buckets-ms: {str(given)[:200]}; set it "
-            f"to a list of at most {MAX_BUCKETS} ascending numbers of milliseconds, such as [1, 10, 100]."
-        )
+        advice = f"a list of at most {MAX_BUCKETS} ascending numbers of milliseconds, such as [1, 10, 100]"
+        raise _refused("daskserve.metrics.latency-buckets-ms", given, advice)
     return tuple(bounds)
 
 
 def scheduler() -> SchedulerSettings:
     """Return the settings of the scheduler, from ``daskserve.scheduler.*``."""
-    found = SchedulerSettings(**_known("daskserve.scheduler", SchedulerSettings))
+    found = _read("daskserve.scheduler", SchedulerSettings)
     names = found.allowed_hosts
     return replace(found, allowed_hosts=(names,) if isinstance(names, str) else tuple(names))
 
 
 def timeouts() -> Timeouts:
     """Return the timeouts of the control path, from ``daskserve.timeouts.*``."""
-    return Timeouts(**_known("daskserve.timeouts", Timeouts))
+    return _read("daskserve.timeouts", Timeouts)
 
 
 def local_cluster_size() -> LocalClusterSize:
     """Return the settings of a cluster that ``start()`` creates, from ``daskserve.local-cluster.*``."""
-    return LocalClusterSize(**_known("daskserve.local-cluster", LocalClusterSize))
+    return _read("daskserve.local-cluster", LocalClusterSize)
 
 
 def is_local() -> bool:
@@ -327,17 +318,21 @@ def _section(path: str) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
-def _known(path: str, model: type[Any]) -> dict[str, Any]:
+def _read(path: str, model: Callable[..., T]) -> T:
+    """Return a section as an instance of a dataclass; raise `ValueError` if an option is wrong."""
     found = _section(path)
-    types = {field.name: str(field.type) for field in fields(model)}
-    names = set(types)
-    unknown = sorted(set(found) - names)
+    kinds = {field.name: str(field.type) for field in fields(cast(Any, model))}
+    unknown = sorted(found.keys() - kinds)
     if unknown:
         raise ValueError(
             f"Dask's configuration has {path}.{unknown[0]}, which is not an option; remove it or use one of: "
-            f"{', '.join(sorted(names))}"
+            f"{', '.join(sorted(kinds))}"
         )
-    return {name: _checked(path, name, types[name], value) for name, value in found.items()}
+    return model(**{name: _checked(path, name, kinds[name], value) for name, value in found.items()})
+
+
+def _refused(option: str, value: Any, advice: str) -> ValueError:
+    return ValueError(f"Dask's configuration has {option}: {value!r:.200}; set it to {advice}.")
 
 
 def _checked(path: str, name: str, kind: str, value: Any) -> Any:
@@ -348,8 +343,7 @@ def _checked(path: str, name: str, kind: str, value: Any) -> Any:
         value = _size_of(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         example = ", such as 1000000 or '256 MiB'" if name.endswith("_bytes") else ""
-        option = f"{path}.{name.replace('_', '-')}"
-        raise ValueError(f"Dask's configuration has {option}: {value!r}; set it to a number{example}.")
+        raise _refused(f"{path}.{name.replace('_', '-')}", value, f"a number{example}")
     return value
 
 

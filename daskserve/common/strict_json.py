@@ -1,4 +1,4 @@
-"""JSON of any values, as every reader accepts it."""
+"""JSON of any values, in a form that every reader accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def strict_json(value: Any) -> str:
-    """Return a value as JSON; what JSON has no type, number or key for is its ``repr``.
+    """Return a value as JSON; types, numbers and keys that JSON does not have become their ``repr``.
 
     Examples
     --------
@@ -29,10 +29,10 @@ def strict_json(value: Any) -> str:
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:
     try:
-        if value is None or isinstance(value, (str, int)):
+        if _is_encodable(value):
             return value
         if isinstance(value, float):
-            return value if math.isfinite(value) else _shown(float(value))
+            return _shown(float(value))
         if id(value) not in around and len(around) < 100:
             inside = (*around, id(value))
             if isinstance(value, Mapping):
@@ -45,8 +45,18 @@ def _plain(value: Any, around: tuple[int, ...]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    is_key = key is None or isinstance(key, (str, int)) or (isinstance(key, float) and math.isfinite(key))
-    return key if is_key else _shown(key)
+    try:
+        return key if _is_encodable(key) else _shown(key)
+    except ValueError:
+        return _shown(key)
+
+
+def _is_encodable(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        int.__repr__(value)  # raises a ValueError for more than 4,300 digits
+    return value is None or isinstance(value, (str, int))
 
 
 def _shown(value: Any) -> str:

@@ -306,11 +306,12 @@ class RetirementStatus(enum.StrEnum):
     MOVING = "moving"
     #: Nothing of daskserve is left on the worker, nor data that only it has.
     MOVED = "moved"
-    #: Its actors have no other place in time, so it lets its requests complete itself.
+    #: Its actors could not move in time, so the worker completes their requests.
     STAYED = "stayed"
 
 
-#: Answers of at least this size stay at the actor until the caller reads them: it may pass them on unseen.
+#: Answers of at least this size stay at the actor until the caller reads them, because it may only pass them
+#: on.
 KEPT_BYTES = 4 * 1024 * 1024
 
 #: Buffers of at least this size travel through shared memory where that is possible.
@@ -334,7 +335,7 @@ class Payload:
         return pickle.loads(self.data, buffers=self.guarded_buffers())
 
     def guarded_buffers(self) -> tuple[Any, ...]:
-        """Return the buffers for unpickling: those that may be shared are read-only, also if they are not."""
+        """Return the buffers for unpickling; those large enough to be shared are always read-only."""
         return tuple(map(_guarded, self.buffers)) if self.buffers else ()
 
     @property
@@ -346,7 +347,7 @@ class Payload:
 
 @dataclass(slots=True, eq=False)
 class KeptPayload:
-    """A large answer that has stayed in the process of its actor, until the caller drops this object.
+    """A large answer that stays in its actor's process until the caller drops this object.
 
     Attributes
     ----------
@@ -374,7 +375,7 @@ class EnvelopeKind(enum.StrEnum):
     """Kinds of request streams.
 
     - HTTP: ``head`` is an ASGI scope; both directions carry ASGI messages.
-    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, what stands in for HTTP;
+    - CALL: ``head`` is ``{"method", "request_id"}`` and, for classic backends, the replacement of HTTP;
       ``payload`` holds ``(args, kwargs)``; the answer is one
       ``{"type": "call.result", "payload": Payload}``, or, if ``head["stream"]`` is true, any number of
       ``{"type": "call.item", "payload": Payload}``. A head with ``"values"`` also has ``"stream"``: values of
@@ -398,7 +399,7 @@ SLOT_TAKEN = "slot.taken"
 
 @dataclass(frozen=True, slots=True)
 class QueueTimeout:
-    """How long a request may wait in a replica's queue, and has already waited, and its priority."""
+    """How long a request may still wait in a replica's queue, how long it has waited, and its priority."""
 
     left_s: float
     waited_s: float = 0.0
@@ -423,7 +424,8 @@ class Envelope:
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
     ``queue_timeout``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
     between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
-    any thread, with the seconds that user code took for each message of a WebSocket. Neither leaves here.
+    any thread, with the seconds that user code took for each message of a WebSocket. Both stay in this
+    process.
     """
 
     kind: EnvelopeKind

@@ -38,6 +38,7 @@ from daskserve.errors import (
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.start_messages import OptionValues, ProxyStart, ReplicaStart, dump_config_in
+from daskserve.payload.error_text import text_of
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -148,6 +149,8 @@ class ActionExecutor:
                 del self._tasks[key]
             if not task.cancelled() and task.exception() is not None:
                 logger.error("Acting on %s failed", name, exc_info=task.exception())
+            if backend and name not in self._state.replicas:
+                self._observed.forget_replica(name)  # its worker was lost while the action ran
             self._poke(None if backend is None else [backend])
 
         task = asyncio.create_task(coroutine, name=f"daskserve-{kind}-{name}")
@@ -244,8 +247,7 @@ class ActionExecutor:
             logger.warning("Stopping replica %s failed and is retried: %s", short_tag(replica.tag), error)
             await self._clock.sleep(ACTION_RETRY_S)
             return
-        if replica.tag in self._state.replicas:
-            self._observed.gone.add(replica.tag)
+        self._observed.gone.add(replica.tag)
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = record_of(self._state, replica)
@@ -300,7 +302,7 @@ class ActionExecutor:
             # HTTP.
             if self._is_current(proxy):
                 self._observed.proxies_failed[proxy.name] = error
-            logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, error)
+            logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, text_of(error))
             await self._clock.sleep(ACTION_RETRY_S)
             return
         if proxy.may_move or proxy.port != facts["port"]:

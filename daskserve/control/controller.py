@@ -26,6 +26,7 @@ from daskserve.control.calls.overview import OverviewVerbs
 from daskserve.control.calls.rollouts import RolloutVerbs
 from daskserve.control.calls.watching import WatchedStatus
 from daskserve.control.core import MAX_WAIT_S, ControllerCore
+from daskserve.control.proxies.take_over import listens
 from daskserve.control.records.records import GoalRecord, GoalState
 from daskserve.control.records.storing import checkpoint
 from daskserve.control.verbs import backends as backend_verbs
@@ -148,7 +149,7 @@ class ReadingVerbs:
             if trial.error is not None:
                 raise trial.error
             has_proxies = self._core.http.has_proxies
-            if trial.is_over and (not has_proxies or views.listens(self._core.state, self._core.observed)):
+            if trial.is_over and (not has_proxies or listens(self._core.state, self._core.observed)):
                 return {"urls": self._urls()}
             for proxy in self._core.state.proxies.values() if has_proxies else ():
                 if not proxy.is_leaving and proxy.name in self._core.observed.proxies_failed:

@@ -309,8 +309,7 @@ class ControllerCore:
             events = self.observed.worker_events
             infos = await self.cluster.workers()
         self.observed.workers = {info.address: self.observed.marked(info) for info in infos}
-        in_use = set(self.state.workers_in_use())
-        self.observed.lost_workers |= in_use - set(self.observed.workers)
+        self.observed.lost_workers |= self.state.workers_in_use() - self.observed.workers.keys()
         self._note_system_workers()
 
     async def _keep_refreshing(self) -> None:

@@ -35,12 +35,10 @@ from daskserve.control.proxies.take_over import Listening, ListenRules
 from daskserve.control.records.records import BackendRecord, Change
 from daskserve.control.records.state import State, display_name
 from daskserve.control.views.metrics import ControlMetrics
-from daskserve.errors import (
-    ServeError,
-    StaleEpochError,
-)
+from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import pause
 from daskserve.options.actor import ActorOptions
+from daskserve.payload.error_text import summary_of
 
 logger = logging.getLogger("daskserve.controller")
 
@@ -218,7 +216,7 @@ class Reconciler:
         text = "A control step of %s failed; trying again in %s s: %r"
         logger.error(text, what, ACTION_RETRY_S, error, exc_info=not is_expected)
         if not is_expected and tag != PROXIES:
-            self._observed.step_failures[tag] = f"the controller fails: {type(error).__name__}: {error}"
+            self._observed.step_failures[tag] = f"the controller fails: {summary_of(error)}"
         self._wake_at[tag] = self._clock.now() + ACTION_RETRY_S
 
     def _report(self) -> None:
@@ -235,7 +233,7 @@ class Reconciler:
             frozenset(self._state.workers_in_use()),
             frozenset(retiring),
             more,
-            frozenset(http_state.proxy_workers(self._state)),
+            frozenset(self._state.proxies.workers),
             frozenset(http_state.held_workers(self._state, self._rules.location)),
             # Asked of all backends, and only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
@@ -281,12 +279,13 @@ class Reconciler:
         #: The applications of which a step has changed something, and those that are complete.
         changed: set[str] = set()
         complete: set[str] = set()
+        avoid = self.workers_to_avoid()
         while left:
             backend = self._state.backends.get(left[0])
             name = "" if backend is None else backend.application
             if name and name in complete:
                 break  # the next step sees that
-            step = None if backend is None else self._decide(backend, change)
+            step = None if backend is None else self._decide(backend, change, avoid)
             if backend is not None and step is not None:
                 is_own = step.is_own(backend)
                 joins = is_own or (name not in changed and app_state.completes(backend, step.change))
@@ -308,7 +307,7 @@ class Reconciler:
             left.pop(0)
         return taken, change, left
 
-    def _decide(self, backend: BackendRecord, undone: Change) -> Step | None:
+    def _decide(self, backend: BackendRecord, undone: Change, avoid: set[WorkerAddress]) -> Step | None:
         """Return the step of a backend, given changes that are not applied yet; None if it fails."""
         world = StepInputs(
             state=self._state,
@@ -316,7 +315,7 @@ class Reconciler:
             now=self._clock.now(),
             seed=self._rng.getrandbits(64),
             incarnation=self._incarnation,
-            avoid=self.workers_to_avoid(),
+            avoid=avoid,
             wall=self._clock.wall(),
             undone=undone,
         )
@@ -374,7 +373,7 @@ class Reconciler:
         """Return the workers that get replicas last, because of the controller and the proxies."""
         if self._rules.location is Location.EVERY_WORKER:
             return {self._worker}  # the replicas are to be near the proxies
-        return {self._worker, *http_state.proxy_workers(self._state)}
+        return {self._worker, *self._state.proxies.workers}
 
     def next_worker(self) -> WorkerAddress | None:
         """Return the worker that gets the next replica without special needs; None if none has room."""
@@ -385,7 +384,7 @@ class Reconciler:
     def _forget_lost_workers(self) -> None:
         lost = self._observed.lost_workers
         if lost:
-            seen_to = lost - set(self._state.workers_in_use())
+            seen_to = lost - self._state.workers_in_use()
             lost -= seen_to
             if not seen_to.isdisjoint(self._observed.workers):
                 self.poke()  # a worker that has rejoined under its old address is usable from now on

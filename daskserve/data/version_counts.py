@@ -1,7 +1,7 @@
-"""How the requests of a version end: the counts that the gates of a rollout compare.
+"""Rules for counting the failed requests of a version; the gates of a rollout compare these counts.
 
-Routers count the versions of a deployment (`daskserve.data.caller.routing.versions`), and replicas those of a
-model (`daskserve.data.replica.requests.counted`), by the same rules.
+Routers count the versions of a deployment (`daskserve.data.caller.routing.versions`), and replicas count the
+versions of a model (`daskserve.data.replica.requests.counted`), by the same rules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def sent(
     send: Send,
     on_end: Callable[[bool], None],
 ) -> T:
-    """Send a request, and tell whether it failed once it has ended; not if its caller leaves."""
+    """Send a request; call ``on_end`` with whether it failed, unless its caller leaves."""
     has_failed = False
 
     def note(message: Message) -> Awaitable[None]:
@@ -38,7 +38,7 @@ async def sent(
         return send(message)
 
     try:
-        # The messages of a WebSocket may never pass here.
+        # A WebSocket may move to another event loop; then its messages do not pass here.
         value = await call(envelope, receive, send if is_socket(envelope) else note)
     except asyncio.CancelledError:
         if is_over(envelope.deadline, asyncio.get_running_loop().time()):
@@ -57,10 +57,10 @@ async def sent(
 
 @contextmanager
 def counted_batch() -> Iterator[list[Any]]:
-    """Count the code that runs within as one batch, at the versions of models that are drawn for it.
+    """Count the code within as one batch, for the versions of models that it uses.
 
-    A batch counts once, however many requests it has: they get the same version, and may fail for the same
-    reason. It has failed if one of the outcomes is an error, which the code adds to the list.
+    A batch counts once, regardless of its size: its requests get the same version, and may fail for the same
+    reason. The code adds the outcomes to the list. The batch has failed if one of them is an error.
     """
     replica = current_replica.get()
     if replica is None or not replica.models.splits:
@@ -91,7 +91,7 @@ def is_socket(envelope: Envelope) -> bool:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether an error is a version's, not its caller's."""
+    """Return whether an error counts as a failure of the version, not as a mistake of its caller."""
     known = known_of(error)
     if isinstance(known, ServeError):
         return http_status_of(known) >= 500

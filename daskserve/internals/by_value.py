@@ -56,7 +56,7 @@ ASYNCIO_HOLDERS: tuple[type[Any], ...] = (
 
 
 def made(kind: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, which pickle's own instructions do not have."""
+    """Call a function with keyword arguments, which pickle's instructions cannot do."""
     return kind(*args, **kwargs)
 
 
@@ -182,8 +182,8 @@ def _reduce_pool(pool: Any) -> Any:
     return ThreadPoolExecutor, arguments
 
 
-#: Those that are rebuilt where code uses them. As arguments they are refused: a copy would protect nothing,
-#: and hand over nothing.
+#: The types that are rebuilt only where code uses them. They are refused as arguments, because a copy of a
+#: lock or a pool would not be shared with the caller.
 RENEWED: Mapping[type[Any], Callable[[Any], Any]] = {
     LOCKS[0]: lambda _: (threading.Lock, ()),
     LOCKS[1]: lambda _: (threading.RLock, ()),
@@ -288,7 +288,7 @@ def made_enum(make: Callable[..., Any], bases: Any, name: str, members: Mapping[
 
 
 def reduce_enum(cls: Any, reduced: Any) -> Any:
-    """Complete cloudpickle's way to rebuild an enumeration: with aliases, and members as they are."""
+    """Add the aliases, and the attributes of members, to cloudpickle's reduction of an enumeration."""
     make, (bases, name, qualname, _, *others), (attributes, slots), *rest = reduced
     new_arguments = getattr(cls._member_type_, "__getnewargs__", lambda _: ())
     members = {}

@@ -1,8 +1,8 @@
 """Processes that user code starts with `multiprocessing` in a worker: allowed, and ended with the worker.
 
 Problem: Dask's nannies start workers as daemonic processes, and "daemonic processes are not allowed to have
-children", because children of a process that is killed live on. Choice: the worker is not daemonic in its own
-eyes, and each child watches its parent, whatever the start method.
+children", because children of a process that is killed live on. Choice: the worker's process is marked as not
+daemonic, and each child watches its parent, with every start method.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TERMINATE_S = 1.0
 
 
 class _EndsWithParent:
-    """Ends the children of the process that has it; they get it, and hand it down to their own.
+    """Ends the children of its process. Each child gets a copy, and passes it on to its own children.
 
     A forked child inherits the registry of its parent. Any other child unpickles this object.
     """
@@ -75,7 +75,7 @@ class ChildProcesses:
         self._was_daemon = process.daemon
         process.daemon = False
         process._config[_KEY] = _EndsWithParent()  # type: ignore[attr-defined]
-        # An exiting process otherwise waits for its children.
+        # Without this, an exiting process waits for its children.
         util.Finalize(None, _end_children, args=(stopwatch,), exitpriority=0)
 
     def close(self) -> None:

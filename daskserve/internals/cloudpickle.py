@@ -1,8 +1,8 @@
 """A pickler for user code, and the parts of cloudpickle that its documentation does not describe.
 
-cloudpickle stores the functions and classes that no module of the receiver has. Other things in them belong
-to this process alone, and would make an application unpicklable that needs new ones or none: the
-variables of the function that defines a pydantic model, caches, locks, and what `by_value` lists.
+cloudpickle stores the functions and classes that no module of the receiver has. They may refer to objects
+that belong to this process and cannot be pickled: the variables of the function that defines a pydantic
+model, caches, locks, and the types in `by_value`. The receiver gets new objects instead, or none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ MOVE_TO_MODULE = "Define it in a module that the workers can import."
 FILE_ARGUMENT = 10
 #: The file of code that is in no file, as cloudpickle names it since 3.1.3.
 NO_FILE = "<dynamic-code>"
-#: The packages whose objects get new locks, as those of the program do. Their locks protect caches.
+#: Packages whose objects get new locks, like objects of the program's own classes. Their locks protect
+#: caches.
 FRAMEWORKS = ("fastapi.", "starlette.")
 STANDARD_LIBRARY = sys.stdlib_module_names - {"builtins", MAIN}
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
@@ -66,8 +67,8 @@ CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, O
 #: How deep in containers, and among how many items of one, locks are found.
 SEARCHED_DEPTH = 3
 SEARCHED_ITEMS = 1000
-#: The types whose objects are found in a module if code has imported them from there, because a copy is not
-#: the globals that the module uses.
+#: The types whose objects are pickled as a name in their module if code has imported them from there. A copy
+#: would not be the object that the module uses.
 SHARED_TYPES = frozenset({*by_value.RENEWED, *by_value.REBUILT, *by_value.LOCK_HOLDERS})
 
 #: A module and the name of an object in it.
@@ -75,7 +76,7 @@ ModulePlace: TypeAlias = tuple[str, str]
 
 
 class NotSentError(pickle.PicklingError):
-    """An object could be pickled, but would be missing or another one where it arrives."""
+    """An object could be pickled, but would be missing or different at the receiver."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
@@ -92,7 +93,8 @@ class CodePickler(Pickler):  # type: ignore[misc]
     substitute : callable, optional
         Returns the reduced form of an object, like ``__reduce__``, or `NotImplemented`.
     classes : dict, optional
-        Gets all classes, with whether they are pickled by value here for the first time in this process.
+        Receives all pickled classes. The value is True if this process pickles the class by value for the
+        first time.
     places : mapping, optional
         The ids of objects to pickle as a name in a module, see `trace`.
     """
@@ -343,10 +345,10 @@ def place_of(value: Any) -> ModulePlace | None:
 def trace(
     value: Any, substitution: Callable[[], Callable[[Any], Any]] | None = None
 ) -> tuple[dict[int, ModulePlace], list[Any]]:
-    """Return the parts that a value's pickle needs, and the path to a part that cannot be pickled.
+    """Return the objects to pickle by name in a value, and the path to a part that cannot be pickled.
 
-    The first are the ids and places of objects that cannot be pickled, but that code may have imported from
-    their modules: a connection, an engine. The path is empty if the rest can be pickled.
+    The first result has the places of objects, by their ids, that cannot be pickled but that code may have
+    imported from a module, such as a connection. The path is empty if everything else can be pickled.
     """
     places: dict[int, ModulePlace] = {}
     while True:
@@ -384,14 +386,15 @@ def class_id(cls: type) -> str:
 
 
 def has_id(cls: type) -> bool:
-    """Return whether a class has been pickled by value in this process, or come to it so."""
+    """Return whether this process has pickled or unpickled a class by value."""
     return cls in _DYNAMIC_CLASS_TRACKER_BY_CLASS
 
 
 def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> bool:
-    """Change that id, before another process has seen it; return False if another class has the new id.
+    """Change a class's id, before another process has seen it; return False if another class has the new id.
 
-    With ``shares``, both then have it: what is unpickled here under that id stays the other class.
+    With ``shares``, both classes then have the id, and unpickling it in this process still returns the other
+    class.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
         is_free = shares or wanted not in _DYNAMIC_CLASS_TRACKER_BY_ID
@@ -403,9 +406,10 @@ def set_class_id(cls: type, wanted: str, *, shares: bool = False) -> bool:
 
 
 def release_class_ids(modules: Collection[str]) -> dict[str, type]:
-    """Let other classes have the ids of those of some modules; return these for `take_class_ids`.
+    """Free the ids of the classes of some modules; return the classes by id, for `take_class_ids`.
 
-    A module that is imported again has new classes. Those of unchanged code have the ids of the old ones.
+    A module that is imported again has new classes. A new class with unchanged code gets the id of the old
+    one.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
         known = list(_DYNAMIC_CLASS_TRACKER_BY_ID.items())
@@ -416,6 +420,6 @@ def release_class_ids(modules: Collection[str]) -> dict[str, type]:
 
 
 def take_class_ids(classes: Mapping[str, type]) -> None:
-    """Let classes have ids whatever other classes have them."""
+    """Give classes their ids back, even if other classes have these ids by now."""
     with _DYNAMIC_CLASS_TRACKER_LOCK:
         _DYNAMIC_CLASS_TRACKER_BY_ID.update(classes)

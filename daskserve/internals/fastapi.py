@@ -38,7 +38,7 @@ class FastAPICopier(AppCopier):
         self._functions: dict[BoundEndpoint, Any] = {}
 
     def fill_app(self, made: Any, app: Any) -> None:
-        """Give the shallow copy of an application its own parts."""
+        """Replace the parts of a shallow copy of an application by copies."""
         super().fill_app(made, app)
         if isinstance(app, FastAPI):
             made.openapi_schema = None

@@ -1,7 +1,7 @@
-"""Requests of Starlette as arguments of calls: how they are pickled, and how their bodies are read before.
+"""Starlette's requests as arguments of calls: pickling them, after reading their bodies if necessary.
 
-The connection stays where it is. What travels is the scope, as far as it is plain, and the body or the form
-as code has read them. If the body has not been read, `read_ahead` reads it first.
+The connection is not pickled. The pickle holds the values of the scope that can be pickled, and the body or
+the form that code has read. If the body has not been read, `read_ahead` reads it first.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,16 @@ def shell() -> Any:
     """Return the shell that runs this program; None outside of IPython."""
     ipython: Any = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
+
+
+def in_notebook() -> bool:
+    """Return whether this program is a notebook, whose cells run in an event loop."""
+    return hasattr(shell(), "kernel")
+
+
+def in_cell() -> bool:
+    """Return whether this is the code of a notebook's cell, which may block the loop that it runs in."""
+    return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
 def cell_name(file: str) -> str | None:

@@ -12,10 +12,9 @@ OTLP_HTTP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 def post_of(exporter: Any) -> Callable[[bytes], bool] | None:
     """Return the function that sends an encoded body to an exporter's collector; None for other exporters.
 
-    The headers, the certificates, the compression and the repetitions are those of the exporter, with all of
-    its variables. The exporter's only public method takes spans of the SDK and encodes them itself, in five
-    times the time, so this is the one place that reads an attribute of its own, `_client`. In versions
-    without it, exporters get spans.
+    The headers, certificates, compression and retries are the exporter's, including those set by environment
+    variables. The exporter's only public method encodes spans of the SDK, which takes five times as long, so
+    this function uses its private attribute `_client`. Exporters without this attribute get spans instead.
     """
     if type(exporter).__module__ != OTLP_HTTP:
         return None

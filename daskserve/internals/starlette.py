@@ -71,10 +71,11 @@ def _base_of(route: BaseRoute) -> Any:
 
 
 class SharedPart:
-    """An application or router that the code of several objects refers to, each of which has a copy.
+    """An application or router that is used by the code of several objects, each with its own copy.
 
-    While such code runs, the attributes of the part are those of the copy: what code adds to ``app``, it adds
-    to the application that is served. The class of the part is changed for that, and the part is not.
+    While the code of such an object runs, the attributes of the part are those of the copy. So a route that
+    the code adds to ``app`` is added to the application that is served. Only the class of the part is
+    replaced for this.
     """
 
     part_name: PartName
@@ -138,8 +139,8 @@ def _share(part: Any, name: PartName) -> None:
 class AppCopier:
     """Copies applications, with the same routes to other endpoints.
 
-    The copies have the state, the lifespan and the middlewares of the originals, and lists of their own. What
-    is added to the routes of a copy is changed in the same way, but not copied.
+    The copies have the state, the lifespan and the middlewares of the originals, but separate lists. Routes
+    that are added to a copy later get changed endpoints, too, but are not copied.
 
     Parameters
     ----------
@@ -149,8 +150,8 @@ class AppCopier:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        #: By name, because an application may be mounted twice, or in itself, and code that another replica
-        #: has loaded meanwhile refers to other objects of the same names. None once all are made.
+        #: By name, because an application may be mounted twice, or in itself. Also, code that another replica
+        #: has loaded in the meantime refers to other objects with the same names. None once all copies exist.
         self._copies: dict[PartName, Any] | None = {}
 
     def copied(self, app: Any, *others: Any) -> tuple[Any, Mapping[PartName, Any]]:
@@ -182,12 +183,12 @@ class AppCopier:
         return made
 
     def fill_app(self, made: Any, app: Any) -> None:
-        """Give the shallow copy of an application its own parts."""
+        """Replace the parts of a shallow copy of an application by copies."""
         made.router = self.part(made.router)
         made.middleware_stack = None  # the first request builds it
 
     def _added(self, app: Any) -> Any:
-        """Return an application or router that is added to a copy: its own copy, or itself, changed."""
+        """Return the application or router to add to a copy: its copy, or itself with changed routes."""
         if isinstance(app, SharedPart):
             return (current_copies.get() or {}).get(type(app).part_name, app)
         for part in parts_of(app):
@@ -275,7 +276,7 @@ class LeftOutRoute(BaseRoute):
 
 @dataclass(frozen=True)
 class BoundEndpoint:
-    """A function whose first argument is found in the request.
+    """A function whose first argument is derived from the request.
 
     Attributes
     ----------
@@ -300,7 +301,7 @@ class BoundEndpoint:
 
 
 def _shallow_copy(app: Any) -> Any:
-    """Return a copy of a `SharedPart` that has lists and dicts of its own, and the class that it had."""
+    """Return a copy of a `SharedPart` with copied lists and dicts, and with its original class."""
     kind: Any = type(app).__bases__[1]
     made = kind.__new__(kind)
     own = (list, dict)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,20 +22,14 @@ def uses_uvloop() -> bool:
     return True
 
 
-def in_notebook() -> bool:
-    """Return whether this program is a notebook, whose cells run in an event loop."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
-
-
-def in_cell() -> bool:
-    """Return whether this is the code of a notebook's cell, which may block the loop that it runs in."""
-    return in_notebook() and threading.current_thread() is threading.main_thread()
-
-
 #: Returns the event loop that runs in this thread; None if there is none.
 running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_running_loop
+
+
+def settle(future: asyncio.Future[None]) -> None:
+    """Complete a future of this loop, unless it is done already."""
+    if not future.done():
+        future.set_result(None)
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -5,8 +5,9 @@ other requests do not end when the worker closes them, and when the worker dies,
 scheduler notice. It also has the parent's event loops, and would take events from them.
 
 So in a forked process, the connections of daskserve and Dask and all inherited event loops lead nowhere:
-their descriptors become those of ``/dev/null``. To close them would let objects of user code close a number
-that was used again. All other files and sockets stay. This works on Linux; elsewhere, nothing is changed.
+their descriptors become those of ``/dev/null``. Closing them instead would be dangerous: an object of user
+code might later close a descriptor number that is in use again. All other files and sockets stay. This works
+on Linux; elsewhere, nothing is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EVENT_LOOP = "anon_inode:[eventpoll]"
 
 
 class ForkGuard:
-    """Cuts processes that are forked from this one off, from `open` until `close`.
+    """Detaches forked processes from this one's connections, from `open` until `close`.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class ForkGuard:
         self._is_open = False
 
     def open(self) -> None:
-        """Act in processes that are forked from now on."""
+        """Detach processes that are forked from now on."""
         self._is_open = True
         if sys.platform == "linux":
             guard = weakref.ref(self)  # a registration lasts as long as the process
@@ -51,11 +52,11 @@ class ForkGuard:
             os.register_at_fork(after_in_child=after_in_child)
 
     def close(self) -> None:
-        """Stop acting; idempotent."""
+        """Leave forked processes as they are again; idempotent."""
         self._is_open = False
 
     def cut_off(self) -> None:
-        """Let the inherited event loops and the connections of daskserve and Dask lead nowhere."""
+        """Redirect the inherited event loops and the connections of daskserve and Dask to ``/dev/null``."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in [*_event_loops(), *_connections({_endpoint(each) for each in self._peers()})]:
             with suppress(OSError):
@@ -76,7 +77,7 @@ def _event_loops() -> Iterator[int]:
 
 
 def _connections(peers: Collection[Any]) -> Iterator[int]:
-    """Return the sockets that listen, those that they have accepted, and the connections to some peers."""
+    """Yield the listening sockets, the connections that they accepted, and the connections to some peers."""
     found: dict[int, tuple[Any, Any]] = {}
     listening = set()
     for name in os.listdir(_DESCRIPTORS):

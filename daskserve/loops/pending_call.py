@@ -35,7 +35,7 @@ class PendingCall(Generic[T]):
         return bool(self._ends)
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled before it ended otherwise."""
+        """Return whether the call was cancelled before it had a result or an error."""
         return type(self.exception()) is CancelledError
 
     def cancel(self) -> bool:

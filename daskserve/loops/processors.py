@@ -1,9 +1,9 @@
 """Keeps a thread on the processor of the one that waits for it.
 
-Two threads that take turns, each waiting for the other, gain nothing from a second processor. It has to be
-woken for each turn, and the interpreter's lock goes from one to the other twice: a turn of 7 µs takes 20 to
-50. The operating system puts both threads on one processor in about half of all cases, and leaves them where
-they are for seconds.
+Two threads that take turns, each waiting for the other, gain nothing from a second processor. The system must
+wake the other processor for each turn, and the interpreter lock changes hands twice. So a turn of 7 µs takes
+20 to 50 µs. The operating system puts both threads on one processor in about half of all cases, and leaves
+them where they are for seconds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 
 def _find_present() -> Callable[[], int] | None:
-    """Return what names the processor of the calling thread; None where threads cannot be moved."""
+    """Return a function that returns the calling thread's processor; None where threads cannot be moved."""
     if sys.platform != "linux":
         return None
-    # Of the kind that keeps the interpreter's lock: the call takes no longer than letting go of that.
+    # `PyDLL` keeps the interpreter lock during the call, which takes less time than releasing the lock.
     found: Callable[[], int] | None = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
     return found
 

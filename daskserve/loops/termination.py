@@ -1,4 +1,4 @@
-"""SIGTERM as a request to leave: the process first shuts down its parts, then ends in the usual way.
+"""Graceful SIGTERM: the process first shuts down its parts, then exits as it would have without this module.
 
 Problem: systemd, Kubernetes and job schedulers send SIGTERM and wait before they kill; Python's and Dask's
 handlers end the process at once. Choice: one handler per process, in front of the previous one. On the first
@@ -28,7 +28,8 @@ from daskserve.common.clock import stopwatch
 #: Two signals within this time count as one.
 SAME_S = 0.3
 
-#: Begins to leave. It is called in a signal handler, and calls its argument when it is done, from any thread.
+#: Starts a shutdown. It runs in a signal handler, and calls its argument from any thread when the shutdown is
+#: done.
 Begin: TypeAlias = Callable[[Callable[[], None]], None]
 
 
@@ -50,7 +51,7 @@ class Termination:
 
     @classmethod
     def present(cls) -> Termination | None:
-        """Return the handler of this process, a new one if need be; None if SIGTERM is ignored here."""
+        """Return this process's handler, and install it if necessary; None if SIGTERM is ignored."""
         found: Any = signal.getsignal(signal.SIGTERM)
         if isinstance(found, cls) and found._pid == os.getpid():
             return found
@@ -67,7 +68,8 @@ class Termination:
         return handler
 
     def add(self, begin: Begin) -> Callable[[], None]:
-        """Have SIGTERM begin something first; return the function that undoes this, for the main thread."""
+        """Start a shutdown on SIGTERM; return a function that undoes this, to be called in the main
+        thread."""
         self._begins.append(begin)
 
         def remove() -> None:
@@ -141,7 +143,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def on_sigterm(begin: Begin) -> Callable[[], None]:
-    """Have SIGTERM begin something before it ends this process; return the function that undoes this.
+    """Start a shutdown when SIGTERM arrives, before the process ends; return a function that undoes this.
 
     Call both in the main thread; elsewhere, and where SIGTERM is ignored, this does nothing.
     """

@@ -1,12 +1,16 @@
-"""Threads for user code: new ones, and the main thread of a process that has nothing else to do in it."""
+"""Threads for user code: new ones, or the main thread of a process that does not need it otherwise."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+ResultT = TypeVar("ResultT")
 
 #: Interval at which an idle main thread handles signals, at the latest.
 SIGNAL_CHECK_S = 1.0
@@ -40,11 +44,42 @@ def start_daemon(name: str, function: Callable[[], object]) -> RunningThread:
     return thread
 
 
+async def in_daemon(name: str, function: Callable[[threading.Event], ResultT]) -> ResultT:
+    """Return the result of a function that runs in a new thread.
+
+    The function gets an event, which is set when this coroutine ends, even if it is cancelled before.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[ResultT] = loop.create_future()
+    stop = threading.Event()
+
+    def end(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not result.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], Any]
+        try:
+            outcome = result.set_result, function(stop)
+        except Exception as error:
+            outcome = result.set_exception, error
+        except BaseException as error:  # SystemExit ends no more than this thread
+            outcome = result.set_exception, RuntimeError(repr(error))
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, *outcome)
+
+    start_daemon(name, run)
+    try:
+        return await result
+    finally:
+        stop.set()
+
+
 JobT = TypeVar("JobT")
 
 
 def waiter_for_jobs(jobs: queue.SimpleQueue[JobT]) -> Callable[[], JobT]:
-    """Return a function that waits for a queue's next item; in the main thread it lets signals be handled."""
+    """Return a function that waits for a queue's next item; in the main thread, signals are still handled."""
     is_main = threading.current_thread() is threading.main_thread()
     return partial(_next_job, jobs) if is_main else jobs.get
 
@@ -96,7 +131,7 @@ class MainThread:
         return job
 
     def run(self) -> None:
-        """Run what `start` gets, until `end`; call this in the main thread.
+        """Run the functions passed to `start`, until `end` is called; call this in the main thread.
 
         Raises
         ------

@@ -1,10 +1,10 @@
-"""The bodies of answers. Only the fields that are set are sent."""
+"""The bodies of responses. Fields that were not set are left out."""
 
 from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from daskserve.openai.engine import Embeddings, Token
 from daskserve.openai.generation import Piece
 
-#: The logprob of what is next to impossible.
+#: The log probability of tokens that are next to impossible.
 IMPOSSIBLE = -9999.0
 
 
@@ -25,18 +25,18 @@ class Answer(BaseModel):
 
 
 class Usage(Answer):
-    """How many tokens a request has taken."""
+    """The number of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
     @classmethod
-    def of(cls, last: Iterable[Piece]) -> Usage:
-        """Return the usage of answers, from their last pieces; the answers to one prompt share it."""
-        pieces = list(last)
-        prompt = max((each.prompt_tokens for each in pieces), default=0)
-        completion = sum(each.completion_tokens for each in pieces)
+    def of(cls, last: Sequence[Piece], per_prompt: int = 1) -> Usage:
+        """Return the usage of answers, given their last pieces; ``per_prompt`` answers share a prompt."""
+        prompts = range(0, len(last), per_prompt)
+        prompt = sum(max(each.prompt_tokens for each in last[at : at + per_prompt]) for at in prompts)
+        completion = sum(each.completion_tokens for each in last)
         return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
@@ -57,7 +57,7 @@ class ToolCallPart(Answer):
 
 
 class ChatMessage(Answer):
-    """What the model says, or in a stream a part of it."""
+    """A message of the model, or a part of it in a stream."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -143,10 +143,9 @@ class ModelList(Answer):
 
 
 def _encoded(vector: Sequence[float], encoding: str | None) -> list[float] | str:
-    numbers = [float(each) for each in vector]
     if encoding != "base64":
-        return numbers
-    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ async def gathered(numbered: Numbered, count: int) -> list[Whole]:
 
 
 def as_piece(item: Piece | str) -> Piece:
-    """Return the piece of a text, which travels without one."""
+    """Return an item of a stream as a piece; pieces of text alone are sent as `str`."""
     return Piece(item) if isinstance(item, str) else item
 
 
@@ -85,7 +85,7 @@ class _Choices:
         The id, the time and the model.
     """
 
-    #: The kinds of whole answers and of chunks, as their field ``object`` names them.
+    #: The values of the field ``object`` of whole answers and of chunks.
     KIND: ClassVar[CompletionKind]
     CHUNK_KIND: ClassVar[CompletionKind]
 
@@ -98,7 +98,7 @@ class _Choices:
 
     def whole(self, wholes: Sequence[Whole]) -> str:
         choices = [self._choice(index, each) for index, each in enumerate(wholes)]
-        usage = self._usage([each.last for each in wholes])
+        usage = Usage.of([each.last for each in wholes], self._per_prompt)
         return Completion(object=self.KIND, choices=choices, usage=usage, **self._head).as_text()
 
     def _choice(self, index: int, whole: Whole) -> Choice:
@@ -106,20 +106,14 @@ class _Choices:
 
     def end(self) -> Iterator[str]:
         if self._has_usage:
-            yield self._event([], self._usage([self._last[each] for each in sorted(self._last)]))
+            last = [self._last[each] for each in sorted(self._last)]
+            yield self._event([], Usage.of(last, self._per_prompt))
         yield DONE
 
     def failure(self, error: dict[str, Any]) -> Iterator[str]:
         """Yield the event of an error in the middle of a stream."""
         yield event(error)
         yield DONE
-
-    def _usage(self, last: Sequence[Piece]) -> Usage:
-        """Return the usage; several answers to one prompt have taken the prompt once."""
-        groups = [last[at : at + self._per_prompt] for at in range(0, len(last), self._per_prompt)]
-        parts = [Usage.of(each) for each in groups]
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        return Usage(**{name: sum(getattr(each, name) for each in parts) for name in names})
 
     def _event(self, choices: list[Choice], usage: Usage | None = None) -> str:
         made = Completion(object=self.CHUNK_KIND, choices=choices, **self._head)
@@ -136,7 +130,7 @@ class ChatFormat(_Choices):
 
     def __init__(self, body: ChatBody, head: dict[str, Any]) -> None:
         super().__init__(body, head, has_logprobs=bool(body.logprobs))
-        # What is before and after the text of a chunk that has nothing else, by the number of the answer.
+        # The JSON before and after the text of a chunk without other fields, by the number of the answer.
         self._frames: dict[int, tuple[str, str]] = {}
 
     def _choice(self, index: int, whole: Whole) -> ChatChoice:
@@ -159,7 +153,7 @@ class ChatFormat(_Choices):
     def chunks(self, index: int, piece: Piece) -> Iterator[str]:
         if index not in self._last:
             yield self._chunk(index, ChatMessage(role="assistant", content=""), None, ())
-            # The last one: the name of the model, which the client chooses, is before it.
+            # From the right, because the client chooses the model's name, which comes first.
             before, after = self._chunk(index, ChatMessage(content="\0"), None, ()).rsplit(FILLER, 1)
             self._frames[index] = (before, after)
         self._last[index] = piece

@@ -1,4 +1,4 @@
-"""What an engine is: the code that makes the tokens of one model. The server does the rest."""
+"""The interface of an engine: user code that makes the tokens of one model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What an engine is asked for: one answer to a conversation or a prompt.
+    """A request to an engine: one answer to a conversation or a prompt.
 
     Attributes
     ----------
@@ -22,19 +22,19 @@ class GenerationRequest:
     prompt : str or list of int, optional
         The text or the tokens to complete.
     max_tokens : int, optional
-        How many tokens to make. The server stops reading after them. None: as many as the engine likes.
+        Maximum number of tokens; the server reads no more. None: the engine decides.
     stop : tuple of str
         Where to end. The server looks for these, also across tokens; an engine may ignore them.
     logprobs : int, optional
         How many alternatives to report for each token; 0 is the token itself, None no probabilities.
     choice : int
-        The number of this answer among those to the same prompt. It is added to ``seed`` already.
+        The number of this answer among those to the same prompt. ``seed`` already includes it.
     tools, tool_choice, response_format : optional
         As the client sent them.
     extra : dict
         Fields of the request that the server does not know.
     tokens : any
-        A place for ``count_tokens`` to keep the tokens of the prompt for ``generate``.
+        ``count_tokens`` may store the tokens of the prompt here for ``generate``.
     """
 
     model: str = ""
@@ -62,7 +62,7 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A part of a call of a tool that the model asks for.
+    """A part of a tool call that the model requests.
 
     The first part of each call has its ``id`` and ``name``; ``arguments`` are pieces of JSON text, which the
     client puts together. ``index`` numbers the calls of an answer.
@@ -83,20 +83,20 @@ class Token:
     text : str
         May be empty, such as for half of a character.
     logprob : float, optional
-        Its natural logarithm of probability.
+        The natural logarithm of its probability.
     top_logprobs : sequence of (str, float)
         The most likely tokens at this place.
     tool_calls : sequence of ToolCall
         Parts of calls of tools.
     finish_reason : str, optional
         Why the answer ends with this token: ``"stop"``, ``"length"``, ``"tool_calls"`` or
-        ``"content_filter"``. An engine may also just end.
+        ``"content_filter"``. Without it, the answer ends when the engine stops.
     count : int
         How many tokens it is, for the usage.
     prompt_tokens : int, optional
-        The length of the prompt, if this is known first now.
+        The length of the prompt, if it was not known before.
     data : any
-        Whatever the engine keeps with it, such as its number.
+        Any data of the engine, such as the number of the token.
     """
 
     text: str = ""
@@ -119,7 +119,7 @@ class Embeddings:
 
 @dataclass(slots=True)
 class EmbeddingRequest:
-    """What ``embed`` of an engine gets: texts, or lists of tokens."""
+    """A request to ``embed`` of an engine: texts, or lists of tokens."""
 
     model: str = ""
     adapter: str = ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from daskserve.common.formatting import whole_seconds
 from daskserve.errors import (
     BackPressureError,
     BadRequestError,
@@ -27,7 +27,7 @@ class InvalidRequestError(BadRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or the prompt and the tokens that are asked for, are longer than the model can take."""
+    """The prompt and the requested tokens exceed the context length of the model."""
 
     def __init__(
         self, message: str = "", *, param: str | None = None, code: str | None = "context_length_exceeded"
@@ -36,7 +36,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):
-    """The body is no JSON by its Content-Type."""
+    """The Content-Type of the body is not JSON."""
 
     http_status = 415
 
@@ -46,7 +46,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, Any], Mapping[str, str]]:
-    """Return the status, the body and the headers of an error. Only what clients may know is in them."""
+    """Return the status, the body and the headers of an error, without internals."""
     if isinstance(error, (InvalidRequestError, ModelNotFoundError)):
         code = "model_not_found" if isinstance(error, ModelNotFoundError) else error.code
         param = "model" if isinstance(error, ModelNotFoundError) else error.param
@@ -54,7 +54,8 @@ def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, 
     if isinstance(error, BadRequestError):
         return 400, error_body(str(error), "invalid_request_error"), {}
     if isinstance(error, BackPressureError):
-        retry = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        seconds = whole_seconds(error.retry_after_s)
+        retry = {} if seconds is None else {"retry-after": str(seconds)}
         return (
             503,
             error_body(f"The model is overloaded. {error}", "overloaded_error", code="overloaded"),
@@ -76,9 +77,9 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Return the error for a body that its model refuses: the first fault, with the name of its field."""
+    """Return the error for an invalid body: the first fault, with the name of its field."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
-    # Of the alternatives of one field, that of the right type says more.
+    # If a field may have several types, the fault of the matching type is more helpful.
     field = faults[0]["loc"][:1]
     fault = next((e for e in faults if e["loc"][:1] == field and not e["type"].endswith("_type")), faults[0])
     param = _path_of(fault["loc"])
@@ -94,7 +95,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _path_of(location: tuple[int | str, ...]) -> str:
-    """Return the way to a field, ``messages[0].role``, without the marks of alternatives such as ``str``."""
+    """Return the path to a field, ``messages[0].role``, without pydantic's names of types such as ``str``."""
     path = ""
     for each in location:
         if isinstance(each, int):

@@ -1,4 +1,4 @@
-"""From the tokens of an engine to the pieces of an answer: stop strings, lengths, reasons, deadlines."""
+"""Turns the tokens of an engine into the pieces of an answer: applies stop strings, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from daskserve.openai.stopping import StopScanner
 
 @dataclass(slots=True)
 class Piece:
-    """A part of an answer; the last one has a ``finish_reason``, and the counts.
+    """A part of an answer. The last one has a ``finish_reason`` and the token counts.
 
-    Most parts are only text. These travel as plain `str`, which costs a tenth.
+    A piece of text alone is sent as `str` instead, at a tenth of the cost.
     """
 
     text: str = ""
@@ -41,13 +41,13 @@ class _Assembly:
         self._count = 0
         self._prompt_tokens = prompt_tokens
         self._has_tool_calls = False
-        # Tokens with probabilities whose text is held back, and where it begins.
+        # Tokens with probabilities whose text is held back, and the position where it begins.
         self._waiting: deque[tuple[int, Token]] = deque()
         self._seen = 0
         self._sent = 0
 
     def add(self, value: Any) -> Piece | str:
-        """Return the piece that an output of the engine makes; empty if its text is held back."""
+        """Return the piece for an output of the engine; empty if its text is held back."""
         if self._is_plain and type(value) is str and self._count + 1 < self._limit:
             self._count += 1
             return value
@@ -67,7 +67,7 @@ class _Assembly:
         return self._piece(text, None, token)
 
     def end(self) -> Piece:
-        """Return the last piece of an answer that the engine has ended."""
+        """Return the last piece, after the engine has ended the answer."""
         return self._piece(self._scanner.end(), "tool_calls" if self._has_tool_calls else "stop", None)
 
     def nothing(self) -> Piece:
@@ -80,7 +80,7 @@ class _Assembly:
         while self._waiting:
             start, waiting = self._waiting[0]
             is_sent = start + len(waiting.text) <= self._sent
-            # The last piece has the tokens of which a part was sent, and no token of a stop string.
+            # The last piece also has tokens that were sent in part, but none of a stop string.
             if not is_sent and (reason is None or start >= self._sent):
                 break
             logprobs.append(waiting)
@@ -105,7 +105,7 @@ async def pieces(
     RequestTimeoutError
         The engine has made no token for ``token_timeout_s``.
     TypeError
-        The engine yielded something else than tokens.
+        The engine yielded something other than tokens.
     """
     assembly = _Assembly(request, prompt_tokens)
     if request.max_tokens == 0:
@@ -137,12 +137,12 @@ async def pieces(
 
 
 class _Watch:
-    """Cancels the present task if it has waited too long; one timer for all of its waits.
+    """Cancels the current task if it waits too long for a token; uses one timer for all waits.
 
     Attributes
     ----------
     began : float
-        When the present wait began; infinity while there is none.
+        When the current wait began; infinity between waits.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
@@ -173,7 +173,7 @@ class _Watch:
             self._task.cancel()
 
     def check(self) -> None:
-        """Raise `RequestTimeoutError` if a cancellation is this watch's own."""
+        """Raise `RequestTimeoutError` if this watch has cancelled the task."""
         if self._has_expired and self._task is not None and self._task.uncancel() == 0:
             raise RequestTimeoutError(f"The model has made no token for {self._timeout_s} s.") from None
 
@@ -192,29 +192,17 @@ def _token(value: Any) -> Token:
     return value
 
 
-class _Closable:
-    """An async iterator that can be closed, whether or not it is a generator."""
-
-    def __init__(self, source: AsyncIterator[Any]) -> None:
-        self._source = source
-
-    def __aiter__(self) -> _Closable:
-        return self
-
-    async def __anext__(self) -> Any:
-        return await anext(self._source)
-
-    async def aclose(self) -> None:
-        close = getattr(self._source, "aclose", None)
-        if close is not None:
-            await close()
+async def _items_of(source: Any) -> AsyncIterator[Any]:
+    async for item in source:
+        yield item
 
 
 def _closable(source: Any) -> Any:
+    """Return the tokens of an engine as an async iterator with ``aclose``."""
     if hasattr(source, "aclose"):
         return source
     if not hasattr(source, "__aiter__"):
         raise TypeError(
             f"The generate method of an engine must be an async generator; it returned {source!r:.200}"
         )
-    return _Closable(aiter(source))
+    return _items_of(source)

@@ -10,12 +10,12 @@ from daskserve.common.clock import LoopClock
 
 
 async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[Any]:
-    """Call for each request, and return the streams; if a call fails, those before it are closed."""
+    """Start a call for each request and return the streams; if a call fails, close the earlier ones."""
     streams: list[Any] = []
     try:
         for each in requests:
             streams.append(remote(each))
-            await LoopClock().sleep(0)  # each call copies its request, and other requests wait as long
+            await LoopClock().sleep(0)  # each call copies its request, which may take long
     except BaseException:
         for stream in streams:
             await stream.aclose()

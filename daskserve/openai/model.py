@@ -1,4 +1,4 @@
-"""The deployment of one model: an engine, and what all engines have in common."""
+"""The deployment of one model: it runs an engine, and does what all engines need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daskserve.payload.importing import import_definition
 
 #: Prompts of more characters are counted in a thread.
 LONG_PROMPT = 10_000
-#: The greatest number of a vector: base64 has floats of four bytes.
+#: The greatest number that a vector may contain: base64 encodes floats of four bytes.
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -26,7 +26,7 @@ class ModelServer:
     Parameters
     ----------
     engine : class, function or str
-        What makes the `Engine`, or its import path.
+        The class of the `Engine`, or a function that makes one, or an import path.
     args : dict
         Keyword arguments for it.
     token_timeout_s : float, optional
@@ -71,7 +71,7 @@ class ModelServer:
                 f"The model has made no vectors for {self._token_timeout_s} s."
             ) from None
         made = found if isinstance(found, Embeddings) else Embeddings(found)
-        # Here, so that a fault is in the log of the model.
+        # Checked here, so that the model logs the error.
         vectors = [[float(number) for number in vector] for vector in made.vectors]
         if len(vectors) != len(request.inputs):
             raise TypeError(f"embed returned {len(vectors)} vectors for {len(request.inputs)} texts")

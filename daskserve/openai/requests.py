@@ -1,8 +1,9 @@
-"""The bodies of requests. Fields that are not here are passed on to the engine, which may know them."""
+"""The bodies of requests. Unknown fields are passed on to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -19,9 +20,9 @@ ItemT = TypeVar("ItemT")
 MAX_CHOICES = 128
 #: Maximum number of texts of one request for embeddings; the limit of OpenAI.
 MAX_INPUTS = 2048
-#: How many bytes a request for several answers may send to the models, which each get all of it.
+#: Maximum number of bytes that a request for several answers sends to the models: each answer gets a copy.
 MAX_SENT_SIZE = 16 * 2**20
-#: Maximum length of the vectors that a client may ask for; those of known models are shorter.
+#: Maximum length of vectors that a client may request.
 MAX_DIMENSIONS = 65_536
 #: Maximum number of messages of a conversation, or of items of the input of a response.
 MAX_MESSAGES = 10_000
@@ -34,7 +35,7 @@ MAX_STOP_LENGTH = 1000
 
 
 def few_fields(found: Any) -> Any:
-    """Refuse large objects before each of their values makes an error."""
+    """Reject an object with too many fields before each of its values is checked."""
     if isinstance(found, dict) and len(found) > MAX_FIELDS:
         raise PydanticCustomError(
             "too_long", "Object should have at most {limit} fields", {"limit": MAX_FIELDS}
@@ -42,7 +43,7 @@ def few_fields(found: Any) -> Any:
     return found
 
 
-# Without fail_fast, a body of many wrong items makes an error for each, which takes seconds and gigabytes.
+# Without fail_fast, a body with many wrong items makes one error for each: seconds and gigabytes.
 Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 Fields: TypeAlias = Annotated[dict[str, ItemT], BeforeValidator(few_fields)]
 #: Engines count in 32 bits, as NumPy and llama.cpp do.
@@ -60,7 +61,7 @@ TokenLists: TypeAlias = Annotated[list[Tokens], Field(fail_fast=True, max_length
 
 
 class Body(BaseModel):
-    """A request, with what all kinds have."""
+    """The fields that all requests have."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -73,7 +74,7 @@ class Body(BaseModel):
         try:
             parsed = cls.model_validate_json(body)
             if b"NaN" in body or b"Infinity" in body:
-                # Fields for the engine take any value, and an answer that repeats these is no JSON.
+                # Unknown fields may have any value, but a response that repeats NaN would not be JSON.
                 from_json(body, allow_inf_nan=False)
             return parsed
         except ValidationError as error:
@@ -103,7 +104,7 @@ class Message(BaseModel):
 
 
 class Sampling(Body):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions have in common."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -131,7 +132,7 @@ class Sampling(Body):
         return parsed
 
     def sent_size(self, size: int) -> int:
-        """Return how many bytes go to the models, about, for a body of a size; 0 if it is sent once."""
+        """Return about how many bytes a body of a size sends to the models; 0 if it is sent once."""
         count = self.n or 1
         return size * count if count > 1 else 0
 
@@ -141,17 +142,16 @@ class Sampling(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields that engines get as they are."""
+        """Return the fields that the engine gets unchanged."""
         names = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "user")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return {**{each: getattr(self, each) for each in names}, "stop": stop, "extra": self.extra}
 
     def choices(self, base: GenerationRequest, count: int) -> Iterator[GenerationRequest]:
         """Yield the requests for several answers to one prompt, each with a seed of its own."""
-        fields = {each: getattr(base, each) for each in base.__slots__}
         for choice in range(count):
             seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
-            yield GenerationRequest(**{**fields, "choice": choice, "seed": seed})
+            yield replace(base, choice=choice, seed=seed)
 
 
 class ChatBody(Sampling):
@@ -166,7 +166,7 @@ class ChatBody(Sampling):
     response_format: dict[str, Any] | None = None
 
     def generations(self) -> list[GenerationRequest]:
-        """Return what the engine is asked for, one request for each choice."""
+        """Return the requests to the engine, one for each choice."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
         base = GenerationRequest(
@@ -181,11 +181,17 @@ class ChatBody(Sampling):
         return list(self.choices(base, self.n or 1))
 
 
+def _texts_in(given: str | Sequence[Any]) -> list[Any]:
+    """Return the texts in a field: a list of numbers is one tokenized text, any other list has several."""
+    is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
+    return [given] if is_one else list(given)
+
+
 class CompletionBody(Sampling):
     """``POST /v1/completions``."""
 
     prompt: str | Tokens | Texts | TokenLists
-    # Plain completions may ask for no token at all, to have the prompt echoed.
+    # Plain completions may ask for 0 tokens, to have the prompt echoed.
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -194,17 +200,16 @@ class CompletionBody(Sampling):
 
     def sent_size(self, size: int) -> int:
         count = len(self.prompts())
-        # Each prompt takes all other fields with it.
+        # Each prompt is sent with all other fields.
         others = len(self.model_dump_json(exclude={"prompt"})) * count * (self.n or 1) if count > 1 else 0
         return super().sent_size(size) + others
 
-    def prompts(self) -> list[str | Tokens]:
-        """Return the prompts: a list of numbers is one prompt, a list of anything else has several."""
-        is_one = isinstance(self.prompt, str) or bool(self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if is_one else list(self.prompt)  # type: ignore[list-item, arg-type]
+    def prompts(self) -> list[Any]:
+        """Return the prompts."""
+        return _texts_in(self.prompt)
 
     def generations(self) -> list[GenerationRequest]:
-        """Return what the engine is asked for: for each prompt, one request for each choice."""
+        """Return the requests to the engine: for each prompt, one for each choice."""
         prompts, count = self.prompts(), self.n or 1
         if self.best_of not in (None, count):
             raise InvalidRequestError("'best_of' must be equal to 'n', or left out.", param="best_of")
@@ -234,9 +239,8 @@ class EmbeddingBody(Body):
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
     def request(self) -> EmbeddingRequest:
-        """Return what the engine is asked for."""
-        is_one = isinstance(self.input, str) or bool(self.input and isinstance(self.input[0], int))
-        inputs: list[Any] = [self.input] if is_one else list(self.input)
+        """Return the request to the engine."""
+        inputs = _texts_in(self.input)
         if not 1 <= len(inputs) <= MAX_INPUTS or not all(inputs):
             raise InvalidRequestError(
                 f"'input' must be 1 to {MAX_INPUTS} texts, none of them empty.", param="input"

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, as far as text and calls of functions go. Nothing is stored between requests."""
+"""``POST /v1/responses``, for text and function calls. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ResponseBody(Body):
         return "message.output_text.logprobs" in (self.include or ())
 
     def generations(self) -> list[GenerationRequest]:
-        """Return what the engine is asked for."""
+        """Return the request to the engine."""
         for name in ("previous_response_id", "conversation", "background"):
             if getattr(self, name):
                 text = (
@@ -96,7 +96,7 @@ class ResponseBody(Body):
             elif kind == "function_call_output":
                 content, call_id = item.get("output"), item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            elif kind != "reasoning":  # which is of no use to another model
+            elif kind != "reasoning":  # left out, because it is of no use to another model
                 text = f"Items of the type {kind!r} are not supported."
                 raise InvalidRequestError(text, param=f"input[{index}].type", code="unsupported_value")
         if not messages:
@@ -156,7 +156,7 @@ class ResponseFormat:
         self._id = head["id"].removeprefix("resp_")
         self._whole = Whole()
         self._number = 0
-        # The places of what was begun among the output: the message, and calls by their index.
+        # The positions in the output: that of the message, and those of the calls by index.
         self._message_at: int | None = None
         self._calls_at: dict[int, int] = {}
         self._is_open = False

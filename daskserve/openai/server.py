@@ -1,4 +1,4 @@
-"""The deployment that answers HTTP requests in OpenAI's form, by the deployments of the models."""
+"""The deployment that answers HTTP requests in OpenAI's form, with the deployments of the models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -37,7 +38,7 @@ from daskserve.openai.responses import ResponseBody, ResponseFormat
 
 logger = logging.getLogger("daskserve.openai")
 
-#: The paths that complete something: the body, the format of the answer, and how its id begins.
+#: The paths of completions, each with its body, the format of the response, and the prefix of its id.
 KINDS: Mapping[str, tuple[Any, Any, str]] = {
     "/v1/chat/completions": (ChatBody, ChatFormat, "chatcmpl-"),
     "/v1/completions": (CompletionBody, CompletionFormat, "cmpl-"),
@@ -47,7 +48,7 @@ KINDS: Mapping[str, tuple[Any, Any, str]] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the server knows of a model."""
+    """What the server knows about a model."""
 
     adapters: tuple[str, ...] = ()
     owned_by: str = "daskserve"
@@ -61,7 +62,7 @@ class OpenAIServer:
     handles : mapping
         The handle of each model, by its name.
     facts : mapping
-        What is known of each.
+        What the server knows about each model, by name.
     """
 
     def __init__(self, handles: Mapping[str, Any], facts: Mapping[str, ModelFacts]) -> None:
@@ -72,7 +73,7 @@ class OpenAIServer:
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/v1/embeddings", self._embed, methods=["POST"]),
-            *(Route(path, self._complete, methods=["POST"]) for path in KINDS),
+            *(Route(path, partial(self._complete, kind), methods=["POST"]) for path, kind in KINDS.items()),
             Route("/{path:path}", self._no_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
         self._router = Router(routes, redirect_slashes=False)
@@ -117,13 +118,13 @@ class OpenAIServer:
 
     # ---- completions
 
-    async def _complete(self, request: Request) -> Response:
-        body_type, format_type, prefix = KINDS[request.url.path[len(request.scope.get("root_path", "")) :]]
+    async def _complete(self, kind: tuple[Any, Any, str], request: Request) -> Response:
+        body_type, format_type, prefix = kind
         try:
             body = body_type.parse(await _read(request))
             model, adapter = self._find(body.model)
             generations = body.generations()
-            handle = self._handle(model, adapter).options(stream=True).generate
+            handle = self._handle(model, adapter, stream=True).generate
         except ServeError as error:
             return _failure(error)
         request_id = _request_id()
@@ -143,18 +144,16 @@ class OpenAIServer:
             except Exception as error:
                 return _failure(error)
 
-    def _handle(self, model: str, adapter: str) -> Any:
-        # The calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`, and
-        # those of a session where the model's router sends them.
-        present = current_request.get()
-        session, priority = ("", 0) if present is None else (present.session_id, present.priority_number)
-        facts = {"multiplexed_model_id": adapter, "session_id": session, "priority": priority}
-        options = {name: fact for name, fact in facts.items() if fact}
-        handle = self._handles[model]
-        return handle.options(**options) if options else handle
+    def _handle(self, model: str, adapter: str, **options: Any) -> Any:
+        # Calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`. Calls
+        # of a session go where the model's request router sends them.
+        options["multiplexed_model_id"] = adapter
+        if (present := current_request.get()) is not None:
+            options |= {"session_id": present.session_id, "priority": present.priority_number}
+        return self._handles[model].options(**options)
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
-        # An error before the first token has a status of its own.
+        # An error before the first token becomes the status of the response.
         try:
             first = await anext(numbered)
         except Exception as error:
@@ -167,9 +166,8 @@ class OpenAIServer:
             model, adapter = self._find(body.model)
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
-            # May run twice, if the model's deployment has second tries.
-            handle = self._handle(model, adapter).options(idempotent=True)
-            found = await handle.embed.remote(asked)
+            # Idempotent, so that the hedging of the model's deployment applies.
+            found = await self._handle(model, adapter, idempotent=True).embed.remote(asked)
             return _json(
                 _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
             )
@@ -204,12 +202,12 @@ async def _events(
             item = await anext(numbered, None)
         yield _written(made.end)
     except Exception as error:
-        # Also of an output that cannot be written: whoever reads must not take the rest for the end.
+        # Without this event, the client would take the response for a complete one.
         yield "".join(made.failure(error_answer(error, _request_id())[1]))
 
 
 def _written(write: Callable[..., Iterable[str]], *args: Any) -> str:
-    """Return the text of an answer; errors are logged, as no model has logged them."""
+    """Return the text of a response; log errors, because no model has logged them."""
     try:
         return "".join(write(*args))
     except Exception:

@@ -12,34 +12,31 @@ class StopScanner:
     ----------
     found : bool
         Whether a stop string was there. No text follows.
+    held : str
+        The end of the text so far, which may be the beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self.held = ""
         self.found = False
 
-    @property
-    def held(self) -> str:
-        """The end of the text so far, which may be the beginning of a stop string."""
-        return self._held
-
     def feed(self, text: str) -> str:
-        """Return the text that is certain to come before a stop string."""
+        """Add text; return the part that no stop string can contain."""
         if not self._stops:
             return text
-        text = self._held + text
+        text = self.held + text
         places = [place for each in self._stops if (place := text.find(each)) >= 0]
         if places:
-            self.found, self._held = True, ""
+            self.found, self.held = True, ""
             return text[: min(places)]
         keep = max(_overlap(text, each) for each in self._stops)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def end(self) -> str:
         """Return what was held back: the text is complete without a stop string."""
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held
 
 

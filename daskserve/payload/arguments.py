@@ -1,4 +1,4 @@
-"""Arguments of calls that travel without some of their values, which the replica puts in again."""
+"""Arguments of calls without some of their values, which travel apart and are filled in by the replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ValueSource(enum.StrEnum):
 
 
 def take_out(arguments: Any, is_taken: Callable[[Any], bool]) -> tuple[Payload, list[Any]]:
-    """Pickle arguments without the values for which ``is_taken`` returns True; return these, each once."""
+    """Pickle arguments without the values for which ``is_taken`` returns True; return both."""
     from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload.pickling`
 
     def take_once(places: Mapping[int, Any]) -> tuple[Payload, list[Any]]:
@@ -50,7 +50,7 @@ class _FillingUnpickler(pickle.Unpickler):
 
 @dataclass(slots=True)
 class FilledPayload(Payload):
-    """Arguments of a call, and the values that `take_out` took out of them: as they are, or pickled."""
+    """The arguments of a call, and the values that `take_out` removed; a value may still be pickled."""
 
     values: Sequence[Any] = ()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 from abc import ABCMeta
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from types import MemberDescriptorType, TracebackType
@@ -43,7 +43,7 @@ from daskserve.payload.error_text import (
     summary_of,
     summary_without_text,
 )
-from daskserve.payload.pickling import dump_code_into, load_bytes
+from daskserve.payload.pickling import load_bytes
 
 #: Maximum size of a value that travels without a pickle of its own, and of all pickles of an error.
 MAX_PLAIN_BYTES = 16 * 1024
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
 
 def take_apart(error: BaseException, foreign: Foreign, summary: str = "", *, depth: int = 0) -> list[Part]:
-    """Return an error and its chain in parts; a summary that is known need not be made.
+    """Return an error and its chain in parts. A given ``summary`` is not made again.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _summary(error: BaseException, foreign: Foreign) -> str:
 
 
 def has_code_for_pickle(error: BaseException) -> bool:
-    """Return whether to pickle an error may run code of its class or of its values, or take long."""
+    """Return whether pickling an error may run code of its class or of its values, or take long."""
     return type(error) is not RemoteTraceback and (
         class_has_code(type(error), _PICKLING)
         or not (is_plain(stored_args(error)) and is_plain(stored_attributes(error)))
@@ -156,7 +156,7 @@ def has_code_for_pickle(error: BaseException) -> bool:
 
 
 def has_code_for_text(error: BaseException) -> bool:
-    """Return whether to format an error may run code of its class or of its values, or take long."""
+    """Return whether formatting an error may run code of its class or of its values, or take long."""
     return type(error) is not RemoteTraceback and (
         class_has_code(type(error), _FORMATTING)
         or count_frames(error, MAX_FRAMES_AT_ONCE) == MAX_FRAMES_AT_ONCE
@@ -167,12 +167,10 @@ def has_code_for_text(error: BaseException) -> bool:
 
 def class_has_code(cls: type[Any], hooks: frozenset[str]) -> bool:
     """Return whether a class, or a base of it that is not built in, defines one of some attributes."""
-    if type(cls) is not type and type(cls) is not ABCMeta:
-        return True
-    for each in cls.__mro__:
-        if each.__flags__ & _IS_HEAP_TYPE and each is not ServeError and not hooks.isdisjoint(vars(each)):
-            return True
-    return False
+    return type(cls) not in (type, ABCMeta) or any(
+        each.__flags__ & _IS_HEAP_TYPE and each is not ServeError and not hooks.isdisjoint(vars(each))
+        for each in cls.__mro__
+    )
 
 
 def _has_lookup_code(value: Any) -> bool:
@@ -181,7 +179,7 @@ def _has_lookup_code(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is built in, with all that it contains, and small."""
+    """Return whether a value is small, and all of it is of built-in types."""
     return _size_of(value, MAX_PLAIN_BYTES) <= MAX_PLAIN_BYTES
 
 
@@ -278,8 +276,10 @@ class _Dumps:
         def substitute(found: Any) -> Any:
             return self._reduced(found, own)
 
+        from daskserve.internals.cloudpickle import CodePickler  # late, as in `daskserve.payload.pickling`
+
         try:
-            dump_code_into(file, value, substitute=substitute, protocol=5, buffer_callback=is_small)
+            CodePickler(file, substitute=substitute, protocol=5, buffer_callback=is_small).dump(value)
         except BaseException:  # user code may raise anything here, such as SystemExit
             return None
         data = file.getvalue()
@@ -345,19 +345,25 @@ def _fields_of(error: BaseException) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """Stand for what does not travel."""
+    """Return None, in place of a value that is not sent."""
 
 
 # ---- the way back
 
 
-def dump_parts(parts: Iterable[Part]) -> bytes:
-    """Return parts as bytes, for a pickle."""
-    return bytes(msgpack.packb(list(parts), unicode_errors="surrogatepass"))
+def dump_parts(parts: Sequence[Any]) -> bytes:
+    """Return the parts of an error as bytes."""
+    return bytes(msgpack.packb(parts, unicode_errors="surrogatepass"))
+
+
+def load_parts(data: bytes) -> list[Any]:
+    """Return the result of `dump_parts` as plain values."""
+    found: list[Any] = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    return found
 
 
 def _put_together_nested(data: bytes) -> BaseException:
-    return put_together(msgpack.unpackb(data, unicode_errors="surrogatepass"))
+    return put_together(load_parts(data))
 
 
 def put_together(parts: Sequence[Sequence[Any]]) -> BaseException:
@@ -389,8 +395,9 @@ def _made(part: Part) -> BaseException | None:
     cls, args, fields, attributes = state
     names = {name: _loaded(data) for name, data in part.items.items()}
     args = tuple([names.get(f"a{number}", each) for number, each in enumerate(args)])
-    fields |= {name[1:]: value for name, value in names.items() if name[0] == "f" and value is not None}
-    attributes |= {name[1:]: value for name, value in names.items() if name[0] == "d" and value is not None}
+    for name, value in names.items():
+        if value is not None and name[0] != "a":
+            (fields if name[0] == "f" else attributes)[name[1:]] = value
     try:
         return _new(cls, args, fields, attributes)
     except Exception:  # a class of an extension module may need its own constructor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import reprlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -16,15 +17,15 @@ from daskserve.errors import RemoteTraceback
 #: Maximum length of the text of one error, and of a traceback.
 MAX_TEXT = 8 * 1024
 MAX_TRACEBACK = 64 * 1024
-#: Maximum length of one value in a text that is too long otherwise.
+#: Maximum length of one value in the text of an error that has large arguments.
 MAX_VALUE = 200
 #: How many frames of a deep recursion a traceback has: the innermost.
 MAX_FRAMES = 500
 
-#: Stands for the text of an error whose class must not be asked, or does not answer.
+#: Replaces the text of an error if code of its class must not run, or takes too long.
 NO_TEXT = "<its text was not made in time>"
 
-#: How the traceback of an error begins whose cause is one of another process.
+#: How the text of an error begins if its cause is a traceback of another process.
 _REMOTE = f"{RemoteTraceback.__module__}.{RemoteTraceback.__qualname__}: \n"
 
 #: The first line of a traceback.
@@ -32,8 +33,7 @@ _TITLE = "Traceback (most recent call last):\n"
 
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 
-#: The name of a class, and the attributes of an error, as Python stores them, even if the metaclass or the
-#: class has other attributes of these names.
+# What Python itself stores of a class and of an error, even if the class overrides these names.
 name_of = type.__dict__["__name__"].__get__
 stored_args = BaseException.__dict__["args"].__get__
 stored_attributes = BaseException.__dict__["__dict__"].__get__
@@ -55,7 +55,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return the representation of a value, shortened before it is made if the value is built in."""
+    """Return a short representation of a value. Large built-in values are cut before they are formatted."""
     if type(value) in (str, bytes, bytearray):
         more = f" ... ({len(value)} in all)" if len(value) > MAX_VALUE else ""
         return f"{value[:MAX_VALUE]!r}{more}"
@@ -90,7 +90,7 @@ def summary_without_text(error: BaseException) -> str:
 
 
 def _has_large_text(error: BaseException) -> bool:
-    """Return whether the text is made of arguments so large that it must not be made."""
+    """Return whether an error's text would be formatted from large arguments, which takes too long."""
     return type(error).__str__ is BaseException.__str__ and any(map(_is_large, stored_args(error)))
 
 
@@ -112,22 +112,29 @@ def user_frames(error: BaseException) -> TracebackType | None:
     ``daskserve.errors.full-tracebacks`` keeps those of frameworks.
     """
     found: TracebackType | None = stored_traceback(error)
-    frames = []
-    each = found
-    while each is not None:
-        frames.append(each)
-        each = each.tb_next
+    frames = list(frames_of(found))
     while frames and _is_in(frames[-1], _CALLS):
         frames.pop()
     names = _OURS if _keeps_frameworks() else (*_OURS, *_FRAMEWORKS)
-    kept: TracebackType | None = None
-    has_users = False
+    users = [number for number, each in enumerate(frames) if not _is_in(each, names)]
+    if not users:
+        return found
+    return traceback_of([*(frames[number] for number in users), *frames[users[-1] + 1 :]])
+
+
+def frames_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the entries of a traceback, the outermost first."""
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def traceback_of(frames: Sequence[TracebackType]) -> TracebackType | None:
+    """Return a traceback of these entries."""
+    found: TracebackType | None = None
     for each in reversed(frames):
-        is_on_the_way = _is_in(each, names)
-        has_users = has_users or not is_on_the_way
-        if not (has_users and is_on_the_way):
-            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return kept if has_users else found
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
 
 
 #: The modules through which user code is called, and those through which it calls other deployments.
@@ -160,9 +167,9 @@ def traceback_text(error: BaseException) -> str:
 
 
 def _joined(error: BaseException) -> str:
-    """Return one traceback for an error that came from another process and only passes; else nothing.
+    """Return one traceback for an error that was raised in another process; empty for other errors.
 
-    The frames here are inserted before those of the other process, each without the line of markers.
+    The frames of this process come before those of the other process, without the lines of markers.
     """
     cause, frames = stored_cause(error), user_frames(error)
     if type(cause) is not RemoteTraceback or frames is None:
@@ -188,12 +195,17 @@ def bare_traceback(error: BaseException, summary: str) -> str:
 
 def count_frames(error: BaseException, most: int) -> int:
     """Return how many frames an error's traceback has, or ``most``."""
-    frames: TracebackType | None = stored_traceback(error)
-    count = 0
-    while frames is not None and count < most:
-        frames = frames.tb_next
-        count += 1
-    return count
+    return sum(1 for _ in islice(frames_of(stored_traceback(error)), most))
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on; each once."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is each for each in seen):
+        seen.append(cause)
+        yield cause
+        cause = stored_cause(cause)
 
 
 def chain_of(error: BaseException, most: int = 16) -> Sequence[BaseException]:

@@ -40,8 +40,8 @@ MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTH
 class ImportPath(str):
     """An import path, with the digests of the modules that it loads, by name.
 
-    These are the modules in the folder of the path's first module. It is empty for installed packages, which
-    do not change while a worker runs.
+    Only modules in the folder of the path's first module are included. Installed packages are not, because
+    they do not change while a worker runs.
     """
 
     modules: Mapping[str, str]
@@ -59,7 +59,7 @@ class ImportPath(str):
 
 
 def _modules_beside(name: str) -> list[ModuleType]:
-    """Return the imported modules in the folder of a module's package, sorted; none of installed ones."""
+    """Return the imported modules in the folder of a module's package, sorted, without installed ones."""
     folder = folder_of(name)
     if folder is None:
         return []
@@ -73,7 +73,7 @@ def _modules_beside(name: str) -> list[ModuleType]:
 
 
 def folder_of(name: str) -> str | None:
-    """Return the folder in which a module is found, that of its package; None if it is an installed one."""
+    """Return the folder that contains a module's top-level package; None for installed modules."""
     first = name.partition(".")[0]
     module = sys.modules.get(first)
     try:
@@ -93,7 +93,7 @@ def folder_of(name: str) -> str | None:
 
 
 def have_changed(modules: Iterable[ModuleType]) -> bool:
-    """Return whether the file of one of some modules may have changed since it was imported."""
+    """Return whether the file of any of the modules may have changed since it was imported."""
     for module in modules:
         # Without a digest, the module may have been imported long ago, by something else.
         before = module.__dict__.get(_DIGEST)
@@ -106,7 +106,7 @@ def have_changed(modules: Iterable[ModuleType]) -> bool:
 
 
 def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
-    """Return the imported modules whose files are in some folders, by name; none of installed packages."""
+    """Return the imported modules whose files are in some folders, by name, without installed ones."""
     starts = tuple(os.path.join(each, "") for each in folders)
     real: tuple[str, ...] = ()
     stdlib = os.path.join(_standard_library(), "")
@@ -128,7 +128,7 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
 
 
 class ModuleScan:
-    """Calls `modules_in`, which takes a millisecond, only if modules were imported or forgotten meanwhile."""
+    """Caches `modules_in`, which takes a millisecond, until modules are imported or forgotten."""
 
     def __init__(self) -> None:
         self._imported: list[ModuleType] = []
@@ -155,7 +155,7 @@ def _standard_library() -> str:
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest of a module's file, as it was when this was asked first, or `digests_before` it."""
+    """Return the digest that a module's file had when it was first needed, or had in `digests_before`."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
         path = str(module.__file__)
@@ -177,10 +177,10 @@ def digest_of_file(name: str) -> str:
 
 
 class ModuleVersions:
-    """Modules with their digests, in front of code that names them.
+    """The digests of the modules that pickled code refers to, stored before that code.
 
-    When it is unpickled, other versions of them that the process has imported are forgotten, so that the code
-    after it gets these.
+    Unpickling this object forgets other imported versions of these modules, so that unpickling the code
+    imports the right ones.
     """
 
     def __init__(self, modules: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ class ModuleVersions:
         return _met, (self.modules,)
 
     def check(self, *, is_exact: bool) -> None:
-        """Note which versions were imported, once the code is unpickled; see `import_definition`."""
+        """Check which versions were imported when the code was unpickled; see `import_definition`."""
         found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
         _check_versions("The code", self.modules, found, is_exact=is_exact)
 
@@ -226,7 +226,7 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     The modules of an `ImportPath` are imported again if this process has imported other versions of them.
-    What refers to those keeps them.
+    Objects that refer to the old modules keep them.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
 def _check_versions(
     what: str, wanted: Mapping[str, str], found: Mapping[str, str], *, is_exact: bool
 ) -> None:
-    """Warn of modules of other versions than the wanted ones; raise `CodeLoadError` if only these will do."""
+    """Log a warning if modules have other versions than wanted; with ``is_exact``, raise `CodeLoadError`."""
     others = sorted(name for name, digest in wanted.items() if found.get(name, digest) != digest)
     if others and is_exact:
         raise CodeLoadError(

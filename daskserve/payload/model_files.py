@@ -19,7 +19,7 @@ def newest_last(versions: Iterable[str]) -> list[str]:
 
     def key(version: str) -> list[tuple[int, int, str]]:
         parts = re.split(r"(\d+)", version)
-        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
+        return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
     return sorted(versions, key=key)
 

@@ -1,8 +1,8 @@
 """Errors of user code as bytes: packed where user code runs, and unpacked where it is called.
 
-Between the two, an error is a `PackedError`, whatever raised it: all parts of daskserve that it passes are
-safe from the code of its class. Errors of daskserve itself pass bare, so that a router can tell that its
-replica is lost from a replica whose code could not reach another one.
+Between the two, an error is a `PackedError`, so no part of daskserve runs code of the error's class. Errors
+of daskserve itself are not packed. This lets a router distinguish the loss of its own replica from a call
+that failed inside that replica.
 
 The bytes are msgpack of a summary, the traceback, a mapping, and the ids of the requests for which the error
 is logged. The mapping has ``known``: the error of daskserve that it is, or that its class is derived from;
@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
-
-import msgpack
 
 from daskserve import errors
 from daskserve.common.error_types import StandInError, type_name_of
@@ -36,21 +34,23 @@ from daskserve.payload.error_parts import (
     LOGGED_FOR,
     Foreign,
     HasCodeError,
+    dump_parts,
     has_code_for_pickle,
     has_code_for_text,
+    load_parts,
     put_together,
     take_apart,
 )
 from daskserve.payload.error_text import (
     MAX_TRACEBACK,
     bare_traceback,
+    causes_of,
     chain_of,
     name_of,
     set_cause,
     shortened,
     stored_args,
     stored_attributes,
-    stored_cause,
     summary_of,
     summary_without_text,
     text_of,
@@ -118,7 +118,7 @@ class PackedError(StandInError):
     @property
     def data(self) -> bytes:
         """The error as bytes, for `received_error` and `load_error`."""
-        return _bytes_of(self.summary, self._traceback, self._content, self.request_ids)
+        return dump_parts((self.summary, self._traceback, self._content, self.request_ids))
 
     @property
     def is_of_user(self) -> bool:
@@ -163,22 +163,11 @@ class PackedError(StandInError):
             error = put_together(content["parts"])
         found: BaseException = error if isinstance(error, BaseException) else UserCodeError(self.summary)
         if self._traceback:
-            _set_first_cause(found, RemoteTraceback(self._traceback))
+            *_, first = causes_of(found)
+            set_cause(first, RemoteTraceback(self._traceback))
         if self.request_ids is not None:
             note_logged(found, *self.request_ids)
         return found
-
-
-def _bytes_of(*parts: Any) -> bytes:
-    return bytes(msgpack.packb(parts, unicode_errors="surrogatepass"))
-
-
-def _set_first_cause(error: BaseException, first: RemoteTraceback) -> None:
-    """Append a cause to a chain of causes; if that is a circle, where it closes."""
-    seen = [error]
-    while (cause := stored_cause(seen[-1])) is not None and not any(cause is each for each in seen):
-        seen.append(cause)
-    set_cause(seen[-1], first)
 
 
 def _known(content: Any) -> ServeError | None:
@@ -204,7 +193,7 @@ def pack_now(error: BaseException) -> PackedError | None:
 
 
 def pack_in_steps(error: BaseException) -> Iterator[PackedError]:
-    """Pack an error of user code, each time more completely; any step may take for ever."""
+    """Yield an error of user code, packed more completely each time; a step may run user code for ever."""
     packed = pack_now(error)
     if packed is not None:
         yield packed
@@ -228,9 +217,9 @@ def pack_all(error: BaseException) -> PackedError:
 
 
 def pack_without_code(error: BaseException, begun: PackedError | None = None) -> PackedError:
-    """Pack an error of user code without code of its class: its text may be missing, and some values.
+    """Pack an error of user code without running code of its class; its text and values may be missing.
 
-    ``begun`` is how far `pack_in_steps` came.
+    ``begun`` is the last result of `pack_in_steps`.
     """
     packed = begun or _packed(error, Foreign.LEFT_OUT)
     if packed.error is None:
@@ -300,7 +289,7 @@ def is_raisable(error: BaseException) -> bool:
 
 
 def _unpacked(data: bytes) -> PackedError:
-    return PackedError(*msgpack.unpackb(data, unicode_errors="surrogatepass"))
+    return PackedError(*load_parts(data))
 
 
 def _packed(
@@ -335,7 +324,7 @@ def _packed(
 
 
 def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
-    """Return the error to raise in place of one which would have another meaning to the caller."""
+    """Return the error to send; one that would mislead the caller's router is replaced."""
     if not is_raisable(error):
         return UserCodeError(f"User code raised {summary}")
     # Unchanged, these two would say that this replica has not begun the request.
@@ -352,9 +341,9 @@ def _of_call(error: ServeError) -> str:
 
 
 def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:
-    """Return the name, the message and the fields of the error of daskserve that an error is, if it is one.
+    """Return the name, message and fields of an error of daskserve, and whether it has nothing else.
 
-    Return as well whether that is all of it.
+    For other errors, return None and False.
     """
     if not issubclass(type(error), ServeError):
         return None, False

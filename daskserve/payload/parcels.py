@@ -11,7 +11,7 @@ import msgpack
 
 from daskserve.common.types import SHARED_BYTES, Payload
 from daskserve.payload.importing import ModuleVersions
-from daskserve.payload.pickling import Substitute, dump_code, load, load_bytes
+from daskserve.payload.pickling import Substitute, dump_code, load_bytes
 
 #: The first bytes of a parcel's label; pickles begin differently.
 LABEL = b"parcel:"
@@ -23,10 +23,10 @@ class Parcel:
     """A pickled callable with large constructor arguments, which travels outside of messages and records.
 
     Problem: 200 MB of weights would pass through the event loops of the controller and of every replica's
-    start. Choice: where user code stands in messages and records, a parcel has a short label. Its content
-    goes from the client to the scheduler's process, and from there to each replica, through shared memory if
-    they are processes of one machine. The content begins with the digest, which proves that a reader opened
-    the right memory. The pickle and its buffers follow, each at a multiple of `ALIGNMENT`.
+    start. Choice: messages and records contain only the short label of a parcel. The content goes from the
+    client to the scheduler's process, and from there to each replica, through shared memory if the processes
+    are on one machine. The content begins with the digest, so a reader can verify that it has opened the
+    right memory. The pickle and its buffers follow, each at a multiple of `ALIGNMENT`.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ def unpack_code(code: bytes, parts: Sequence[Any], *, is_exact: bool = False) ->
 
     ``is_exact`` is for the modules that the code names; see `daskserve.payload.importing.import_definition`.
     """
-    found = load(Payload(parts[0], tuple(parts[1:]))) if parts else load_bytes(code)
+    found = Payload(parts[0], tuple(parts[1:])).load() if parts else load_bytes(code)
     for each in found:
         if isinstance(each, ModuleVersions):
             each.check(is_exact=is_exact)

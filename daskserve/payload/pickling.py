@@ -94,13 +94,6 @@ def _dump_by_value(
     return with_places(dump_once, value, substitution)
 
 
-def dump_code_into(file: Any, value: Any, **options: Any) -> None:
-    """Pickle user code into a file, with the options of `daskserve.internals.cloudpickle.CodePickler`."""
-    from daskserve.internals.cloudpickle import CodePickler
-
-    CodePickler(file, **options).dump(value)
-
-
 def dump_in(pickler: Callable[..., Any], value: Any, **options: Any) -> bytes:
     """Pickle a value with a class of picklers."""
     file = io.BytesIO()
@@ -113,9 +106,9 @@ def with_places(
     value: Any,
     substitution: Callable[[], Substitute] | None = None,
 ) -> T:
-    """Pickle a value, with objects that cannot be pickled as the names of variables of modules, if they are.
+    """Pickle a value. An object that cannot be pickled travels by name if it is a variable of a module.
 
-    ``dump_once`` gets the ids of these objects, with their places.
+    ``dump_once`` gets the ids of these objects, with their module and name.
     """
     try:
         return dump_once({})
@@ -132,16 +125,11 @@ def with_places(
 
 
 def may_mention_dask(payload: Payload) -> bool:
-    """Return whether pickled arguments may hold values of Dask: fast, and without missing any."""
+    """Return whether pickled arguments may hold values of Dask; a fast check that misses none."""
     if len(payload.data) > SEARCHED_BYTES:
         return True
     data = bytes(payload.data)
     return data.find(b"dask") >= 0 or data.find(b"distributed") >= 0
-
-
-def load(payload: Payload) -> Any:
-    """Unpickle a value. A pickle can run any code, so never call this on untrusted data."""
-    return payload.load()
 
 
 def dump_code(
@@ -160,8 +148,8 @@ def dump_code(
 def visit(value: Any, visitor: Substitute) -> None:
     """Call a function with the objects in a value, in the order in which they would be pickled.
 
-    It is called with objects that have a class of their own, but not with numbers, text, bytes, lists,
-    tuples, sets and dicts. Of an object for which it returns a substitute, nothing else is visited.
+    Numbers, text, bytes, lists, tuples, sets and dicts are not visited, but their items are. If the function
+    returns a substitute for an object, the parts of the object are not visited.
     """
     from daskserve.internals.cloudpickle import CodePickler
 

@@ -1,8 +1,7 @@
 """The serializations of arguments and results that a handle's options name.
 
-All but the default are for code that restricts itself to what a format has: ``"msgpack"`` and ``"orjson"``
-refuse objects of user classes, which then never travel by accident. The encoded value is wrapped in a pickle,
-which the receiver opens as any other value.
+``"msgpack"`` and ``"orjson"`` refuse objects of user classes, so that these are never sent by accident. The
+encoded value is wrapped in a pickle, which the receiver loads like any other value.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _Encoded:
 
 
 def decode(serialization: str, data: bytes) -> Any:
-    """Return the value that `serialize` encoded in one of the formats that are no pickle."""
+    """Return the value that `serialize` encoded in a format other than pickle."""
     return _ENCODERS[serialization][1](data)
 
 

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from daskserve.common import settings
 from daskserve.errors import RemoteTraceback, ServeError
 from daskserve.internals import ipython
+from daskserve.payload.error_text import causes_of, frames_of, traceback_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-#: The modules of frames between those of a user that lead to the user's code, or to what daskserve raises.
+#: The top-level packages whose frames are left out of what a user sees.
 ON_THE_WAY = frozenset(
     {"daskserve", "asyncio", "concurrent", "contextlib", "functools", "importlib", "pydantic"}
 )
@@ -55,7 +56,7 @@ def _add_address(error: ServeError) -> None:
 
 def _leave_out(error: BaseException) -> None:
     """Leave out the frames of daskserve, and the causes of its errors that have no others."""
-    for each in list(_causes(error)):
+    for each in list(causes_of(error)):
         each.__traceback__ = users_frames(each)
         if isinstance(each, ServeError) and type(each.__cause__) is not RemoteTraceback:
             cause = each.__cause__
@@ -63,13 +64,13 @@ def _leave_out(error: BaseException) -> None:
 
 
 def _has_users_frames(error: BaseException) -> bool:
-    return any(not _is_on_the_way(each.tb_frame) for each in _frames(error.__traceback__))
+    return any(_package_of(each.tb_frame) not in ON_THE_WAY for each in frames_of(error.__traceback__))
 
 
 def shown_in_notebook(error: ErrorT) -> ErrorT:
-    """Return an error which IPython, if this is IPython, shows without frames of daskserve."""
+    """Return an error; IPython, if it runs here, shows it without frames of daskserve."""
     if ipython.shell() is not None:
-        for each in _causes(error):
+        for each in causes_of(error):
             if type(each) is RemoteTraceback and each.args:
                 each.args = (ipython.with_cell_lines(each.args[0]),)
         error._render_traceback_ = render_last  # type: ignore[attr-defined]
@@ -116,43 +117,19 @@ def shortened(text: str) -> str:
 
 def users_frames(error: BaseException) -> TracebackType | None:
     """Return an error's traceback without the frames that lead through daskserve."""
-    frames = list(_frames(error.__traceback__))
-    is_ours = [_is_on_the_way(each.tb_frame) for each in frames]
-    first = next((n for n, each in enumerate(frames) if _is_of_daskserve(each.tb_frame)), len(frames))
-    kept = [each for n, each in enumerate(frames) if n < first or not is_ours[n]]
-    has_meant = isinstance(error, ServeError) or any(type(each) is RemoteTraceback for each in _causes(error))
-    if not has_meant and first < len(frames) and all(is_ours[first:]):
+    frames = list(frames_of(error.__traceback__))
+    packages = [_package_of(each.tb_frame) for each in frames]
+    first = packages.index("daskserve") if "daskserve" in packages else len(frames)
+    kept = [each for n, each in enumerate(frames) if n < first or packages[n] not in ON_THE_WAY]
+    is_meant = isinstance(error, ServeError) or any(
+        type(each) is RemoteTraceback for each in causes_of(error)
+    )
+    if not is_meant and first < len(frames) and ON_THE_WAY.issuperset(packages[first:]):
         if not isinstance(error, (TypeError, ValueError, TimeoutError)):
             return error.__traceback__
-        kept.append(frames[-1])  # the condition, if it was not meant to be raised
-    found: TracebackType | None = None
-    for each in reversed(kept):
-        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return found
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def _is_of_daskserve(frame: FrameType) -> bool:
-    return _package_of(frame) == "daskserve"
-
-
-def _is_on_the_way(frame: FrameType) -> bool:
-    return _package_of(frame) in ON_THE_WAY
+        kept.append(frames[-1])  # the line that raised it, in case of a bug
+    return traceback_of(kept)
 
 
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and not any(cause is each for each in seen):
-        seen.append(cause)
-        yield cause
-        cause = cause.__cause__

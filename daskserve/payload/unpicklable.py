@@ -15,7 +15,7 @@ from daskserve.payload.pickling import Substitute, dump_bytes
 
 #: The values that a caller knows by name: what it deploys, its arguments.
 NamedParts: TypeAlias = Sequence[tuple[str, Any]]
-#: How many steps at the start and at the end of a long way are shown.
+#: How many steps at the start and at the end of a long path are shown.
 FIRST_STEPS = 2
 LAST_STEPS = 8
 
@@ -89,7 +89,7 @@ class PathStep(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The remedy for such objects; empty if there is no special one."""
+        """The remedy for objects of this type; empty if none is known."""
         known = (self.type_name, _root_of(type(self.value)))
         return next((REMEDIES[name] for name in known if name in REMEDIES), "")
 
@@ -164,7 +164,7 @@ def way_to(
 
 
 def _landmarks(root: Any, depth: int = 5) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a class or application from which a user finds the way: its methods, its routes."""
+    """Yield the parts of a class or application that a user knows by name: its methods and routes."""
     if isinstance(root, type):
         functions = ((name, _unwrapped(each)) for name, each in vars(root).items())
         yield from ((f".{name}", each) for name, each in functions if isinstance(each, FunctionType))
@@ -189,7 +189,7 @@ def variable_of(value: Any, default: str) -> str:
 
 
 def shown(steps: Sequence[PathStep]) -> str:
-    """Return a way in words."""
+    """Return a path as text."""
     texts = [each.text for each in steps]
     if len(texts) > FIRST_STEPS + LAST_STEPS:
         texts[FIRST_STEPS:-LAST_STEPS] = [" ... "]
@@ -199,8 +199,8 @@ def shown(steps: Sequence[PathStep]) -> str:
 def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
     """Return the path to the object that the user knows, and the remedy for it; empty if there is none.
 
-    That is the first one with a remedy, or the first of a library's class: what such an object consists of is
-    the library's matter.
+    That is the first one with a remedy, or the first of a library's class. The user does not know the parts
+    of a library's object.
     """
     for number, step in enumerate(steps, 1):
         is_inside = number < len(steps) and steps[number].text.startswith(".")
@@ -212,7 +212,7 @@ def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
 
 
 def _steps(name: str, path: Sequence[Any]) -> list[PathStep]:
-    """Return the way from the first to the last value of a path."""
+    """Return the steps from the first to the last value of a path."""
     steps = [PathStep(name, path[0])]
     index = 0
     while index < len(path) - 1:

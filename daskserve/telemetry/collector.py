@@ -47,7 +47,7 @@ class _Known:
         self.user_errors = ErrorLog(logger)
 
     def samples(self) -> list[MetricSample]:
-        """Return the samples of the source; none if it is gone or raises."""
+        """Return the samples of the source; none if it no longer exists or raises."""
         source = self.ref()
         try:
             return [] if source is None else list(source.samples())
@@ -57,7 +57,7 @@ class _Known:
             return []
 
     def user_samples(self) -> list[UserSample]:
-        """Return the user metrics of the source; none if it is gone or raises."""
+        """Return the user metrics of the source; none if it no longer exists or raises."""
         source = self.ref()
         try:
             return list(getattr(source, "user_samples", list)())

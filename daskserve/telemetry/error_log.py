@@ -33,12 +33,12 @@ class ErrorLog:
 
 
 class SparseLog:
-    """Says which of many events to log: of each kind the first, and later one in each period.
+    """Chooses which of many events to log: the first of each kind, then one per period.
 
     Parameters
     ----------
     period_s : float
-        The least time between two events of a kind that are logged.
+        Minimum time between two logged events of a kind.
     """
 
     __slots__ = ("_kinds", "_period_s")

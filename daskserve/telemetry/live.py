@@ -1,7 +1,7 @@
-"""Rates out of counters that are read once a second, for as long as somebody watches.
+"""Rates from counters that are read once a second, while a client watches them.
 
-Who counts only adds up, as for Prometheus, and tells totals. So a report that is lost or arrives twice does
-no harm, and metrics that no client watches cost nothing. Pure; time is an argument.
+Reports contain totals, as for Prometheus. So a lost or repeated report does no harm, and metrics that no
+client watches cost nothing. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-#: The key of the published fact that somebody watches: then routers report what they count.
+#: The key of the published flag that a client watches; while it is set, routers report their counters.
 LIVE_METRICS: Final = "live_metrics"
-#: Reports that follow each other sooner are skipped: a rate over a few milliseconds says nothing.
+#: Minimum time between two reports: a rate over a few milliseconds says nothing.
 LEAST_S = 0.7
 #: Lifetime of a report; longer than three missed ones.
 STALE_S = 3.5
@@ -35,7 +35,7 @@ class Counts:
         return cls(int(plain["ended"]), int(plain.get("failed", 0)), counts)
 
     def since(self, before: Counts) -> Counts:
-        """Return what was counted since then; nothing is negative, as after a restart of what counts."""
+        """Return what was counted since then; counters that have restarted give 0."""
         old = before.latency_counts or (0,) * len(self.latency_counts)
         return Counts(
             max(0, self.requests - before.requests),

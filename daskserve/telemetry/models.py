@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from daskserve.telemetry.histogram import LIFE_BUCKETS_S, HistogramCounts
 from daskserve.telemetry.table import MetricSample
 
-#: How many models of a replica have a sample of their own.
+#: How many models of a replica have separate samples.
 MAX_NAMED = 100
 
 
@@ -26,7 +26,7 @@ class ModelMetrics:
         self.unload_seconds = HistogramCounts(LIFE_BUCKETS_S)
 
     def samples(self, labels: tuple[str, str, str], loaded: Sequence[str]) -> list[MetricSample]:
-        """Return the samples, given the models that are loaded; none if no model was ever asked for."""
+        """Return the samples, given the models that are loaded; none if no model was ever requested."""
         if not self.requests and not self.loads:
             return []
         deployment = labels[:2]

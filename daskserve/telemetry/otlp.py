@@ -1,8 +1,8 @@
 """Sends the metrics of a process to an OpenTelemetry collector, for clusters without a Prometheus server.
 
-A thread of its own does it at an interval, so a collector that is slow or away costs no request anything: an
-export that fails is counted, and the next one has newer totals. The exporter is that of
-OpenTelemetry's SDK (the extra ``tracing``), with all of its environment variables.
+A separate thread does this at an interval, so a slow or absent collector delays no request. A failed export
+is counted, and the next one has newer totals. The exporter is that of OpenTelemetry's SDK (the extra
+``tracing``), with all of its environment variables.
 """
 
 from __future__ import annotations

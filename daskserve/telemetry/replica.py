@@ -89,7 +89,7 @@ class StepMetrics:
         self._loads.append(weakref.WeakMethod(load, self._loads.remove))
 
     def load(self) -> Sequence[float]:
-        """Return the sums of what the batches have told."""
+        """Return the sums over all batches."""
         loads = [each() for each in list(self._loads)]
         totals = [load() for load in loads if load is not None]
         return [sum(each) for each in zip((0, 0, 0.0, 0), *totals, strict=True)]

@@ -69,7 +69,7 @@ class Exchange:
         self._linger: asyncio.TimerHandle | None = None
         self.is_over = False  # the connection continues with the next request, or closes
         self._task: asyncio.Task[None] | None = None
-        self._probes = 0  # how often it was found that the client sends no more
+        self._probes = 0  # how often the end of the client's data was found
 
     # ---- called by the server, in this order
 
@@ -213,11 +213,11 @@ class Exchange:
             self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client that sends no more is still there.
+        """Have the operating system find out whether a client whose data has ended is still connected.
 
-        What is written to a closed connection resets it. A client that is there ignores 100 Continue (RFC
-        9110, 15.2.1), and a zero before the size of a chunk. It gets neither if its response comes soon.
-        HTTP/1.0 has neither: ``is_late``.
+        Writing to a connection that the client has closed resets it. A connected client ignores 100 Continue
+        (RFC 9110, 15.2.1) and a zero before the size of a chunk. Nothing is written if the response comes
+        soon. HTTP/1.0 has neither, so its connection is closed if the check ``is_late``.
         """
         self._probes += 1
         response, stream = self._response, self._connection.stream
@@ -296,7 +296,8 @@ class Exchange:
                 log.error("%s was left without a whole response", _request_line(scope))
                 self._fail()
         finally:
-            # A callback would cost a turn of the event loop; `ServerState.cancel` handles the other case.
+            # A done callback would cost a turn of the event loop. If the task never starts,
+            # `ServerState.cancel` removes it.
             self._server_state.tasks.discard(self._task)
             if body.received_bytes:
                 self._server_state.limits.freed.note(body.received_bytes)

@@ -206,7 +206,7 @@ class HTTPConnection(Connection):
         else:
             self._left = length or 0
             self._chunks = ChunkReader() if length is None else None
-            if not (self._left and self._rest) and exchange.wants_body:  # else: see `_read_body`
+            if not (self._left and self._rest) and exchange.wants_body:  # otherwise, `_read_body` does this
                 self.server_state.watch.watch(self)
 
     def _read_body(self, exchange: Exchange) -> None:

@@ -58,7 +58,7 @@ class Ongoing(Protocol):
         """Answer in place of the application, and close the connection."""
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client that sends no more is still there."""
+        """Have the operating system find out whether a client whose data has ended is still connected."""
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected."""
@@ -109,7 +109,7 @@ class ServerState:
     refusals : Refusals
         The requests that the server has refused.
     limits : Limits
-        The limits of clients that stand still, and of memory.
+        The limits of slow clients, and of memory.
     """
 
     def __init__(

@@ -188,7 +188,8 @@ class IngressApp:
             await self._answer_error(request, error)
         finally:
             self.ongoing -= 1
-            if response.status or not (request.has_body and is_refused(receive)):  # else the server counts it
+            # Requests that are refused because of their body are counted by the server.
+            if response.status or not (request.has_body and is_refused(receive)):
                 seconds = stopwatch() - started
                 method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
                 self.metrics.observe(
@@ -268,7 +269,7 @@ class IngressApp:
             )
 
     def _problem(self, table: RouteTable, *, is_ready: bool) -> str:
-        """Return why this proxy should get no requests, or why the instance is not ready; else nothing."""
+        """Return why this proxy should get no requests, or the instance is not ready; empty otherwise."""
         if self._is_draining:
             return DRAINING
         if not len(table):
@@ -396,7 +397,7 @@ class IngressApp:
         response = request.response
         request_id = response.request_id.decode("latin-1")
         if response.status:
-            # The headers are sent: only a cut connection can tell the client that the response is incomplete.
+            # The headers are sent: only a closed connection shows the client that the response is incomplete.
             if not is_logged(error, request_id):
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
             raise error

@@ -12,9 +12,10 @@ clients get the reason and the id of the request, with which the log has the mes
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
+from daskserve.common.formatting import whole_seconds
 from daskserve.errors import BackPressureError, UnavailableError, http_status_of
 from daskserve.payload.packed_errors import known_of, packed_here
 from daskserve.proxies.asgi import Headers
@@ -53,6 +54,7 @@ def reply_to(error: BaseException, request_id: str, *, debug: bool = False) -> E
     return ErrorReply(500, text, is_fault=True)
 
 
-def _retry_after(delay_s: float) -> Headers:
-    # The header has whole seconds, and 0 would make clients retry in a busy loop.
-    return ((b"retry-after", b"%d" % max(1, math.ceil(delay_s))),)
+def _retry_after(delay_s: Any) -> Headers:
+    # User code may raise the error with any value.
+    seconds = whole_seconds(delay_s)
+    return () if seconds is None else ((b"retry-after", b"%d" % seconds),)

@@ -34,7 +34,7 @@ _SECURE: Mapping[str, str] = {"http": "https", "ws": "wss"}
 
 
 def parse_networks(names: Iterable[str]) -> tuple[Network, ...]:
-    """Return the networks that addresses such as ``10.0.0.7`` or ``10.0.0.0/8`` stand for.
+    """Parse addresses and networks, such as ``10.0.0.7`` or ``10.0.0.0/8``.
 
     Raises
     ------
@@ -86,7 +86,7 @@ class ForwardedHeaders:
     def _client_of(self, hops: Sequence[str]) -> str | None:
         found = None
         for hop in reversed(hops):
-            host = _without_port(hop.strip())
+            host = without_port(hop.strip())
             if len(host) > _MAX_ADDRESS_CHARS:
                 break
             address, is_trusted = self._judge(host)
@@ -98,7 +98,7 @@ class ForwardedHeaders:
         return found
 
     def _look_up(self, host: str) -> tuple[str, bool]:
-        """Return the address as it is usually written, empty if it is none, and whether it is trusted."""
+        """Return the address in its usual form, empty if it is not valid, and whether it is trusted."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -107,9 +107,8 @@ class ForwardedHeaders:
         return str(address), any((mapped or address) in network for network in self._networks)
 
 
-def _without_port(hop: str) -> str:
-    if hop.startswith("["):
-        return hop[1:].partition("]")[0]
-    if hop.count(":") == 1:
-        return hop.partition(":")[0]
-    return hop
+def without_port(host: str) -> str:
+    """Return a name or an address without its port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host

@@ -67,14 +67,14 @@ class IngressRequest:
     #: Whether a trusted forwarder sent the timeout.
     has_trusted_timeout = False
     host = b""
-    #: Its trace context, as it goes on; None without one.
+    #: The trace context that it passes on; None without one.
     trace: Carrier | None = None
     #: Its span, if it is sampled.
     span: RecordedSpan | None = None
     has_trace_headers = False
     #: Whether the client's id is not valid.
     has_bad_id = False
-    #: The multiplexed model that it asks for.
+    #: The multiplexed model that it names.
     model_id = ""
     #: Its session.
     session_id = ""
@@ -131,13 +131,13 @@ def parameter_of(scope: Mapping[str, Any], name: str) -> str:
 
 
 def response_to(send: Send) -> Response:
-    """Return the server's response if ``send`` is its method, else one that a middleware gets."""
+    """Return the server's response if ``send`` is its method; otherwise one that passes on its messages."""
     found = getattr(send, "__self__", None)
     return found if isinstance(found, Response) else PassedResponse(send)
 
 
 class PassedResponse(Response):
-    """A response that a middleware gets, as messages of ASGI."""
+    """A response that is sent through a middleware, as messages of ASGI."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -181,10 +181,10 @@ class WebSocketResponse(Response):
 
 
 def parse_timeout(value: bytes, *, limit_s: float | None, is_trusted: bool = False) -> float | None:
-    """Return the seconds that a request may take: what its header asks for, within the operator's limit.
+    """Return the timeout of a request in seconds, by its header and the operator's limit; None for no limit.
 
-    A value that is not positive, or infinite, asks for no limit, and so does None. An unreadable one counts
-    as none. Only a trusted sender gets more than the operator's limit.
+    Zero, negative and infinite values mean no limit. Values that are not numbers are ignored. Only a trusted
+    sender may exceed the operator's limit.
     """
     try:
         seconds = float(value)

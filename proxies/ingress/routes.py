@@ -103,7 +103,7 @@ class RouteTable:
         return {route.route: route.endpoint for _, route in sorted(self._routes.items())}
 
     def names(self) -> dict[str, str]:
-        """Return the name of the application, or else of the endpoint, at each route, in their order."""
+        """Return each route with its application, or its endpoint if it has no application, in order."""
         routes = sorted(self._routes.items())
         return {route.route: route.application or route.endpoint for _, route in routes}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from daskserve.proxies.asgi import Scope
+from daskserve.proxies.ingress.forwarded import without_port
 from daskserve.proxies.ingress.metrics import NO_ROUTE
 from daskserve.proxies.ingress.request import IngressRequest
 from daskserve.telemetry.tracing.carrier import NO_PARENT, parent_in, read_headers
@@ -56,7 +57,7 @@ def _template(key: tuple[Any, ...], kind: Any) -> SpanTemplate:
     if route is not None:
         found["http.route"] = route
     if server is not None:
-        found["server.address"] = host.decode("latin-1").rpartition(":")[0] or server[0]
+        found["server.address"] = without_port(host.decode("latin-1")) or server[0]
         found["server.port"] = server[1] or 0
     if client is not None:
         found["client.address"] = client

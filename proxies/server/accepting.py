@@ -1,7 +1,7 @@
 """Accepts the connections of one server, within limits.
 
 1. At most ``max_connections`` are open. At the limit, a new connection takes the place of another, as under
-   nginx: the one whose next request is incomplete for longest, or else the one that is idle for longest. If
+   nginx: the one whose next request is incomplete for longest, otherwise the one that is idle for longest. If
    that is less than `IDLE_S`, accepting pauses: clients wait in the backlog of the operating system, and
    those that are being served lose nothing.
 2. If the process has no file descriptors left, the number of connections that are open is the limit for
@@ -40,7 +40,7 @@ _ACCEPT_AT_ONCE = 128
 #: For how long a connection must have been idle before a new one may take its place: a client that is about
 #: to send its next request keeps its connection.
 IDLE_S = 1.0
-#: The pause in accepting at the limit, after a failure, and until a connection that was closed is gone.
+#: Pauses in accepting: at the limit, after a failure, and while a connection is being closed.
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
@@ -238,7 +238,7 @@ class Acceptor:
             self._accept(listening)
 
     def _waiting(self) -> int:
-        """Return how many connections wait; 1 for any number where the operating system does not tell."""
+        """Return how many connections wait; at most 1 if the operating system does not report the number."""
         return sum(map(_backlog_of, self._sockets)) if is_readable(self._sockets) else 0
 
     def _accept_share(self) -> None:
@@ -278,12 +278,12 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL:  # the process that has bound it listens no more
+                if error.errno == errno.EINVAL:  # the process that has bound it has stopped listening
                     self._loop.remove_reader(listening)
                     self._sockets.remove(listening)
                 elif error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
-                elif is_readable([listening]):  # the error comes even if no client waits
+                elif is_readable([listening]):  # the error occurs even if no client waits
                     self._make_room(str(error))
                 return
             self._cause = ""

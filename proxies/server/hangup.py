@@ -1,11 +1,11 @@
 """Detects clients that disconnect while they wait for a response.
 
 While a request is answered, the end of the client's data does not mean that the client has left: it may have
-shut down its side of the connection only (half-closed), and wait for the response. Or nothing is read from
-the connection, because the client has sent more data, and the end comes after that. The operating system
-knows both, and whether the connection was reset. It is asked twice a second, about connections that wait.
+shut down only its side of the connection (half-closed), and wait for the response. The end may also be
+unread, behind data that the client has sent early. The operating system knows of the end in both cases, and
+whether the connection was reset. It is asked twice a second about connections that wait.
 
-To tell clients that have left from those that wait, something is written to the connection: if the client
+To distinguish clients that have left from clients that wait, the server writes a few bytes: if the client
 has left, its operating system resets the connection. See `Exchange.probe_client`. After the end of a client's
 data, the first check comes sooner, so that no replica works for a client that has left.
 """
@@ -47,7 +47,7 @@ class HangupWatch:
         server_state.note_end = self.check_soon
 
     def start(self) -> None:
-        """Start the timer. Does nothing where the operating system cannot tell."""
+        """Start the timer. Does nothing if the operating system cannot detect hangups."""
         if can_tell_hangups():
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._check)
 

@@ -1,9 +1,9 @@
 """The health port of a proxy: for probes of load balancers and Kubernetes, outside the user's middlewares.
 
-It answers ``/-/healthz`` and ``/-/readyz``, without TLS, and within limits of its own, so that a proxy with
-``max_connections`` open connections is not taken for dead. It opens with the proxy's own port, and closes
-when the proxy begins to drain: from then on connections are refused, or reach another proxy that listens on
-the same port of the host, as its successor does.
+It answers ``/-/healthz`` and ``/-/readyz``, without TLS and with separate limits, so that probes succeed
+while ``max_connections`` are open. It opens with the proxy's main port, and closes when the proxy begins to
+drain. From then on, connections are refused, or reach another proxy that listens on the same port of the
+host, such as the successor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIMITS: Mapping[str, float] = {"max_connections": 100, "max_body_bytes": 0, "ke
 
 
 class HealthApp:
-    """Passes on health checks to the ingress, and refuses everything else."""
+    """Passes health checks on to the ingress, and refuses other requests."""
 
     def __init__(self, ingress: ASGIApp) -> None:
         self._ingress = ingress

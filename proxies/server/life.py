@@ -71,7 +71,7 @@ class HTTPServer:
         Whether a port that other servers share counts as taken; False for the second and later servers of an
         instance on a host.
     public_host : str
-        Used in `urls` in place of a host that means every address, such as ``0.0.0.0``.
+        Replaces a host that means every address, such as ``0.0.0.0``, in `urls`.
     tls : ssl.SSLContext, optional
         Speak HTTPS, with this certificate.
     port_option : str
@@ -284,7 +284,7 @@ class HTTPServer:
         self._acceptor.stop()
         for sock in self._sockets:
             if self._is_started and accepts and not self._is_guest:
-                # Closing the socket resets what came since the last look.
+                # Closing the socket resets connections that have arrived since the last check.
                 self._acceptor.accept_last(sock)
             if self._is_host:
                 # Otherwise it would get connections until every process, even a blocked one, has closed it.

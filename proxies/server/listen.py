@@ -141,7 +141,7 @@ def _listening(family: int, address: Any, *, reuse_port: bool = False) -> socket
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
-            # Else "::" would take the IPv4 port too, or fail where that is bound on its own.
+            # Otherwise "::" would also take the IPv4 port, or fail if that is bound separately.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.setblocking(False)
         sock.bind(address)

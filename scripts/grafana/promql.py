@@ -7,7 +7,6 @@ name fail at import.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
 
 from daskserve.telemetry.table import METRICS, MetricKind
 
@@ -20,76 +19,59 @@ RUNNING = 'state="RUNNING"'
 SERVER_ERRORS = 'code=~"5.."'
 
 
-class RateOptions(TypedDict, total=False):
-    """Options of growth expressions; the defaults are those of dashboards."""
-
-    window: str
-    #: Whether to filter by the dashboard's variables.
-    filters: bool
-    #: ``rate`` (growth per second) or ``increase``.
-    function: str
-
-
-def selector(short_name: str, where: str = "", *, filters: bool = True) -> str:
+def selector(short_name: str, where: str = "") -> str:
     """Return a selector of a metric's series, filtered by the dashboard's variables."""
-    spec = METRICS[short_name]
-    matchers = []
-    if filters:
-        chosen = [name for name in VARIABLES if name in spec.exported_labels]
-        matchers = ['job=~"$job"', *(f'{name}=~"${name}"' for name in chosen)]
-    matchers += [where] if where else []
-    return f"{{{','.join(matchers)}}}" if matchers else ""
+    chosen = [name for name in VARIABLES if name in METRICS[short_name].exported_labels]
+    matchers = ['job=~"$job"', *(f'{name}=~"${name}"' for name in chosen), *([where] if where else [])]
+    return f"{{{','.join(matchers)}}}"
 
 
-def gauge(
-    short_name: str, by: Sequence[str] = (), where: str = "", *, how: str = "sum", filters: bool = True
-) -> str:
+def gauge(short_name: str, by: Sequence[str] = (), where: str = "", *, how: str = "sum") -> str:
     """Return an expression for a gauge, or the total of a counter, by labels."""
     _check(short_name, by)
-    return (
-        f"{how}{_by(by)}({METRICS[short_name].exported_name}{selector(short_name, where, filters=filters)})"
-    )
+    return f"{how}{_by(by)}({METRICS[short_name].exported_name}{selector(short_name, where)})"
 
 
-def rate(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]) -> str:
-    """Return an expression for the growth of a counter, or of a histogram's count, by labels."""
-    _check(short_name, by)
+def rate(short_name: str, by: Sequence[str] = (), where: str = "") -> str:
+    """Return an expression for the growth per second of a counter, or of a histogram's count, by labels."""
     kind = METRICS[short_name].kind
     assert kind is not MetricKind.GAUGE
-    return _grown(short_name, "_count" if kind is MetricKind.HISTOGRAM else "", by, where, growth)
-
-
-def quantile(
-    share: float, short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]
-) -> str:
-    """Return an expression for a quantile of a histogram within the window, by labels."""
-    return f"histogram_quantile({share:g}, {buckets(short_name, by, where, **growth)})"
-
-
-def buckets(short_name: str, by: Sequence[str] = (), where: str = "", **growth: Unpack[RateOptions]) -> str:
-    """Return an expression for the growth of a histogram's buckets within the window, by labels."""
     _check(short_name, by)
+    return _grown(short_name, "_count" if kind is MetricKind.HISTOGRAM else "", by, where)
+
+
+def quantile(share: float, short_name: str, by: Sequence[str] = ()) -> str:
+    """Return an expression for a quantile of a histogram within the window, by labels."""
+    return f"histogram_quantile({share:g}, {buckets(short_name, by)})"
+
+
+def buckets(short_name: str, by: Sequence[str] = (), *, function: str = "rate") -> str:
+    """Return an expression for the growth of a histogram's buckets within the window, by labels."""
     assert METRICS[short_name].kind is MetricKind.HISTOGRAM
-    return _grown(short_name, "_bucket", [*by, "le"], where, growth)
+    _check(short_name, by)
+    return _grown(short_name, "_bucket", [*by, "le"], function=function)
 
 
 def mean(short_name: str, by: Sequence[str] = ()) -> str:
     """Return an expression for the mean of a histogram within the window, by labels."""
-    assert METRICS[short_name].kind is MetricKind.HISTOGRAM
-    return f"{_grown(short_name, '_sum', by, '', {})} / {rate(short_name, by)}"
+    return f"{busy(short_name, by)} / {rate(short_name, by)}"
 
 
 def busy(short_name: str, by: Sequence[str] = ()) -> str:
-    """Return an expression for how many of the things that a histogram times run at once, by labels."""
+    """Return an expression for the growth per second of a histogram's sum, by labels.
+
+    For a histogram of durations, this is the mean number of operations in progress.
+    """
+    assert METRICS[short_name].kind is MetricKind.HISTOGRAM
     _check(short_name, by)
-    return _grown(short_name, "_sum", by, "", {})
+    return _grown(short_name, "_sum", by)
 
 
-def _grown(short_name: str, ending: str, by: Sequence[str], where: str, growth: RateOptions) -> str:
-    name = METRICS[short_name].exported_name + ending
-    chosen = selector(short_name, where, filters=growth.get("filters", True))
-    window, function = growth.get("window", RATE_WINDOW), growth.get("function", "rate")
-    return f"sum{_by(by)}({function}({name}{chosen}[{window}]))"
+def _grown(
+    short_name: str, ending: str, by: Sequence[str], where: str = "", *, function: str = "rate"
+) -> str:
+    series = f"{METRICS[short_name].exported_name}{ending}{selector(short_name, where)}"
+    return f"sum{_by(by)}({function}({series}[{RATE_WINDOW}]))"
 
 
 def _by(labels: Sequence[str]) -> str:

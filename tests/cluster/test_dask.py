@@ -25,14 +25,19 @@ class Client:
     def __init__(self) -> None:
         self.status = "running"
         self.subscribed: list[str] = []
-        self._handlers: dict[str, Any] = {}
+        self.handlers: dict[str, Any] = {}
 
     def subscribe_topic(self, topic: str, handler: Any) -> None:
         self.subscribed.append(topic)
-        self._handlers[topic] = handler
+        self.handlers[topic] = handler
+
+    def unsubscribe_topic(self, topic: str) -> None:
+        del self.handlers[topic]
 
     async def log_event(self, topic: str, message: Any) -> None:
-        self._handlers[topic]((0.0, message))
+        await asyncio.sleep(0)
+        if topic in self.handlers:
+            self.handlers[topic]((0.0, message))
 
 
 def view(client: Any) -> DaskCluster:
@@ -116,3 +121,14 @@ async def test_a_process_that_listens_subscribes_again_at_the_next_scheduler() -
     assert client.subscribed == ["daskserve/a", "daskserve/a"]
     await client.log_event("daskserve/a", {"kind": "update"})
     assert heard == [{"kind": "update"}]
+
+
+async def test_a_subscription_that_is_cancelled_leaves_nothing_at_the_scheduler() -> None:
+    client: Any = Client()
+    topic = TopicSubscription(client, "daskserve/a", LoopClock())
+    subscribing = asyncio.ensure_future(topic.subscribe(print))
+    await asyncio.sleep(0)
+    subscribing.cancel()
+    await asyncio.wait({subscribing})
+    await asyncio.sleep(1)
+    assert client.handlers == {}

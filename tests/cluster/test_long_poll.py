@@ -274,6 +274,17 @@ async def test_a_stopped_watcher_gets_no_more_values_and_can_watch_again(wire: W
     assert told["a"][-1] == 1
 
 
+async def test_a_watcher_that_leaves_before_its_first_value_costs_no_fetches_later(wire: Wire) -> None:
+    client, told = await started(wire, "a")
+    client.watch("b", told["a"].append)()
+    await quiet()
+    wire.fetches.clear()
+    wire.host.notify({"a": 1})
+    wire.deliver()
+    await quiet()
+    assert (told["a"], client.snapshot_id, wire.fetches) == ([None, 1], (1, 1), [])
+
+
 async def test_a_value_that_arrives_after_its_watcher_left_is_not_kept(wire: Wire) -> None:
     """The value is no longer updated, so the next watcher must not get it."""
     wire.host.notify({"a": "old"})

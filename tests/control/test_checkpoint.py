@@ -45,7 +45,7 @@ def test_a_state_survives_a_round_trip_through_the_store() -> None:
     state, corrupt = restore(asyncio.run(scenario()))
     assert corrupt == {}
     assert state.backends == {"b": backend()}
-    assert state.codes_of("b") == [CodeRecord("b@v1", "b", b"code")]
+    assert state.codes.of("b") == [CodeRecord("b@v1", "b", b"code")]
     assert state.replicas_of("b") == [replica("b#1")]
     assert state.endpoint_at("/e") == endpoint()
     assert state.goals == {"g": goal()}

@@ -212,6 +212,19 @@ async def test_an_import_that_hangs_fails_alone_and_says_so(stage: Stage) -> Non
     assert "uilding 'slow' from 'slow:app' did not end within 300 s" in found["slow"]["message"]
 
 
+@staged()
+async def test_a_builder_that_fails_itself_is_tried_again_with_pauses(stage: Stage) -> None:
+    async def fail(name: str, worker: str) -> str | None:
+        raise ValueError("no builder")
+
+    stage.script.before = fail
+    await stage.call("apply_config", config=instance_config(config("shop")))
+    await stage.clock.sleep(10)
+    assert 2 <= len(stage.script.built) <= 21
+    stage.script.before = None
+    await stage.until(lambda: versions(stage) == {"shop": "1"})
+
+
 @staged(workers=4)
 async def test_an_import_that_ends_its_worker_fails_after_some_workers(stage: Stage) -> None:
     lost: list[str] = []

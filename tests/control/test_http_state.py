@@ -58,7 +58,7 @@ class Proxies:
         self._incarnation = taken.incarnation
         self.state.apply(taken.change)
         self.observed.learn_proxies(taken.lost, taken.apart)
-        self.observed.lost_workers &= set(self.state.workers_in_use())
+        self.observed.lost_workers &= self.state.workers_in_use()
         return taken
 
     def listen(self, proxy: ProxyRecord, port: int = 0) -> None:
@@ -305,7 +305,7 @@ def test_a_successor_listens_before_the_proxy_of_a_retiring_worker_stops(
     proxies.listen(start)
     (stop,) = proxies.step().actions
     assert stop == StopProxy(replace(before, is_leaving=True), grace_s=30)
-    assert set(proxies.state.workers_in_use()) == {"w1", "w2"}, "it counts until it has ended"
+    assert proxies.state.workers_in_use() == {"w1", "w2"}, "it counts until it has ended"
     assert stops(proxies.step()) == ["w1"], "it is told again until it has ended"
     proxies.observed.proxies_gone.add(stop.proxy.tag)
     assert proxies.step().change == {stop.proxy.key: None}
@@ -411,7 +411,7 @@ def test_the_only_proxy_comes_back_on_its_host_where_that_comes_back(port: int) 
     proxies.lose("w1")
     taken = proxies.step()
     assert (starts(taken), taken.wake_at) == ([], GRACE_S)
-    assert set(proxies.state.workers_in_use()) == set()
+    assert proxies.state.workers_in_use() == set()
     proxies.now += GRACE_S / 2
     assert is_idle(proxies.step())
     proxies.join(worker(5, is_head=True))

@@ -81,11 +81,11 @@ def test_a_replica_reserves_all_of_its_bundles_and_runs_in_the_first() -> None:
         found.bundle_workers[0]: {"CPU": 1.0},
         found.bundle_workers[1]: {"CPU": 2.0},
     }
-    assert set(bench.state.workers_in_use()) == {"w1", "w2"}
+    assert bench.state.workers_in_use() == {"w1", "w2"}
     bench.delete()
     bench.settle()
     assert [bench.state.used(at) for at in ("w1", "w2")] == [{}, {}]
-    assert set(bench.state.workers_in_use()) == set()
+    assert bench.state.workers_in_use() == set()
 
 
 def test_without_room_for_all_nothing_starts_and_the_status_says_why() -> None:
@@ -192,7 +192,7 @@ def test_a_bundle_on_a_retiring_worker_moves_the_replica_before_it_stops() -> No
         assert bench.tags(S.RUNNING)
         check_room(bench)
     assert old.tag not in bench.tags()
-    assert other not in set(bench.state.workers_in_use())
+    assert other not in bench.state.workers_in_use()
 
 
 def test_reservations_outlive_the_controller() -> None:
@@ -205,7 +205,7 @@ def test_reservations_outlive_the_controller() -> None:
     assert state.replicas_of("b") == bench.state.replicas_of("b")
     assert [state.used(at) for at in ("w1", "w2")] == [bench.state.used(at) for at in ("w1", "w2")]
     # A new controller that has not seen the other worker yet finds that it is in use.
-    assert set(state.workers_in_use()) == {"w1", "w2"}
+    assert state.workers_in_use() == {"w1", "w2"}
 
 
 def test_a_replica_that_an_earlier_release_recorded_has_its_own_place_only() -> None:
@@ -373,7 +373,7 @@ def test_whatever_happens_no_worker_is_over_committed(
             bench.update(num_replicas=1 + number % 3)
         forget_lost(bench)
     bench.observed.workers = {each.address: each for each in apart(9, threads=8)[4:]}
-    bench.observed.lost_workers |= set(bench.state.workers_in_use()) - set(bench.observed.workers)
+    bench.observed.lost_workers |= bench.state.workers_in_use() - set(bench.observed.workers)
     bench.settle()
     bench.now += 100
     bench.settle()
@@ -383,7 +383,7 @@ def test_whatever_happens_no_worker_is_over_committed(
 
 def forget_lost(bench: Bench) -> None:
     """Do what the reconciler does after each of its steps."""
-    bench.observed.lost_workers &= set(bench.state.workers_in_use())
+    bench.observed.lost_workers &= bench.state.workers_in_use()
 
 
 @staged(workers=3)

@@ -14,6 +14,7 @@ from controller_harness import CrashingStore, ScriptedReplica, Stage, hang, stag
 from tables import each_case
 
 from daskserve.cluster.local.process import LocalProcess
+from daskserve.cluster.long_poll import WORKERS
 from daskserve.common.types import Location, ReplicaState
 from daskserve.control.observed.watch import MISSES
 from daskserve.control.reconcile import ACTION_RETRY_S, TICK_S
@@ -22,6 +23,7 @@ from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
     ActorLostError,
     BadRequestError,
+    DeployError,
     ReplicaStartError,
     SupersededError,
     UnavailableError,
@@ -283,6 +285,26 @@ async def test_replicas_of_a_lost_worker_are_replaced_and_get_no_more_requests(s
 
 
 @staged()
+async def test_an_answer_that_comes_after_the_loss_of_a_worker_leaves_nothing_behind(stage: Stage) -> None:
+    core = stage.controller()._core
+    answers = asyncio.Event()
+
+    async def wait(replica: ScriptedReplica) -> None:
+        if len(stage.started) == 1:
+            await answers.wait()
+
+    stage.start = wait
+    creating = asyncio.create_task(stage.create())
+    (first,) = await stage.until(lambda: list(core.state.replicas.values()))
+    await stage.until(lambda: stage.started)
+    core._on_message({"kind": WORKERS, "left": [first.worker], "joined": []})
+    await creating
+    answers.set()
+    await stage.clock.sleep(1)
+    assert core.observed.ready.keys() == core.observed.rank_infos.keys() == core.state.replicas.keys()
+
+
+@staged()
 async def test_a_worker_that_cannot_be_reached_is_asked_again_and_is_no_failed_constructor(
     stage: Stage,
 ) -> None:
@@ -492,6 +514,36 @@ async def test_a_replica_lost_during_a_reconfiguration_is_looked_after_without_h
     await stage.update(user_config=b"two")
     assert stage.clock.now() - began >= 4 * ACTION_RETRY_S
     assert len(stage.reconfigured) == 5
+
+
+class TextlessError(Exception):
+    """Its text cannot be made, as that of any class of a user."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@staged(http=HTTPOptions(location=Location.EVERY_WORKER))
+async def test_errors_without_a_text_are_errors_as_any_other(stage: Stage) -> None:
+    async def fail(replica: ScriptedReplica) -> None:
+        raise TextlessError
+
+    stage.start = fail
+    with pytest.raises(DeployError, match="TextlessError: <its text cannot be made"):
+        await stage.create()
+    stage.start = None
+    await stage.create(user_config=b"one")
+    stage.reconfigure = fail
+    with pytest.raises(DeployError, match="TextlessError"):
+        await stage.update(user_config=b"two")
+    stage.reconfigure = None
+    stage.start = fail
+    stage.cluster.remove_worker(stage.running_of("b")[0].worker)
+    stage.broken_ports[stage.cluster.add_worker().address] = TextlessError()
+    await stage.clock.sleep(5)
+    status = await stage.call("status")
+    assert "its text cannot be made" in status["backends"]["b"]["message"]
+    assert any("its text cannot be made" in each["message"] for each in status["actors"])
 
 
 # ---- rolling

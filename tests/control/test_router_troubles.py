@@ -7,7 +7,7 @@ from typing import Any
 from dask_processes import PATIENCE_S, poll_for
 
 import daskserve as serve
-from daskserve.control.observed.router_troubles import STALE_S, TELL_AGAIN_S, RouterTroubles
+from daskserve.control.observed.router_troubles import MAX_ROUTERS, STALE_S, TELL_AGAIN_S, RouterTroubles
 from daskserve.request_router import RequestRouter
 from daskserve.testing import local_instance
 
@@ -30,6 +30,14 @@ def test_a_trouble_is_as_old_as_its_last_report() -> None:
     assert troubles.report("p", {"a": "it raises"}, TELL_AGAIN_S + 4) == ["a"]
     troubles.forget("a")
     assert troubles.text_of("a", TELL_AGAIN_S + 4) == ""
+
+
+def test_processes_that_have_ended_leave_their_places_to_others() -> None:
+    troubles = RouterTroubles()
+    for number in range(MAX_ROUTERS):
+        troubles.report(f"p{number}", {"a": "it hangs"}, 0)
+    troubles.report("q", {"a": "it hangs"}, STALE_S)
+    assert troubles.text_of("a", STALE_S) == "it hangs"
 
 
 def test_a_router_that_fails_is_in_the_status_and_the_events() -> None:

@@ -137,7 +137,12 @@ class Indexes(RuleBasedStateMachine):
     @invariant()
     def workers_in_use_hold_something(self) -> None:
         found = {each.worker for each in self._kind("replica") + self._kind("proxy")}
-        assert set(self.state.workers_in_use()) == found - {None}
+        assert self.state.workers_in_use() == found - {None}
+        proxies = self._kind("proxy")
+        assert self.state.proxies.workers == {each.worker for each in proxies} - {None}
+        for where in self.state.proxies.workers:
+            expected = {each.tag for each in proxies if each.worker == where}
+            assert {each.tag for each in self.state.proxies.on(where)} == expected
 
     @invariant()
     def endpoints_are_found_by_route_and_backend(self) -> None:
@@ -153,7 +158,7 @@ class Indexes(RuleBasedStateMachine):
     def codes_are_found_by_backend(self) -> None:
         for tag in TAGS:
             expected = {each.name for each in self._kind("code") if each.backend == tag}
-            assert {each.name for each in self.state.codes_of(tag)} == expected
+            assert {each.name for each in self.state.codes.of(tag)} == expected
         used = {each.code_key for each in self._kind("backend")}
         unused = [each.size_bytes for each in self._kind("code") if each.name not in used]
         assert self.state.codes.unused_bytes == sum(unused)

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from daskserve.client.definitions.specs import make_spec
 from daskserve.errors import UnpicklableError
 from daskserve.internals.pydantic import NAMESPACE, needed_namespace
-from daskserve.payload.pickling import dump, dump_bytes, load, load_bytes
+from daskserve.payload.pickling import dump, dump_bytes, load_bytes
 from daskserve.payload.unpicklable import dump_option
 
 pytestmark = pytest.mark.smoke
@@ -54,7 +54,7 @@ def test_a_local_model_leaves_the_variables_of_its_function_behind() -> None:
     assert post(copied, "/items", {"name": "a", "price": 2}).json() == {"name": "a", "price": 4}
     assert post(copied, "/items", {}).status_code == 422
     # Calls by handle send instances of such models.
-    assert load(dump(Item(name="a"))).model_dump() == {"name": "a", "price": 1}
+    assert dump(Item(name="a")).load().model_dump() == {"name": "a", "price": 1}
     assert Item.__pydantic_parent_namespace__ is not None
     assert locks == [lock]
 

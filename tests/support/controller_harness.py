@@ -361,6 +361,11 @@ class Stage:
     def replica_workers(self) -> set[WorkerAddress]:
         return {each.worker for each in self.cluster.actors() if "/replica/" in each.name}
 
+    def controller(self) -> Controller:
+        """Return the controller that runs."""
+        entries = (each for host in self.cluster._hosts.values() for each in host.registry.entries.values())
+        return next(each.actor for each in entries if isinstance(each.actor, Controller))
+
     # letting things happen
 
     async def crash_controller(self) -> ActorAddress:

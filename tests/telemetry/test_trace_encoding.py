@@ -38,14 +38,14 @@ def readable(span: RecordedSpan) -> Any:
 
 def spans() -> list[RecordedSpan]:
     tracing = Tracing("shop", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None, post_of)
-    root = tracing.span("GET /ä", NO_PARENT, {"url.path": "/" + "ö" * 300, "n": 1}, SpanKind.SERVER, "v=1")
+    root = tracing.span("GET /ä", NO_PARENT, {"url.path": "/" + "ö" * 300, "n": 1}, "v=1")
     numbers = {"n": 1.0, "is_ok": True, "is_not": False, "less": -3, "most": 2**63 - 1, "least": -(2**63)}
     child = root.child("", {**numbers, "zero": 0, "part": 0.25, "": "", "more": 300}, SpanKind.CLIENT)
     child.set_status(Status(StatusCode.ERROR, "KeyError"))
     odd = child.child("odd", {"running": ["a", "b"]})
     odd.add_event("retry", {"n": 1})
     odd.add_link(root.get_span_context())
-    done = child.child("done", {"running": ["a"]})
+    done = child.child("done", {"running": ["a"]}, SpanKind.SERVER)
     done.set_status(StatusCode.OK)
     for each in (odd, done, child, root):
         each.end()

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 
 import daskserve as serve
-from daskserve.errors import ActorLostError, ReplicaBusyError
+from daskserve.errors import ActorLostError, ReplicaBusyError, RequestTimeoutError
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.telemetry.tracing.carrier import NO_PARENT, TRACE
 from daskserve.telemetry.tracing.process import KEY, Tracing
@@ -206,6 +206,21 @@ def test_a_batch_of_requests_has_a_span_that_links_to_each(way: str, collected: 
     assert {each.context.span_id for each in batch.links} == {each.context.span_id for each in calls}
     assert len(calls) == 2
     assert path_of(calls[0], collected.spans).split(" < ")[1].startswith("replica sizes")
+
+
+def test_a_call_that_leaves_before_its_batch_runs_ends_its_span(collected: Collected) -> None:
+    with local_instance(tracing_config=CONFIG) as client:
+        client.create_backend("sizes", sizes, config={"max_batch_size": 2, "batch_wait_timeout": 60})
+        client.create_endpoint("sizes", backend="sizes")
+        app = client.run(Batched.bind())
+        for call in (
+            client.get_handle("sizes").options(timeout_s=0.1).remote(),
+            app.together.options(timeout_s=0.1).remote(1),
+        ):
+            with pytest.raises(RequestTimeoutError):
+                call.result()
+        for name in ("__call__", "Batched.together"):
+            assert not named(collected, f"batched call {name}").links
 
 
 def echo(request: Any) -> int:

@@ -19,6 +19,9 @@ import daskserve as serve
 from daskserve.common.error_types import error_type
 from daskserve.internals.otlp_exporter import post_of
 from daskserve.payload.packed_errors import pack_all, received_error
+from daskserve.proxies.exchange.response.response import Response
+from daskserve.proxies.ingress.request import IngressRequest
+from daskserve.proxies.ingress.traced import begin_trace, end_trace
 from daskserve.telemetry.histogram import LatencyHistogram
 from daskserve.telemetry.tracing import process as process_module
 from daskserve.telemetry.tracing import span as span_module
@@ -276,6 +279,27 @@ def test_a_wait_says_for_what(collected: Collected) -> None:
     assert any(
         each["daskserve.queue.ongoing"] == 1 and each["daskserve.queue.place"] == "router" for each in waits
     )
+
+
+@each_case(
+    ("host", "address"),
+    [
+        (b"shop.example.com", "shop.example.com"),
+        (b"shop.example.com:80", "shop.example.com"),
+        (b"[::1]", "::1"),
+        (b"[::1]:8000", "::1"),
+        (b"", "10.0.0.5"),
+    ],
+)
+def test_the_address_of_the_server_is_the_host_that_the_client_names(host: bytes, address: str) -> None:
+    tracing = Tracing("one", {"sampling_ratio": 1, **CONFIG}, {}, lambda *_: None, post_of)
+    scope: Any = {"type": "http", "path": "/", "headers": [(b"host", host)], "server": ("10.0.0.5", 8000)}
+    request = IngressRequest(scope["headers"], Response())
+    begin_trace(tracing, request, scope)
+    assert request.span is not None
+    end_trace(tracing, request.span, request, scope)
+    assert request.span.attributes["server.address"] == address
+    assert request.span.attributes["server.port"] == 8000
 
 
 def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(collected: Collected) -> None:

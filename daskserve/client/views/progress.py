@@ -12,7 +12,7 @@ from typing import Protocol, TextIO, TypeAlias
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import counted
 from daskserve.common.types import GoalId, short_tag
-from daskserve.loops.event_loop import in_notebook
+from daskserve.internals.ipython import in_notebook
 from daskserve.options.specs import deployment_tag
 
 logger = logging.getLogger("daskserve.client")

@@ -1,8 +1,8 @@
-"""How one process calls actors: those in its own `ActorRegistry` directly, all others over channels.
+"""Calls to actors: directly if the actor is in this process's `ActorRegistry`, otherwise over channels.
 
-`ProcessView` is shared by `daskserve.cluster.dask.cluster.DaskCluster` and
-`daskserve.cluster.local.process.LocalProcess`, so that the in-process cluster takes the same paths as a real
-one. The scheduler calls Hosts as Dask actors; it shares the functions that form the messages.
+`daskserve.cluster.dask.cluster.DaskCluster` and `daskserve.cluster.local.process.LocalProcess` share
+`ProcessView`, so the in-process cluster takes the same paths as a real one. The scheduler calls Hosts as Dask
+actors; it shares the functions that form the messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from daskserve.common.types import (
 )
 from daskserve.errors import ActorLostError, UnavailableError
 
-#: A way to call a verb of an actor, such as `daskserve.cluster.protocols.base.Cluster.call`.
+#: A function that calls a verb of an actor, such as `daskserve.cluster.protocols.base.Cluster.call`.
 CallVerb: TypeAlias = Callable[..., Awaitable[Any]]
 
 

@@ -1,4 +1,4 @@
-"""Lets the requests of an instance complete before it ends: what the supervisor and a local cluster share."""
+"""Draining of an instance before its end, for the supervisor and for local clusters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 
 
 async def drain(instance: str, call: Callable[[str], Awaitable[Any]], clock: Clock) -> None:
-    """Return once an instance has no requests under way, or once they have had their time.
+    """Return once an instance has no requests in flight, or once their time limit has passed.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The last log lines of replicas, for the status of one that fails: bounded, and cheap for code that logs.
 
-A worker keeps those of its own replicas in memory. A child process writes its lines to a file without a name,
-which its parent reads after the child has died, however it died.
+A worker keeps the lines of its replicas in memory. A child process writes its lines to an unnamed file, which
+the parent can read even after the child was killed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RecentLog(TakesRecords):
         return tuple(map(_line, tuple(lines)))
 
     def forget(self, name: str) -> None:
-        """Drop the lines of a replica that is gone."""
+        """Drop the lines of a replica that has stopped."""
         self._lines.pop(name.partition("/replica/")[2], None)
 
 
@@ -93,7 +93,7 @@ class LogFile(TakesRecords):
         self._write(Entry(record, tags).plain())
 
     def take_access(self, lines: Sequence[AccessLine]) -> None:
-        """Write lines of the access log: their fields, a fifth of the time of the entries."""
+        """Write lines of the access log as fields, which takes a fifth of the time of entries."""
         for start in range(0, len(lines), ACCESS_LINES):
             some = lines[start : start + ACCESS_LINES]
             fields = [
@@ -130,7 +130,7 @@ def read_file(descriptor: int) -> tuple[str, ...]:
 
 
 def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> list[Plain]:
-    """Return the last records of a child's file, those with higher numbers than ``after``."""
+    """Return the last records of a child's file whose numbers are higher than ``after``."""
     size = os.fstat(descriptor).st_size
     start = max(0, size - max_bytes)
     found: list[Plain] = []

@@ -1,8 +1,8 @@
 """The actors of one worker: creates, finds, calls and stops them.
 
 `daskserve.cluster.worker.host.Host` has one registry for its Dask worker, `daskserve.cluster.local` one for
-each simulated worker. The registry knows its actors only as `Hosted`, and knows neither Dask nor the local
-cluster.
+each simulated worker. The registry sees its actors only as `Hosted`, and depends on neither Dask nor the
+local cluster.
 
 Requests reach an actor through `ActorRegistry.dispatch`; see `daskserve.cluster.channel.channel`. The
 registry itself has the name `HOST_ACTOR`.
@@ -60,9 +60,9 @@ from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
 
-#: A shorter rest of a time limit may be a rounding error.
+#: A shorter remainder of a time limit may be a rounding error.
 RESOLUTION_S = 0.001
-#: The share of the time to drain after which replicas begin, even if proxies still have requests.
+#: Share of the drain's time limit after which replicas stop, even if proxies still have requests.
 PROXY_SHARE = 0.5
 #: The actor name that addresses a worker's registry itself.
 HOST_ACTOR = "host"
@@ -74,12 +74,12 @@ def _nothing() -> None:
 
 @contextmanager
 def _acting_for(instance: InstanceName, logs: ProcessLogs) -> Iterator[None]:
-    """Have log records, also of tasks that begin within, say of which instance and process they are."""
+    """Mark log records, including those of tasks that start within, with their instance and process."""
     of_instance, of_process = current_instance.set(instance), process_logs.set(logs)
     try:
         yield
     finally:
-        with suppress(ValueError):  # a coroutine that is thrown away ends in a context of others
+        with suppress(ValueError):  # a coroutine that is garbage collected ends in another context
             current_instance.reset(of_instance)
             process_logs.reset(of_process)
 
@@ -94,7 +94,8 @@ class Entry:
     began_at: float
     was_ready: bool = False  # stays True once `is_ready` has been True
     stops_since: float | None = None
-    # The actor as what it reports. Each check of a protocol takes 10 µs, and workers are asked every second.
+    # The actor, if it implements these protocols. Each check takes 10 µs, and workers are polled every
+    # second.
     _with_health: ReportsHealth | None = field(init=False)
     _with_start: ReportsStart | None = field(init=False)
     _with_metrics: ReportsMetrics | None = field(init=False)
@@ -119,7 +120,7 @@ class Entry:
         return {"is_healthy": True, "detail": "", **facts}
 
     def work(self, now: float) -> tuple[str, float] | None:
-        """Return what the actor does while it starts or stops, and for how many seconds; else None."""
+        """Return what a starting or stopping actor does, and for how many seconds; None in other states."""
         if self.stops_since is not None:
             return "draining", now - self.stops_since
         if self.starting.done():
@@ -221,13 +222,14 @@ class ActorRegistry:
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
         if self._is_ending:
-            # A controller that does not know it yet, because there is no scheduler, would replace what ends.
+            # While there is no scheduler, a controller does not know that the worker ends, and would replace
+            # its actors here.
             raise UnavailableError(f"Worker {self.worker} ends and starts no actors any more.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
         while entry is not None and entry.spec.incarnation < wanted.incarnation:
             await self._remove(entry, grace_s=0)
-            entry = self.entries.get(wanted.name)  # another caller may have created one meanwhile
+            entry = self.entries.get(wanted.name)  # another caller may have created one
         if entry is None:
             entry = self._enter(wanted)
         elif entry.spec.incarnation > wanted.incarnation:
@@ -245,7 +247,7 @@ class ActorRegistry:
             raise
         except Exception as error:
             if lines := self._last_lines(wanted.name):
-                # An error of a child process has its own lines.
+                # An error of a child process already has the child's lines.
                 error.__dict__.setdefault(LAST_LINES, lines)
             await self._remove(entry, grace_s=0)
             raise
@@ -292,7 +294,7 @@ class ActorRegistry:
 
     @verb
     async def destroy(self, name: str, incarnation: int, grace_s: float) -> None:
-        """Stop and remove an actor; do nothing if it is gone or a newer one has its name."""
+        """Stop and remove an actor; do nothing if it does not exist, or if a newer one has its name."""
         entry = self.entries.get(name)
         if entry is not None and entry.spec.incarnation <= incarnation:
             await self._remove(entry, grace_s)
@@ -356,7 +358,7 @@ class ActorRegistry:
         ]
 
     def newest_epoch(self, instance: InstanceName) -> int:
-        """Return the epoch of the newest controller of which there is an actor; 0 if there is none."""
+        """Return the newest epoch among the actors of an instance; 0 if it has none here."""
         return max(
             (each.spec.epoch for each in self.entries.values() if each.spec.instance == instance), default=0
         )
@@ -366,12 +368,12 @@ class ActorRegistry:
         await asyncio.gather(*map(self._end, self.controllers()))
 
     async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
-        """Stop all actors, or those of one instance, once their requests have completed or had their time.
+        """Stop all actors, or those of one instance, once their requests have completed or timed out.
 
-        All actors are stopped before the worker ends: it starts no other ones from now on.
+        Without an instance, the worker is about to end, so it starts no actors from now on.
 
-        Proxies stop before the replicas that answer their requests. Long ones have half of the time until the
-        replicas begin, which then take no new ones.
+        Proxies stop before the replicas that answer their requests. Half of the time later, replicas stop
+        accepting requests even if proxies still have some.
         """
         self._is_ending |= instance is None
         ends_at = self._clock.now() + grace_s
@@ -450,7 +452,7 @@ class _LogVerbs:
         replicas = [each for each in actors if isinstance(each, ReportsLogs)]
         running = [found for each in replicas if (found := each.log_file()) is not None]
         files = [
-            # A process may end meanwhile, which closes its file.
+            # A process that ends closes its file.
             each._replace(descriptor=os.dup(each.descriptor))
             for each in (*self._logs.ended, *running)
             if wanted.instance in (None, each.instance)
@@ -463,5 +465,5 @@ class _LogVerbs:
                 for each in files:
                     os.close(each.descriptor)
 
-        # Shielded: a thread that does not begin would not close the files.
+        # Shielded: if the thread were cancelled before it starts, the files would stay open.
         return await asyncio.shield(asyncio.to_thread(read))

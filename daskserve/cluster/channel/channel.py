@@ -1,10 +1,10 @@
 """Channels: one persistent, multiplexed connection between two processes that carries request streams.
 
-Problem: an actor call costs 0.4 ms and one message each way; requests need streaming both ways, cancellation
-and tens of thousands of calls a second. Choice: one Dask comm per pair of processes is taken over, which
-brings TLS and the other transports with it (see `daskserve.cluster.channel.wire.transport`). Both sides send
-lists of small frames; all frames of one event-loop iteration go out in one write. Large bytes travel out of
-band, without a copy.
+Problem: a call of a Dask actor costs 0.4 ms and carries one message each way. Requests need streaming both
+ways, cancellation and tens of thousands of calls a second. Choice: one Dask comm per pair of processes is
+taken over, which brings TLS and the other transports with it (see
+`daskserve.cluster.channel.wire.transport`). Both sides send lists of small frames; all frames of one
+event-loop iteration go out in one write. Large bytes travel out of band, without a copy.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Channel:
         self._accepted: dict[int, Accepted] = {}
         #: Streams that are answered without a task, each with the function that cancels it.
         self._taskless: dict[int, Callable[[], None]] = {}
-        #: Where this side keeps large answers, and those that were offered, by stream; None if it sends all.
+        #: Where this side keeps large answers, and the offered ones by stream; None if it always sends
+        #: answers.
         self._kept = kept
         self._offered: dict[int, tuple[str, Load]] = {}
         #: The streams whose large answers the other side keeps for callers of this one.
@@ -140,7 +141,7 @@ class Channel:
 
     def _receive(self, frames: Frames) -> None:
         if self._inbox is not None:
-            # Send what other threads have ready: the other side then works on it while this side handles
+            # First send what other threads have posted. The other side can work on it while this side handles
             # the frames that have just arrived.
             self._inbox.catch_up()
             self._transport.flush()
@@ -152,7 +153,8 @@ class Channel:
         if kind == OPEN:
             self._accept_stream(number, *frame[2:])
             return
-        # The two sides use different numbers, so a stream is in at most one of these; otherwise it has ended.
+        # The two sides use different numbers, so a stream is in at most one of these; if it is in none, it
+        # has ended.
         stream = self._opened.get(number) or self._accepted.get(number)
         if stream is None:
             self._receive_other(kind, number, frame)
@@ -174,7 +176,7 @@ class Channel:
             self._take_offer(number, stream, *frame[2:])
 
     def _receive_other(self, kind: int, number: int, frame: Any) -> None:
-        """Handle a frame of no stream that a task carries, or that this side opened."""
+        """Handle a frame of a stream without a task that the other side opened, or of the connection."""
         if kind == CANCEL:
             give_up = self._taskless.pop(number, None)
             if give_up is not None:
@@ -191,7 +193,7 @@ class Channel:
     # ---- large answers
 
     def _offer(self, number: int, payload: Payload, load: Load) -> None:
-        """Keep an answer until the other side asks for it, or closes the stream."""
+        """Keep an answer until the other side requests it, or closes the stream."""
         assert self._kept is not None
         token = self._kept.add(payload)
         self._offered[number] = token, load

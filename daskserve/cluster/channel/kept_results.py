@@ -2,9 +2,9 @@
 
 Problem: a caller often passes a result on without reading it, and a large one should not travel through the
 caller's process. Choice: the answering end of a channel offers an answer of
-`daskserve.common.types.KEPT_BYTES` or more. The other end asks for it at once if the caller waits to read it,
-which costs one trip of a small frame. Otherwise the answer stays: the caller may read it later, or pass it on
-to other processes, and all of them fetch it by its token. It is dropped when the caller closes its stream, or
+`daskserve.common.types.KEPT_BYTES` or more. If the caller waits to read the answer, the other end requests it
+at once, which costs a round trip of small frames. If not, the answer stays. The caller may read it later or
+pass it to other processes, which fetch it by its token. It is dropped when the caller closes its stream, or
 when the connection ends.
 """
 

@@ -37,7 +37,7 @@ from daskserve.telemetry.table import MetricSample
 #: Opens a connection that a worker has taken over as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 
-#: Interval at which a channel that was replaced is checked for requests that are still under way on it.
+#: Interval at which a replaced channel is checked for requests in flight.
 RETIRED_S = 1.0
 
 
@@ -99,7 +99,7 @@ class ChannelPool:
     async def accept(self, comm: Any, *, by_socket: bool = True) -> None:
         """Serve a connection that the other side opened, until it ends. See also `take_over`."""
         await comm.write(READY)
-        # `close` may have run meanwhile, and would not end it.
+        # If `close` has run during an await, it does not end this connection.
         if not self._is_closed and await self._admission.admit(wire_of(comm)) and not self._is_closed:
             # Neither side uses the comm any more; the other side sends nothing before the handshake is over.
             await self.serve(take_over(comm, by_socket=by_socket))
@@ -125,7 +125,7 @@ class ChannelPool:
         return channel.request(address, envelope)
 
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
-        """Return the function that takes an actor's requests; it is out of date when the route changes."""
+        """Return the function that sends requests to an actor; it is valid until the route changes."""
         channel = self._open_to.get(address.worker)
         return partial(self.request if channel is None else channel.request, address)
 
@@ -170,7 +170,7 @@ class ChannelPool:
         return self._open_to.keys()
 
     def drop(self, worker: WorkerAddress) -> None:
-        """Close the channel to a worker that is gone, so that its requests fail at once."""
+        """Close the channel to a worker that has left, so that its requests fail at once."""
         self._reached.discard(worker)
         self._relayed.end(worker)
         channel = self._open_to.pop(worker, None)
@@ -257,7 +257,7 @@ class ChannelPool:
         return channel
 
     def _retire(self, channel: Channel) -> None:
-        """Close a channel that was replaced, once nothing is under way on it."""
+        """Close a channel that was replaced, once it has no requests in flight."""
         if channel.is_idle:
             channel.close()
         elif not channel.is_closed:

@@ -124,7 +124,7 @@ class Offer:
 class Opened:
     """A request that this side sends to an actor on the other side: a `daskserve.common.types.ActorRequest`.
 
-    The channel puts in what arrives: messages, then a load, an offer or an error.
+    The channel passes what arrives to `put`: messages, then a load, an offer or an error.
     """
 
     __slots__ = (
@@ -200,6 +200,7 @@ class Opened:
         ):
             # Created before the first post, so that its first frames leave in the same write.
             pump = asyncio.create_task(self._pump(receive), name="daskserve-channel-pump")
+            pump.add_done_callback(self._end_with)
         self._outlet.post(self._frame())
         try:
             while True:
@@ -225,6 +226,11 @@ class Opened:
             if pump is not None:
                 pump.cancel()
 
+    def _end_with(self, pump: asyncio.Task[None]) -> None:
+        """End the request if its body could not be received: a middleware of the user's may raise."""
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            self._inbox.put(error)
+
     def _check_open(self) -> None:
         """Raise `ActorLostError` if the connection has ended since the request was made."""
         if self._outlet.is_closed:
@@ -232,11 +238,11 @@ class Opened:
             raise ActorLostError(closed, begun=False, is_disconnected=True)
 
     def put(self, *items: Any) -> None:
-        """Take what has arrived."""
+        """Process arrived messages, or the end of the request."""
         on_answer, outcome = self._on_answer, items[-1]
         if on_answer is None:
             self._inbox.put(*items)
-        elif type(outcome) is dict:  # the end follows in a frame of its own
+        elif type(outcome) is dict:  # the end follows in a separate frame
             self._message = outcome
             size_bytes = message_bytes(outcome)
             if size_bytes >= WINDOW_BYTES // 2:
@@ -364,7 +370,7 @@ class Accepted:
 
 
 class AcceptedOnDemand(Accepted):
-    """A stream whose other side reads nothing of the body before the handler does."""
+    """A stream whose other side does not read the body before the handler does."""
 
     __slots__ = ()
 

@@ -251,20 +251,8 @@ class DaskCluster(ProcessView):
         return actors
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
-        is_adaptive: bool = await ask_supervisor(
-            self._client,
-            "report",
-            instance=self.instance,
-            epoch=epoch,
-            in_use=sorted(report.in_use),
-            retiring=sorted(report.retiring),
-            waiting_workers=report.waiting_workers,
-            proxies=sorted(report.proxies),
-            held=sorted(report.held),
-            grace_s=report.grace_s,
-            occupied={worker: dict(amounts) for worker, amounts in report.occupied.items()},
-            claimed={worker: dict(amounts) for worker, amounts in report.claimed.items()},
-        )
+        message = {"instance": self.instance, "epoch": epoch, **report.plain()}
+        is_adaptive: bool = await ask_supervisor(self._client, "report", **message)
         return is_adaptive
 
     async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:

@@ -22,7 +22,7 @@ QUIET: Mapping[str, Any] = {
 
 
 def quiet_config() -> dict[str, Any]:
-    """Return those of the options that still have Dask's default, with other values."""
+    """Return slower values for the options that still have Dask's defaults."""
     defaults = dask.config.merge(*dask.config.defaults)
     return {
         path: value

@@ -2,7 +2,7 @@
 
 Problem: such a worker is a plain subprocess of the program, which needs no ``__main__`` guard; Dask's nannies
 start theirs through multiprocessing, which does, and each is a process more. Without a nanny, a worker that
-dies is gone for good. Choice: a nanny in the program's own process, on the event loop of the cluster's
+dies is not replaced. Choice: a nanny in the program's own process, on the event loop of the cluster's
 scheduler, whose worker is a plain subprocess. Everything that Dask and daskserve do with nannies then works:
 ``client.restart()``, retirement, nanny plugins, the restart of a worker that does not answer.
 
@@ -122,7 +122,7 @@ class _Subprocess:
         self._on_exit(status, asyncio.get_running_loop().time() - began)
 
     def _let_go(self) -> None:
-        """Close this end of the pipe by which the process knows that its caller lives."""
+        """Close this end of the pipe, which tells the process that its caller is alive."""
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)

@@ -31,6 +31,7 @@ from daskserve.cluster.dask.idle_work import quiet_config
 from daskserve.cluster.dask.kept_worker import WorkerKeeper
 from daskserve.cluster.dask.quiet_close import QuietCluster
 from daskserve.cluster.dask.server_process import command, environment
+from daskserve.cluster.distributed_internals import is_asynchronous
 from daskserve.common.formatting import shown
 from daskserve.common.settings import LocalClusterSize
 from daskserve.errors import InstanceError
@@ -146,6 +147,20 @@ async def _wait_for_workers(
     )
 
 
+async def _complete_client(
+    client: Client, count: int, given_up: threading.Event, statuses: Callable[[], Iterable[int | None]]
+) -> Client:
+    """Return a client once its workers have joined; close it if they do not."""
+    try:
+        if is_asynchronous(client):
+            await client
+        await _wait_for_workers(client, count, given_up, statuses)
+    except BaseException:
+        await settled(client.close())
+        raise
+    return client
+
+
 async def _start_local(
     size: LocalClusterSize, has_dashboard: bool, given_up: threading.Event, *, asynchronous: bool
 ) -> tuple[SpecCluster, Client]:
@@ -169,23 +184,15 @@ async def _start_local(
         if asynchronous:
             await _opened(cluster)
     try:
-        client = Client(cluster, asynchronous=asynchronous)
-        try:
-            if asynchronous:
-                await client
-            await _wait_for_workers(
-                client,
-                size.n_workers,
-                given_up,
-                lambda: [each.last_exit for each in cluster.workers.values()],
-            )
-        except BaseException:
-            await settled(client.close())
-            raise
+        return cluster, await _complete_client(
+            Client(cluster, asynchronous=asynchronous),
+            size.n_workers,
+            given_up,
+            lambda: [each.last_exit for each in cluster.workers.values()],
+        )
     except BaseException:
         await settled(cluster.close())
         raise
-    return cluster, client
 
 
 async def _opened(cluster: SpecCluster) -> None:
@@ -249,16 +256,12 @@ async def _start_detached(
         options = _worker_options(size)
         for number in range(size.n_workers):
             spawn("distributed.Nanny", {**options, "name": str(number)}, address)
-        client = Client(address, asynchronous=asynchronous)
-        try:
-            if asynchronous:
-                await client
-            await _wait_for_workers(
-                client, size.n_workers, given_up, lambda: [each.poll() for each in processes]
-            )
-        except BaseException:
-            await settled(client.close())
-            raise
+        client = await _complete_client(
+            Client(address, asynchronous=asynchronous),
+            size.n_workers,
+            given_up,
+            lambda: [each.poll() for each in processes],
+        )
     except BaseException:
         for process in processes:
             # Not terminate: a worker that loses its scheduler while it shuts down may hang.

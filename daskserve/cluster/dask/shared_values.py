@@ -2,8 +2,9 @@
 
 Problem: Dask sends a value to another process over TCP, which takes 50 ms and more for 100 MB even if both
 processes share their memory. Choice: the replica's process asks the holder's Host for the pickled value over
-their channel, whose large buffers travel through `daskserve.cluster.channel.wire.segments`. Everything else
-is left to Dask: what is small, on another machine, spilled, lost meanwhile, or cannot be pickled.
+their channel, whose large buffers travel through `daskserve.cluster.channel.wire.segments`. Dask transfers
+all other values: small ones, and those on other machines, spilled to disk, lost in the meantime, or
+impossible to pickle.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ async def _ask(request: RequestActor, worker: WorkerAddress, key: Any) -> Payloa
     try:
         found = await control_call(partial(request, host_of(worker)), "dask_value", {"key": key})
     except Exception as error:
-        # Whatever the reason, even an error of the value's own code: Dask's way reports it if it matters.
+        # Any error, even of the value's own code: Dask's transfer follows, and reports the error if it
+        # persists.
         logger.debug("%s does not share %r: %s", worker, key, error)
         return None
     assert isinstance(found, Payload)

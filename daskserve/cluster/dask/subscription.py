@@ -32,13 +32,14 @@ class TopicSubscription:
         """Return a function that unsubscribes; the handler gets every message published after that."""
         self._handlers.append(handler)
         try:
-            if self._subscribing is None or self._subscribing.cancelled():
+            if self._subscribing is None:
                 self._subscribing = asyncio.ensure_future(self._subscribe())
             await asyncio.shield(self._subscribing)
         except BaseException:
             self._handlers.remove(handler)
-            if not self._handlers:
-                self._subscribing = None
+            if not self._handlers and self._subscribing is not None:
+                self._subscribing.cancel()
+                self._unsubscribe()
             raise
 
         async def unsubscribe() -> None:

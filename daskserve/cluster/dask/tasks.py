@@ -1,10 +1,10 @@
 """The Dask task that makes a call, in a thread of its worker or on the worker's event loop.
 
 Problem: a task that waits for an answer holds one of the worker's threads, or on the event loop one of its
-places for tasks. If the code that answers needs Dask tasks of its own, nothing goes on once all places are
-held. Choice: a task that waits secedes, as Dask calls it. Tasks with large inputs do so only in a number that
-keeps the replicas busy, because each that leaves lets another one load its input. One more leaves when a task
-that is more urgent waits for a thread, or when nothing has come back for long.
+places for tasks. If the called code submits Dask tasks itself, this is a deadlock once all places are held.
+Choice: a task that waits secedes, as Dask calls it. Of the tasks with large inputs, only as many secede as
+keep the replicas busy, because each one that secedes lets another task load its input. One more secedes when
+a more urgent task waits for a thread, or when no task has come back for a long time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOREIGN_STALL_S = 0.2
 
 
 class TaskWatch(WorkerPlugin):
-    """Tells the calls of a worker's tasks that Dask has released their task.
+    """Notifies the calls of a worker's tasks when Dask releases their task.
 
     It is one of the worker's plugins for as long as tasks there make calls. Dask iterates over them on its
     event loop, so only that loop adds and removes it.

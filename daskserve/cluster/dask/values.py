@@ -1,10 +1,10 @@
 """Dask futures, delayed values and collections among the arguments of a call.
 
-They are not sent. The caller takes them out of the pickled arguments, has collections computed on the
-cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from the
-workers that hold them (see `daskserve.cluster.dask.shared_values` for those of its machine), and puts them in
-when it unpickles the arguments. The caller holds the futures until
-it has the answer, so that the cluster keeps the values.
+The values themselves are not sent. The caller takes them out of the pickled arguments, submits collections to
+the cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from
+the workers that hold them (see `daskserve.cluster.dask.shared_values` for those of its machine), and puts
+them in when it unpickles the arguments. The caller holds the futures until it has the answer, so that the
+cluster keeps the values.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def is_dask_value(value: Any) -> bool:
 
 #: How often to check, during a transfer, whether the workers that have the values are still there.
 HOLDERS_POLL_S = 1.0
-#: The pause before values are asked for again that no worker had.
+#: Pause before another attempt to fetch values that no worker had.
 LOST_PAUSE_S = 0.05
 
 
@@ -307,7 +307,8 @@ async def _gathered(client: Client, futures: list[Future[Any]]) -> dict[Any, Any
 async def _transferred(client: Client, names: list[Any]) -> dict[Any, Any]:
     """Return the values that arrive; stop once a worker that has one of them leaves the cluster.
 
-    Dask alone tries to connect to such a worker for half a minute, even if the value is elsewhere by then.
+    Dask itself tries to connect to the lost worker for half a minute, even if another worker has the value by
+    then.
     """
     before = await call_scheduler(client, "who_has", keys=names)
     transfer = asyncio.ensure_future(_transfer(client, before))

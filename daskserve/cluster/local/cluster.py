@@ -2,15 +2,15 @@
 
 `LocalCluster` has simulated workers and does for one instance what the supervisor does on a real Dask
 cluster. It holds the store and the topic, starts the controller, and starts a new one with a newer epoch when
-the controller's worker is lost. Every simulated worker is a `LocalProcess`: its own view of the cluster, with
-its own listener, routers and actors. It implements the `daskserve.cluster.protocols.base.Cluster` protocol,
+the controller's worker is lost. Every simulated worker is a `LocalProcess`: a view of the cluster with a
+separate listener, routers and actors. It implements the `daskserve.cluster.protocols.base.Cluster` protocol,
 like `daskserve.cluster.dask.cluster`, so the layers above work with both.
 
 Requests between processes use real channels over a transport in memory. Requests within a process take the
 same path as in a real worker. The topic can lose, delay and reorder messages. Time is the loop's time, so
 everything also runs on `daskserve.testing.VirtualTimeLoop`. A removed worker is dead immediately: callers
-that wait for its actors get `ActorLostError`. Code that still runs on it cannot write, publish or call; it
-waits until it is cancelled.
+that wait for its actors get `ActorLostError`. Code that still runs on it can no longer write, publish or call
+actors; such an attempt waits until it is cancelled.
 """
 
 from __future__ import annotations

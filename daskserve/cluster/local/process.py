@@ -37,7 +37,7 @@ from daskserve.errors import InstanceError, StaleEpochError
 from daskserve.payload.parcels import Parcel
 from daskserve.telemetry.tracing.process import disable
 
-#: Limit of the pauses between two tries of the direct way to a worker.
+#: Longest pause between two attempts to connect to a worker directly.
 RETRY_DIRECT_S = 30.0
 
 
@@ -112,7 +112,7 @@ class LocalProcess(ProcessView):
         return dict(self._world.refused)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        # Values that cannot cross a channel fail here even if the actor is in this process.
+        # Values that a channel cannot carry raise here, even if the actor is in this process.
         return plain_copy(await super().call(address, verb, **plain_copy(message)))
 
     def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:

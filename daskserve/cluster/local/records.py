@@ -1,4 +1,4 @@
-"""Log records of the simulated workers: each has those of its own actors.
+"""Log records of the simulated workers; each worker has the records of its actors.
 
 A handler of the program's logging is called by the code that logs, as it is without an instance: tests read
 records as soon as they are made.

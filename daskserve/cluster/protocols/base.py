@@ -86,24 +86,24 @@ class ContextWith(Generic[ViewT_co]):
     inbox: CallInbox | None = None
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
-    #: The logs of this process; None if it keeps none of its own.
+    #: The logs of this process; None if it keeps no logs.
     logs: ProcessLogs | None = None
 
     @property
     def owns_process(self) -> bool:
-        """Whether this process has no program of a user's, beside daskserve and Dask."""
+        """Whether this process runs only daskserve and Dask, and not a user's program."""
         is_child = self.start_thread is not start_daemon
         return is_child or not self.worker.startswith(("local://", "inproc://"))
 
 
-#: The key of an unhealthy actor's last log lines in what `Cluster.inspect` returns, and the attribute of an
-#: error that has those of an actor which did not start.
+#: Key of an unhealthy actor's last log lines in the result of `Cluster.inspect`. An error that an actor
+#: raised while starting has its last log lines in the attribute of this name.
 LAST_LINES = "last_lines"
 #: Time beyond the grace period after which a stop is abandoned and the actor is removed.
 STOP_MARGIN_S = 10.0
 
-#: Timeout of an answer of `Cluster.inspect`, which takes milliseconds: less than a second, so that a query
-#: each second does not meet the one before.
+#: Timeout of `Cluster.inspect`, which normally takes milliseconds. It is less than a second, so that queries
+#: that are sent once a second do not overlap.
 ANSWER_S = 0.9
 
 #: A method that `Cluster.call` may reach: ``async``, with plain values as keyword arguments.
@@ -148,7 +148,7 @@ class Parent(Protocol):
     """The parent process, as the code of a child process sees it."""
 
     def request(self, name: str, envelope: Envelope) -> ActorRequest:
-        """Return a request to the parent, not sent, by the name of what it is for."""
+        """Return a request to the parent, not sent yet, to the actor or purpose with this name."""
 
     def take_sockets(self, name: str) -> list[socket.socket]:
         """Return the listening sockets that the parent has handed over under a name."""
@@ -165,7 +165,7 @@ class Hosted(Source, Protocol):
         """Prepare the actor and return plain facts about it; raise if that fails."""
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        """Take a request; raise if the actor takes none of its kind."""
+        """Take a request; raise if the actor does not support its kind."""
 
     async def stop(self, grace_s: float) -> None:
         """Stop; running requests may finish for up to ``grace_s``. Idempotent; cancelled only if late."""
@@ -173,23 +173,23 @@ class Hosted(Source, Protocol):
 
 @runtime_checkable
 class ReportsStart(Protocol):
-    """An actor whose start has stages, as that of a replica has."""
+    """An actor whose start has stages, such as a replica."""
 
     def stage(self) -> tuple[str, float]:
-        """Return what its start does now, such as "loading its code", and since when."""
+        """Return the current stage of its start, such as "loading its code", and when that began."""
 
 
 @runtime_checkable
 class ReportsHealth(Protocol):
-    """An actor that checks its own health, as replicas do."""
+    """An actor that checks its own health, such as a replica."""
 
     def health(self) -> Mapping[str, Any]:
-        """Return ``is_healthy`` and ``detail``, and what else `Cluster.inspect` should tell of the actor."""
+        """Return ``is_healthy``, ``detail`` and further facts for the result of `Cluster.inspect`."""
 
 
 @runtime_checkable
 class ReportsLogs(Protocol):
-    """An actor whose code may log in another process, as a replica's does."""
+    """An actor whose code may log in another process, such as a replica."""
 
     def log_file(self) -> ProcessFile | None:
         """Return the file to which its process logs; None without one."""
@@ -197,7 +197,7 @@ class ReportsLogs(Protocol):
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """An actor with metrics for autoscaling, as replicas have."""
+    """An actor with metrics for autoscaling, such as a replica."""
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics, in plain values."""
@@ -207,7 +207,7 @@ TopicHandler = Callable[[Any], None]
 
 
 class TaskQueues(Protocol):
-    """The queues of tasks of an instance, which are where its store is."""
+    """The task queues of an instance, in the process of its store."""
 
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         """Call a method of `daskserve.data.tasks.queues.hosted.HostedQueues` with plain values."""
@@ -241,13 +241,13 @@ class Cluster(Protocol):
         """
 
     async def destroy(self, address: ActorAddress, grace_s: float) -> None:
-        """Stop and remove an actor; do nothing if it is already gone."""
+        """Stop and remove an actor; do nothing if it does not exist."""
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         """Call one of an actor's verbs with plain values and return a plain value."""
 
     def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
-        """Return a request to an actor, not begun. One without a connection to its actor needs a task."""
+        """Return a request to an actor, not sent yet; without a connection to the actor, it needs a task."""
 
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
         """Return the function that takes an actor's requests: its own ``handle`` if it is in this process.
@@ -263,8 +263,8 @@ class Cluster(Protocol):
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
         ``"metrics"`` if the actor has any and is named in ``metrics_of``, ``"broken_routes"`` if there are
         workers that its process does not reach directly, ``"busy"`` while it starts or stops (what it does,
-        and for how many seconds), and further facts of its health.
-        Raises `ActorLostError` if the worker is gone, and never returns if its process is stopped.
+        and for how many seconds), and further facts of its health. Raises `ActorLostError` if the worker has
+        left, and never returns if its process is stopped.
         """
 
     async def report(self, epoch: int, report: UsageReport) -> bool:
@@ -326,7 +326,7 @@ class Routes(Protocol):
         """Connect to a worker if necessary; raise `ActorLostError` if it cannot be reached at once."""
 
     def break_off(self, worker: WorkerAddress) -> None:
-        """Fail the requests that are under way at a worker, because it does not answer."""
+        """Fail the requests in flight at a worker, because it does not answer."""
 
     def broken(self) -> Mapping[WorkerAddress, Reachability]:
         """Return the workers that are not reached directly, each with its route."""
@@ -378,13 +378,13 @@ class ValueTransfer(Protocol):
     """Sends Dask's values among the arguments of calls."""
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
-        """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
+        """Take Dask's values out of a call's arguments and start computing them; None if there are none."""
 
     def is_value(self, value: Any) -> bool:
         """Return whether a value is one of Dask's."""
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> RemoteValues:
-        """Have values computed that the caller took out of a call's arguments, which are ``payload``."""
+        """Start computing values that the caller took out of a call's arguments, which are ``payload``."""
 
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out in another process."""
@@ -393,7 +393,7 @@ class ValueTransfer(Protocol):
         """Put the result of a call into the memory of its worker; return its future, of this connection."""
 
     def as_read(self, future: Any) -> Any:
-        """Return such a future for the code that reads it, in any thread or loop."""
+        """Return a future from `keep` in a form that its reader can use in any thread or loop."""
 
 
 class ClusterConnection(Protocol):

@@ -26,7 +26,7 @@ class Started(Protocol):
 
 
 class StartedInstances:
-    """The running instances that this process started, as far as it knows.
+    """The instances that this process started and that have not ended, as far as it knows.
 
     Parameters
     ----------

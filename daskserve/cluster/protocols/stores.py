@@ -1,7 +1,7 @@
-"""The records of an instance: what its controller sees of them, and the place that keeps them.
+"""The records of an instance, and the place that keeps them.
 
-Several clusters may use one place, and at most one of them owns an instance's records. `StoreOwnership` says
-where an instance stands, `TURNS` how that changes; `daskserve.cluster.scheduler.holding` carries it out.
+Several clusters may use one place, and at most one of them owns an instance's records. `StoreOwnership` lists
+the states of an instance, and `TURNS` the transitions. `daskserve.cluster.scheduler.holding` executes them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, Protocol
 class StoreOwnership(enum.StrEnum):
     """Whether an instance owns its records in the store."""
 
-    #: It starts, and nothing is written: another instance may own the records, and keeps them until this one
+    #: The instance is starting, and writes nothing. Another instance may own the records, until this one
     #: serves.
     TRIAL = "trial"
-    #: They are its own, and what it has done during the trial is not written yet.
+    #: The instance owns the records, and has not written its changes from the trial yet.
     CLAIMED = "claimed"
     HELD = "held"
-    #: Another cluster has taken them over. It continues with the records in memory.
+    #: Another cluster has taken the records over. The instance continues with its records in memory.
     TAKEN = "taken"
-    #: Another cluster has taken them over during the trial, so the start fails.
+    #: Another cluster took the records over during the trial, so the start fails.
     REFUSED = "refused"
-    #: It ends, and they are free, or belong to the previous owner again.
+    #: The instance ends. The records are free, or belong to the previous owner again.
     RELEASED = "released"
 
     @property
@@ -44,7 +44,7 @@ class OwnershipEvent(enum.Enum):
     RELEASE = enum.auto()
 
 
-#: All changes; any other turn leaves a hold as it is.
+#: All transitions; any other event leaves the ownership as it is.
 TURNS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
     (StoreOwnership.TRIAL, OwnershipEvent.CLAIM): StoreOwnership.CLAIMED,
     (StoreOwnership.TRIAL, OwnershipEvent.OVERTAKEN): StoreOwnership.REFUSED,
@@ -58,7 +58,7 @@ TURNS: Mapping[tuple[StoreOwnership, OwnershipEvent], StoreOwnership] = {
 
 
 def turned(hold: StoreOwnership, turn: OwnershipEvent) -> StoreOwnership:
-    """Return the hold after a turn."""
+    """Return the ownership after an event."""
     return TURNS.get((hold, turn), hold)
 
 
@@ -104,7 +104,8 @@ class Store(Protocol):
         Raises
         ------
         StoreLostError
-            The change must last, and what it would be written to is not what the next start would open.
+            The change must last, and the file or folder was moved or replaced, so that the next start would
+            not find it.
         """
 
     async def rewrite(self, epoch: int, change: StoreChange, unreadable: Sequence[str] = ()) -> None:
@@ -121,21 +122,21 @@ class Store(Protocol):
         """Whether the instance owns its records, as far as this process knows."""
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Take note of the store's ``problems`` and ``hold``, which the owner of the store has told."""
+        """Remember the store's ``problems`` and ``hold``, as its owner reported them."""
 
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]
     ) -> Mapping[str, bytes | None] | None:
-        """Make the records the instance's own, now that it serves, and write what the trial has changed.
+        """Take ownership of the records, now that the instance serves, and write the changes from the trial.
 
         Returns the previous owner's changes since the trial began, by key; None if too early. Idempotent.
 
         Parameters
         ----------
         is_complete
-            Whether everything runs that should. If not, an owner that is alive keeps the records.
+            Whether all deployments run. If not, a live owner keeps the records.
         own
-            Prefixes of the keys whose records describe what runs on this cluster, and not on another.
+            Prefixes of the keys of records that describe the state of this cluster only.
 
         Raises
         ------
@@ -160,13 +161,13 @@ class InstanceStore(Store, Protocol):
         """Return the newest epoch of the instance; 0 if there is none."""
 
     async def claim_epoch(self) -> int:
-        """Return the epoch of the next controller, higher than any before, whose commits fail from now on."""
+        """Return the epoch of the next controller, the highest so far; commits of older ones fail then."""
 
     async def release(self, *, gives_back: bool = False) -> None:
-        """Let others have the records without waiting for this instance, which ends.
+        """Release the records, because this instance ends, so that others need not wait for a timeout.
 
         Parameters
         ----------
         gives_back
-            Whether the instance goes on that had them before this one, whose start has failed.
+            Whether the previous owner gets the records back, because the start of this instance failed.
         """

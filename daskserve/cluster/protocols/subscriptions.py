@@ -35,7 +35,7 @@ class Listener(Protocol):
 
     @property
     def silent_since(self) -> float | None:
-        """Since when no controller has answered, as far as this process has asked; None if one does."""
+        """Time since which fetches from the controller have failed; None if the last one succeeded."""
 
     def ask(self) -> None:
-        """Ask the controller for news, although nothing says that there are any."""
+        """Fetch from the controller now, without an update message."""

@@ -15,7 +15,7 @@ class PresentTask(Protocol):
     is_released: bool
 
     def leave(self, limit: int | None = None) -> bool:
-        """Give its place in the worker to another task while it waits; return whether it has left.
+        """Give its place in the worker to another task while it waits; return whether it did.
 
         With a ``limit``, no more tasks than that leave, unless more urgent ones wait for a thread. Without
         one it always leaves.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from daskserve.common.types import WorkerAddress
 
@@ -40,3 +41,17 @@ class UsageReport:
     grace_s: float = 0.0
     occupied: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)
     claimed: Mapping[WorkerAddress, Mapping[str, float]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: sorted(each) if isinstance(each, frozenset) else each for name, each in values.items()}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the report that `plain` has made these values of."""
+        lists = (list, tuple)
+        values: dict[str, Any] = {
+            name: frozenset(each) if isinstance(each, lists) else each for name, each in plain.items()
+        }
+        return cls(**values)

@@ -37,7 +37,7 @@ ADAPTIVE_S = 60.0
 
 #: How long the first instance on a cluster without workers waits for a request that shows it is adaptive.
 REQUEST_WAIT_S = 2.5
-#: How often it looks for the first worker.
+#: Interval of the checks for the first worker.
 FIRST_WORKER_POLL_S = 0.05
 
 #: How many times the data that exists must fit into the memory of the workers that stay; Dask's own value.
@@ -152,8 +152,8 @@ class Capacity:
         by_tasks: int = self._originals["adaptive_target"](*args, **kwargs)
         workers = self._scheduler.workers
         if by_tasks <= len(workers) and not self._has_tasks():
-            # Dask wants room for all data, and for Hosts, on workers that may leave, too. So it never
-            # releases the last one of them, although workers with replicas have room.
+            # Dask requires memory for all data, including Hosts, on the workers that may leave. So it never
+            # releases the last one of them, even if workers with replicas have enough memory.
             by_tasks = min(by_tasks, len(workers) - self._unneeded())
         return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 

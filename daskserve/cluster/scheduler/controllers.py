@@ -1,9 +1,9 @@
 """Keeping a controller running for every instance, even if its worker dies or hangs.
 
-When a worker dies, the scheduler reports it and its controllers are replaced. A hanging controller, whose
-process is stopped or whose event loop is blocked, is detected by a ping once a second, which also tells it
-the condition of its store. Every new controller first gets a newer epoch, so an older one that is still alive
-is fenced. It is stopped anyway.
+When a worker dies, the scheduler reports it and its controllers are replaced. A ping once a second detects a
+hanging controller, whose process is stopped or whose event loop is blocked. The ping also carries the
+condition of the store to the controller. Every new controller first gets a newer epoch, so an older one that
+is still alive is fenced. It is stopped anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from daskserve.cluster.actors.calls import create_actor, destroy_actor, list_actors
@@ -21,7 +22,7 @@ from daskserve.cluster.scheduler.hosts import HostRegistry
 from daskserve.cluster.scheduler.parcels import InstanceParcels
 from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import ActorAddress, ActorKind, InstanceName, WorkerAddress, WorkerInfo
-from daskserve.errors import ActorLostError, BadRequestError, ServeError
+from daskserve.errors import ActorLostError, BadRequestError, ServeError, UnavailableError
 
 logger = logging.getLogger("daskserve.supervisor")
 
@@ -34,6 +35,8 @@ SETTLED_S = 10.0
 START_TIMEOUT_S = 10.0
 #: Pause before the next attempt when no worker could start a controller or the store was unreachable.
 START_RETRY_S = 0.5
+#: How long a lookup waits for a controller that is being replaced.
+LOOKUP_S = 0.5
 
 
 @dataclass(slots=True)
@@ -53,9 +56,11 @@ class Instance:
     epoch: int = 0
     #: Number of controllers started so far.
     starts: int = 0
+    #: How many pings in a row the controller has not answered.
+    misses: int = 0
     #: The workers of the proxies, as the controller reported them last.
     proxies: frozenset[WorkerAddress] = frozenset()
-    #: Since when there has been a better worker for the controller.
+    #: Time since which there has been a better worker for the controller.
     better_since: float | None = None
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,7 +73,7 @@ class Instance:
     draining: asyncio.Task[None] | None = None
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
-    #: Looks at the store, if others may have it as well.
+    #: Watches the store, if other clusters may use it, too.
     watching: asyncio.Task[None] | None = None
     #: Whether its start has failed, so that the store goes back to the instance that had it before.
     has_failed: bool = False
@@ -100,9 +105,9 @@ class Instance:
 
 
 async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[InstanceName, dict[str, Any]]:
-    """Return the instances that do not end, each with what programs need to choose one."""
+    """Return the instances that are not ending, each with the facts that programs need to choose one."""
     return {
-        # One whose owner has left is about to end.
+        # An instance whose owner has left is about to end.
         entry.name: {
             "owns_cluster": entry.owns_cluster,
             "is_default": entry.is_default and entry.grace is None,
@@ -113,9 +118,27 @@ async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[Ins
     }
 
 
-def plain(address: ActorAddress) -> dict[str, Any]:
-    """Return an address as plain values."""
-    return {"name": address.name, "worker": address.worker, "incarnation": address.incarnation}
+async def find_controller(
+    known: Callable[[InstanceName], Instance], instance: InstanceName
+) -> dict[str, Any]:
+    """Return the fields of the address of an instance's controller.
+
+    Raises
+    ------
+    NotRunningError
+        The instance does not run.
+    UnavailableError
+        Its controller is being replaced.
+    """
+    entry = known(instance)
+    # A short wait saves callers a retry. It must be short: it occupies the caller's connection to the
+    # scheduler.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOOKUP_S):
+            await entry.controller_up.wait()
+    if entry.controller is None:
+        raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
+    return asdict(entry.controller)
 
 
 def best_worker(
@@ -197,7 +220,7 @@ class ControllerKeeper:
         tried: set[WorkerAddress] = set(excluded or ())
         is_first = not entry.epoch
         while not entry.is_ending and entry.controller is None:
-            worker = self._best(entry, tried)
+            worker = best_worker(self._hosts.infos(), tried, entry.proxies, entry.system_workers)
             if worker is None:
                 if not is_first:
                     self._spawn(self._start_later(entry))
@@ -219,17 +242,18 @@ class ControllerKeeper:
                     await self._create(entry, address)
             except (OSError, TimeoutError, ServeError) as error:
                 if is_first and isinstance(error, BadRequestError):
-                    raise  # it is the caller's, on every worker
-                # A worker that has left, as all do when the cluster closes, is nothing to warn of.
+                    raise  # the caller's mistake fails on every worker
+                # No warning if the worker has left, because all workers leave when the cluster closes.
                 level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
                 logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)
                 self._spawn(self._end(address))  # it may still come up
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address
+                entry.misses = 0
                 entry.starts += 1
                 entry.controller_up.set()
-                self._publish(entry.name, {"kind": CONTROLLER, **plain(address)})
+                self._publish(entry.name, {"kind": CONTROLLER, **asdict(address)})
             else:
                 self._spawn(self._end(address))
 
@@ -257,7 +281,6 @@ class ControllerKeeper:
 
     async def watch(self) -> None:
         """Replace controllers that do not answer, until cancelled."""
-        misses: dict[int, int] = {}
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -265,26 +288,21 @@ class ControllerKeeper:
                 address = entry.controller
                 if address is None or entry.is_ending:
                     continue
-                if await self._answers(entry, address):
-                    misses.pop(address.incarnation, None)
-                    await self._keep_apart(entry, address)
+                is_answered = await self._answers(entry, address)
+                if entry.controller != address:
                     continue
-                misses[address.incarnation] = misses.get(address.incarnation, 0) + 1
-                if misses[address.incarnation] >= MISSES and entry.controller == address:
+                entry.misses = 0 if is_answered else entry.misses + 1
+                if is_answered:
+                    await self._keep_apart(entry, address)
+                elif entry.misses >= MISSES:
                     logger.warning("Replacing controller %s: it does not answer", address)
-                    misses.pop(address.incarnation)
                     self._hosts.suspects.add(address.worker)
                     self._spawn(self._clear_suspect(address.worker))
                     await self.replace(entry, {address.worker})
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
 
-    def _best(self, entry: Instance, excluded: Collection[WorkerAddress] = ()) -> WorkerAddress | None:
-        return best_worker(self._hosts.infos(), excluded, entry.proxies, entry.system_workers)
-
     async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
         """Move a controller to a worker that is kept for it, or away from a proxy, if there is one by now."""
-        if entry.controller != address:
-            return
         found = self._better(entry, address.worker)
         if found is None:
             entry.better_since = None
@@ -300,9 +318,10 @@ class ControllerKeeper:
         await self.replace(entry, {address.worker})
 
     def _better(self, entry: Instance, here: WorkerAddress) -> tuple[WorkerAddress, str] | None:
-        """Return a better worker for a controller, and what is wrong with its own; None if there is none."""
-        known = {info["address"]: WorkerInfo(**info) for info in self._hosts.infos()}
-        best = self._best(entry)
+        """Return a better worker for a controller and the reason; None if there is none."""
+        infos = self._hosts.infos()
+        known = {info["address"]: WorkerInfo(**info) for info in infos}
+        best = best_worker(infos, (), entry.proxies, entry.system_workers)
         if best is None or here not in known or not known[best].is_available:
             return None
 
@@ -345,6 +364,5 @@ class ControllerKeeper:
         except (OSError, ServeError) as error:
             logger.info("Worker %s was lost before it answered again: %s", worker, error)
         self._hosts.suspects.discard(worker)
-        infos = [info for info in self._hosts.infos() if info["address"] == worker]
         for name in list(self._instances):
-            self._publish(name, {"kind": WORKERS, "joined": infos, "left": []})
+            self._publish(name, {"kind": WORKERS, "joined": self._hosts.infos(worker), "left": []})

@@ -14,7 +14,7 @@ from daskserve.common.types import InstanceName
 
 #: Longest wait of one call for a draining instance: a call occupies a connection.
 ANSWER_S = 5.0
-#: How long a drained instance waits for its end, in case the program that shuts it down has died.
+#: Time after which a drained instance ends by itself, in case the program that shuts it down has died.
 DRAINED_S = 5.0
 
 
@@ -59,7 +59,7 @@ class Drains:
         self._spawn = spawn
 
     async def drain_instance(self, instance: InstanceName) -> bool:
-        """Return whether an instance's requests have completed; False means to ask again."""
+        """Return whether an instance's requests have completed; after False, call again."""
         entry = self._known(instance)
         if entry.draining is None:
             entry.draining = self._spawn(self._drain(entry))

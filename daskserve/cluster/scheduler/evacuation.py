@@ -1,8 +1,8 @@
 """Moves all actors away from workers that leave, and reports when these may end.
 
-A worker leaves because it is retired, and then has as long as it takes, or because its process got SIGTERM,
-and then has as long as the sender allows. The controllers do the moving; see
-`daskserve.control.reconcile`. This module tells them who leaves, and waits.
+A worker leaves because it is retired, and then has as much time as it needs, or because its process got
+SIGTERM, and then has the time that the sender allows. The controllers move the actors; see
+`daskserve.control.reconcile`. This module notifies them, and waits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger("daskserve.supervisor")
 
 #: How long a retiring worker waits until its actors are replaced elsewhere, besides the time of its requests.
 EVACUATION_S = 60.0
-#: The least share of the time of a worker that got SIGTERM in which its actors are replaced elsewhere; its
-#: requests have the rest.
+#: Minimum share of the time of a worker that got SIGTERM for replacing its actors elsewhere. The remaining
+#: time is for its requests.
 REPLACING_SHARE = 0.25
 #: Delay before the controllers are notified: a host that ends sends SIGTERM to several workers.
 TOGETHER_S = 0.05
@@ -63,7 +63,7 @@ class Evacuations:
         self._leaving: dict[WorkerAddress, asyncio.Task[RetirementStatus]] = {}
 
     def wake(self) -> None:
-        """Look again, after a report of a controller or the end of a worker or an instance."""
+        """Check again, after a report of a controller or the end of a worker or an instance."""
         self._changed.set()
 
     def forget(self, worker: WorkerAddress) -> None:
@@ -72,12 +72,12 @@ class Evacuations:
         self._changed.set()
 
     def close(self) -> None:
-        """Let all who wait go."""
+        """End all waits."""
         self._is_closed = True
         self._changed.set()
 
     async def evacuate(self, workers: list[WorkerAddress]) -> None:
-        """Return once workers that retire hold no actors of daskserve, or after the time that they have."""
+        """Return once retiring workers hold no actors of daskserve, or after a time limit."""
         leaving = {worker for worker in workers if self._hosts.has(worker)}
         self._hosts.retiring.update(workers)
         for worker in workers:
@@ -112,9 +112,9 @@ class Evacuations:
         return task.result() if done else RetirementStatus.MOVING
 
     async def depart(self, worker: WorkerAddress) -> None:
-        """Tell all routers and controllers that a worker, which has no actors any more, is about to end.
+        """Notify all routers and controllers that a worker without actors is about to end.
 
-        Otherwise a request may reach the worker while it ends.
+        Without this, a request may reach the worker while it ends.
         """
         for instance in list(self._instances):
             self._publish(instance, {"kind": WORKERS, "joined": [], "left": [worker]})
@@ -133,7 +133,7 @@ class Evacuations:
             return max(within_s - self._capacity.grace_s, within_s * REPLACING_SHARE)
 
         if not await self._are_free({worker}, limit_s, stays=lambda: not self._has_others()):
-            # All workers of a cluster end together when it closes, which is nothing to warn of.
+            # No warning if all workers end together, as they do when the cluster closes.
             level = logging.WARNING if self._has_others() else logging.INFO
             logger.log(
                 level, "Worker %s got SIGTERM and ends before all its actors have another place", worker
@@ -166,7 +166,7 @@ class Evacuations:
         *,
         stays: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Return whether workers hold no actors of daskserve, as soon as they do not, or after a time."""
+        """Wait until workers hold no actors of daskserve; return False if a time limit passes first."""
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s()) as limit:

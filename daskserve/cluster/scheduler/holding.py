@@ -1,18 +1,19 @@
-"""The records of an instance in a store that other clusters may use, too: which cluster owns them.
+"""Ownership of the records of an instance in a store that other clusters may use, too.
 
 Problem: a second cluster that starts on the store must not harm the instance that runs, unless it serves in
 its place: its ports may be in use, its replicas may not start, it may be killed at any moment. Choice: it
-starts on a *trial*. It reads the records and keeps what it changes in memory. Once it serves, it claims the
-next epoch, which from then on keeps the other instance from writing; takes in what that one has changed in
-between; and writes the rest in one transaction. Whatever ends it before that leaves the store as it was.
+starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it claims the next
+epoch, so that the other instance can no longer write. It then reads what the other instance has changed
+since, and writes its own changes in one transaction. If it ends before that, for any reason, the store is
+unchanged.
 
-An instance that was overtaken goes on from the records in memory: it replaces what dies, and refuses changes.
-It comes back to the store if that is given back to it, because the start of the other one failed after all.
+An instance whose records were taken over continues with the records in memory: it replaces lost actors, and
+refuses changes. If the start of the other instance fails after all, it gets the store back.
 
-What a trial needs before it may claim depends on whether the owner is alive. It asks (`BlockingStore.knock`),
-and owners answer within `LOOK_S`. A live owner keeps the store until everything runs; a dead one has nothing
-to lose, and a broken backend must not prevent the others' return. Two that start at once claim the same
-epoch, and one of them gets it.
+When a trial may claim depends on whether the owner is alive. The trial sends a query (`BlockingStore.knock`),
+which owners answer within `LOOK_S`. A live owner keeps the store until all backends of the trial run. If the
+owner is dead, the trial may claim earlier, because a broken backend must not keep the others from returning.
+Of two instances that start at the same time, only one gets the epoch.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from daskserve.errors import ServeError, StaleEpochError, StoreTakenError, Unava
 
 logger = logging.getLogger("daskserve.store")
 
-#: Interval at which an instance looks whether the store is still its own, and answers others that ask.
+#: Interval at which an instance checks that it still owns the store, and answers queries of other clusters.
 LOOK_S = 2.0
-#: How long an owner that does not answer counts as alive.
+#: Time after which an owner that does not answer counts as dead.
 PATIENCE_S = 7.0
 REFUSAL = (
     "Another cluster has taken over the store of this instance. It serves on and replaces what dies, but "
@@ -64,7 +65,7 @@ def _refused(hold: StoreOwnership) -> ServeError:
 
 
 class Mirror:
-    """The records as an instance knows them.
+    """The records of an instance, in memory.
 
     The rows of parcels, which are large, are among them only while the instance does not hold the store.
     """
@@ -90,7 +91,7 @@ class Mirror:
         self.apply({key: each for key, each in stored.items() if is_row(key)})
 
     def difference(self, stored: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        """Return the change that makes these records of a store."""
+        """Return the change that makes the records of a store equal to these."""
         change: dict[str, bytes | None] = {key: None for key in stored if key not in self.records}
         return change | {key: each for key, each in self.records.items() if stored.get(key) != each}
 
@@ -125,7 +126,7 @@ class HeldStore:
         #: During a trial: the claim that it began with, and the records of that time.
         self._before = Claim(0, "")
         self._base: Mapping[str, bytes] = {}
-        #: When the owner is last known to have lived.
+        #: When the owner was last known to be alive.
         self._lived_at = 0.0
         self._lacks_rows = False
 
@@ -198,7 +199,7 @@ class HeldStore:
                 logger.info("Store %r could not be looked at: %s", self.shared, error)
 
     async def look(self) -> None:
-        """Check the store once: answer other clusters, or ask the owner, or notice a new owner."""
+        """Check the store once: answer queries of other clusters, query the owner, or notice a new owner."""
         async with self._lock:
             if self.hold is StoreOwnership.TRIAL:
                 if self._before.owner and await self.shared.knock(self._owner):
@@ -226,7 +227,7 @@ class HeldStore:
                 if (await self.shared.look()).epoch == self._claimed:
                     self._mirror.know(stored)
                     return stored
-                await self._overtaken()  # those may be the records of another instance
+                await self._overtaken()  # these may be the records of another instance
             return dict(self._mirror.records)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
@@ -257,7 +258,7 @@ class HeldStore:
             self._mirror.know(change.records)
 
     async def _is_written(self, write: Callable[[], Awaitable[None]]) -> bool:
-        """Write once more if the store was given back meanwhile; return False if it is another's."""
+        """Write, twice if the store was given back meanwhile; return False if another cluster owns it."""
         for _ in range(2):
             try:
                 await write()
@@ -336,7 +337,7 @@ class HeldStore:
             self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
 
     async def _write(self, latest: Mapping[str, bytes] | None = None) -> bool:
-        """Make the store's records those in memory; return False if they are another's by now."""
+        """Write the records in memory to the store; return False if another cluster owns it by now."""
         known = await self.shared.load() if latest is None else latest
         try:
             await self.shared.commit(self._claimed, StoreChange(self._mirror.difference(known)))

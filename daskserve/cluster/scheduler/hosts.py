@@ -59,7 +59,7 @@ RELEASE_POLL_S = 0.005
 def secret_of(scheduler: Scheduler) -> ChannelSecret:
     """Return the secret of a scheduler's cluster, drawn on first use.
 
-    It outlives the supervisor, because programs keep it: with another one, they would be taken for strangers.
+    It outlives the supervisor. Programs keep the secret, and workers would refuse them if it changed.
     """
     secret: ChannelSecret | None = getattr(scheduler, _SECRET, None)
     if secret is None:
@@ -120,12 +120,14 @@ class HostRegistry:
         """Return the workers without a compatible daskserve, each with the problem and its remedy."""
         return dict(self._refused)
 
-    def infos(self) -> list[dict[str, Any]]:
-        """Return the workers with a Host, as the fields of `daskserve.common.types.WorkerInfo`."""
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        """Return the fields of `daskserve.common.types.WorkerInfo` for workers with a Host; default: all."""
         head_host = get_address_host(self._scheduler.address)
         found = []
-        for address, worker in self._scheduler.workers.items():
-            if self.has(address):
+        known = self._scheduler.workers
+        for address in of or known:
+            worker = known.get(address)
+            if worker is not None and self.has(address):
                 declared = self.reserved.declared(worker)
                 found.append(
                     {
@@ -147,12 +149,8 @@ class HostRegistry:
                 )
         return found
 
-    async def describe(self) -> dict[str, Any]:
-        """Return the workers with a Host and the refused ones, as plain values."""
-        return {"workers": self.infos(), "refused": self.refused()}
-
     async def ready(self, timeout_s: float) -> None:
-        """Start a Host on every worker; return when all have one, or when the stragglers' time is over.
+        """Start a Host on every worker; return when all have one, or after a time limit for stragglers.
 
         Raises
         ------
@@ -298,7 +296,7 @@ class HostRegistry:
             return await list_actors(self.call, worker, instance, metrics_of)
 
     async def entrust(self, instance: InstanceName) -> None:
-        """Have all Hosts keep the message that starts an instance."""
+        """Send the message that starts an instance to all Hosts, which keep it."""
         start = self.starts[instance]
         workers = [worker for worker in self._entries if self.has(worker)]
         # A worker that is lost now needs no message.
@@ -315,7 +313,7 @@ class HostRegistry:
     async def _end_on(self, worker: WorkerAddress, instance: InstanceName) -> None:
         try:
             await asyncio.wait_for(self._execute(worker, "end_instance", instance), END_TIMEOUT_S)
-        except (OSError, TimeoutError, ActorLostError) as error:
+        except (OSError, TimeoutError, ServeError) as error:
             logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
 
     def abandon(self) -> None:
@@ -329,16 +327,16 @@ class HostRegistry:
         if admitting is not None:
             admitting.cancel()
             await asyncio.wait({admitting})
-        if worker not in self._entries:
-            return
-        await self._close_host(worker)
-        self._entries.pop(worker, None)
+        entry = self._entries.get(worker)
+        if entry is not None:
+            await self._close_host(worker, entry)
+            self._entries.pop(worker, None)
 
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
 
-        The order may be late: a controller on a machine without network takes all others for unresponsive,
-        and what it sent arrives when the network is back.
+        The order may be outdated. A controller on a machine without network sees all other workers as
+        unresponsive, and its orders arrive when the network is back.
 
         Raises
         ------
@@ -355,7 +353,8 @@ class HostRegistry:
         if await _is_answered(list_actors(self.call, worker, "")):
             logger.info("Worker %s answers the scheduler and is not restarted", worker)
             return
-        # Otherwise the order would arrive when the network is back, and end what serves again.
+        # Without this check, the order would arrive when the network is back, and end a worker that serves
+        # again.
         if not await _is_answered(_reach(known.nanny, self._scheduler.connection_args)):
             raise UnavailableError(f"Worker {worker} cannot be restarted: its nanny does not answer, either.")
         logger.warning("Restarting worker %s by its nanny: it does not answer", worker)
@@ -373,16 +372,16 @@ class HostRegistry:
         """Close and release every Host."""
         for task in list(self._admitting.values()):
             task.cancel()
-        await asyncio.gather(*(self._close_host(worker) for worker in list(self._entries)))
+        await asyncio.gather(*(self._close_host(*each) for each in list(self._entries.items())))
         self._entries.clear()
 
-    async def _close_host(self, worker: WorkerAddress) -> None:
-        entry = self._entries[worker]
-        # Also a Host that is not open yet: the caller that was opening it may have been cancelled.
+    async def _close_host(self, worker: WorkerAddress, entry: _HostEntry) -> None:
+        # This includes a Host that is not open yet, because the caller that was opening it may have been
+        # cancelled.
         if entry.future.status == "finished":
             try:
                 await asyncio.wait_for(self._execute(worker, "close"), END_TIMEOUT_S)
-            except (OSError, TimeoutError, ActorLostError) as error:
+            except (OSError, TimeoutError, ServeError) as error:
                 logger.warning("Closing the Host on %s failed: %s", worker, error)
         entry.future.release()
         for _ in range(int(END_TIMEOUT_S / RELEASE_POLL_S)):
@@ -391,12 +390,12 @@ class HostRegistry:
             await asyncio.sleep(RELEASE_POLL_S)
         known: Any = self._scheduler.workers.get(worker)
         if known is not None:
-            # Dask goes on to count an actor that was released while it started, and never retires its worker.
+            # Dask keeps counting an actor that was released while it started, and never retires its worker.
             known.actors -= {task for task in known.actors if task.key == entry.key}
 
     async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:
         entry = self._entries.get(worker)
-        # Another scheduler's controller asks as soon as this one answers, before there is a client.
+        # A controller that outlived another scheduler may call before there is a client.
         if entry is None or self._client is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
         return await call_actor(self._client, worker, entry.key, function, *arguments)

@@ -32,7 +32,7 @@ async def start_instance(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # A call, perhaps Dask's own wait_for, swallowed a cancellation. The cancelled program may have
-            # asked the scheduler to end the instance before there was a supervisor to remember it.
+            # requested the end of the instance before there was a supervisor to remember it.
             raise asyncio.CancelledError
         try:
             await connection.ask("start_instance", instance=instance, timeout_s=timeout_s, **message)
@@ -51,10 +51,10 @@ async def bring_back(
     start : dict
         The message that started the instance.
     worker : str
-        The worker that asks, which has actors of the instance.
+        The calling worker, which has actors of the instance.
     left : dict
-        What the instance's controller of that time knows, if it is on this worker; at least the newest epoch
-        that is known there.
+        The knowledge of the instance's old controller, if it is on this worker; at least the newest epoch
+        that the worker knows.
     """
     await _install(connection, CHECK_S)
     is_running: bool = await connection.ask("bring_back", start=start, worker=worker, **left)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from daskserve.cluster.parcel_memory import PIECE_BYTES, ParcelMemory, Place
 from daskserve.cluster.protocols.base import InstanceStore
@@ -20,26 +20,32 @@ from daskserve.errors import BadRequestError, CodeLoadError, InstanceError
 PATIENCE_S = 600.0
 _CODE, _ROW = "code/", "parcel/"
 
+AsyncFunction: TypeAlias = Callable[..., Awaitable[Any]]
+
 
 def is_row(key: str) -> bool:
     """Return whether a key of a store is that of a part of a parcel's content."""
     return key.startswith(_ROW)
 
 
-def parcel_verbs(
-    find: Callable[[InstanceName], InstanceParcels],
-) -> dict[str, Callable[..., Awaitable[Any]]]:
+def verbs_for(find: Callable[[InstanceName], Any], **functions: AsyncFunction) -> dict[str, AsyncFunction]:
+    """Return verbs whose messages name an instance; each passes the result of ``find`` to its function."""
+
+    def verb(function: AsyncFunction) -> AsyncFunction:
+        return lambda instance, **message: function(find(instance), **message)
+
+    return {name: verb(function) for name, function in functions.items()}
+
+
+def parcel_verbs(find: Callable[[InstanceName], InstanceParcels]) -> dict[str, AsyncFunction]:
     """Return the supervisor's verbs for parcels, given the parcels of each instance."""
-
-    def verb(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        return lambda instance, **message: method(find(instance), **message)
-
-    return {
-        "offer_parcel": verb(InstanceParcels.offer),
-        "add_to_parcel": verb(InstanceParcels.add),
-        "find_parcel": verb(InstanceParcels.find),
-        "read_parcel": verb(InstanceParcels.read),
-    }
+    return verbs_for(
+        find,
+        offer_parcel=InstanceParcels.offer,
+        add_to_parcel=InstanceParcels.add,
+        find_parcel=InstanceParcels.find,
+        read_parcel=InstanceParcels.read,
+    )
 
 
 class InstanceParcels:
@@ -90,7 +96,7 @@ class InstanceParcels:
     # ---- with the controller's transactions
 
     def without_rows(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return what a controller loads; the rows of parcels are only counted."""
+        """Return the records for a controller; the rows of parcels are counted and left out."""
         rows = [key for key in records if key.startswith(_ROW)]
         self._rows.clear()
         for key in rows:

@@ -1,9 +1,8 @@
 """Instances that reconnect: their workers have outlived another scheduler and register with this one.
 
-Each worker asks for each of its instances until it runs. The first to ask is not the only one: the instance
-starts once all workers are back that it had, as far as they are known, or once it has waited for them long
-enough. A controller that started earlier would take those that are missing for lost, and replace what runs
-there.
+Each worker requests each of its instances until it runs. After the first request, the instance waits until
+all its known workers are back, or until a time limit. If its controller started earlier, it would treat the
+missing workers as lost, and replace their actors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from daskserve.errors import InstanceError, ServeError
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: How long an instance waits for workers of which it knows, and for others.
+#: How long an instance waits for known workers, and for others.
 KNOWN_S = 3.0
 UNKNOWN_S = 1.0
 #: How long the end of an instance waits for its store.
@@ -41,7 +40,7 @@ class KnownInstance:
     Attributes
     ----------
     epoch
-        The newest epoch of which there is an actor.
+        The newest epoch among the actors.
     records
         The records of the newest controller; None if they are not known.
     is_trial
@@ -69,7 +68,7 @@ class _ReconnectingInstance:
         waited_s = now - self.began_at
         if not present:
             return waited_s >= float(self.start["timeout_s"])
-        # A controller has told which workers there were.
+        # An old controller has reported its workers.
         is_complete = self.known.records is not None
         if is_complete and self.workers <= set(present):
             return True
@@ -82,11 +81,13 @@ class ReconnectingInstances:
     Parameters
     ----------
     start
-        Starts an instance, given what is known of it, and the message that started it.
+        Starts an instance, given a `KnownInstance` and the message that started the instance before.
     end_after
         Ends an instance after a delay, unless its owner connects.
     spawn
         Runs a coroutine as a task of the supervisor.
+    attempted
+        Called after each attempt to start an instance.
     """
 
     def __init__(
@@ -96,12 +97,14 @@ class ReconnectingInstances:
         start: Callable[..., Awaitable[Any]],
         end_after: Callable[[Instance, float], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], Any],
+        attempted: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._instances = instances
         self._start = start
         self._end_after = end_after
         self._spawn = spawn
+        self._attempted = attempted
         self._reconnecting: dict[InstanceName, _ReconnectingInstance] = {}
 
     @property
@@ -118,16 +121,16 @@ class ReconnectingInstances:
         records: Mapping[str, bytes] | None = None,
         is_trial: bool = False,
     ) -> bool:
-        """Return whether an instance runs; if it does not, have it start.
+        """Return whether an instance runs; if it does not, begin to start it.
 
         Parameters
         ----------
         worker
-            The worker that asks.
+            The calling worker.
         epoch
-            The newest epoch of which the worker has an actor.
+            The newest epoch among the worker's actors.
         workers, records, is_trial
-            From a worker that has a controller of the instance: what that knows.
+            The knowledge of the instance's old controller, if the worker has it.
         """
         name = start["instance"]
         if name in self._instances:
@@ -165,6 +168,7 @@ class ReconnectingInstances:
             logger.error("Instance %s could not be brought back: %s", name, error)
         finally:
             del self._reconnecting[name]
+            self._attempted()
 
 
 async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:
@@ -177,16 +181,16 @@ async def open_records(entry: Instance, url: str, back: KnownInstance | None) ->
 
 
 def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
-    """Refuse an instance that comes back, if it had not taken over its store: its start has failed.
+    """Raise an error if an instance that comes back had not taken over its store: its start failed.
 
-    Call it once the workers are there, whose actors end then.
+    Call this once the workers are back, because their actors are stopped after the error.
     """
     if back is not None and back.is_trial:
         raise InstanceError(f"The start of {entry.name!r} had not completed when the scheduler was lost.")
 
 
 async def close_records(entry: Instance) -> None:
-    """Let others have the records of an instance that ends, and close its store and its queues of tasks."""
+    """Release the records of an instance that ends, and close its store and its task queues."""
     if entry.watching is not None:
         entry.watching.cancel()
     try:
@@ -201,8 +205,8 @@ async def close_records(entry: Instance) -> None:
 async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, bytes] | None) -> None:
     """Restore a store that was lost together with the scheduler from the last controller's records.
 
-    Later epochs are newer than those of the actors, even if nothing else is known: so actors without a record
-    are recognized.
+    Even if no records are known, later epochs become newer than those of the actors, so that actors without a
+    record are recognized.
     """
     if await entry.store.newest_epoch() >= epoch:
         return

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.parcels import is_row
+from daskserve.cluster.scheduler.parcels import AsyncFunction, is_row, verbs_for
 from daskserve.common.types import InstanceName
 from daskserve.errors import StaleEpochError, UnavailableError
 
 
-def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, Callable[..., Awaitable[Any]]]:
+def record_verbs(find: Callable[[InstanceName], Instance]) -> dict[str, AsyncFunction]:
     """Return the verbs, given the running instances."""
-
-    def verb(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        return lambda instance, **message: method(find(instance), **message)
-
-    return {
-        "load_records": verb(_load),
-        "commit_records": verb(_commit),
-        "rewrite_records": verb(_rewrite),
-        "take_over_records": verb(_take_over),
-    }
+    return verbs_for(
+        find,
+        load_records=_load,
+        commit_records=_commit,
+        rewrite_records=_rewrite,
+        take_over_records=_take_over,
+    )
 
 
 async def _load(entry: Instance) -> dict[str, Any]:
@@ -68,7 +65,7 @@ async def _rewrite(
 
 
 async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequence[str]) -> dict[str, Any]:
-    """Make the records the instance's own; return what others have changed, or None if it is too early."""
+    """Take ownership of the records; return the changes by others, or None if it is too early."""
     check_epoch(entry, epoch)
     changed = await entry.store.take_over(epoch, is_complete=is_complete, own=own)
     if changed and any(map(is_row, changed)):
@@ -80,7 +77,7 @@ async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequen
 def check_epoch(entry: Instance, epoch: int) -> None:
     """Raise an error unless an epoch is that of the newest controller."""
     if not entry.epoch:
-        # A controller that outlived another scheduler takes the workers that are not back yet for lost.
+        # A controller that outlived another scheduler treats the workers that are not back yet as lost.
         raise UnavailableError(
             f"Instance {entry.name!r} comes back, and has no new controller yet; try again."
         )

@@ -3,8 +3,8 @@
 Problem: a user program may reach only the scheduler, and Dask's own solution, `Scheduler.proxy`, is a
 one-shot call without streams. Choice: the caller requests a worker on a separate connection. The supervisor
 dials the worker and then forwards bytes in both directions without inspecting them. So messages are neither
-unpacked nor unpickled here, and flow control, cancellation and errors work end to end, because they are
-ordinary frames. The two ends agree on compression and framing as if they were connected directly.
+unpacked nor unpickled here. Flow control, cancellation and errors work end to end, because they are ordinary
+frames. The two ends agree on compression and framing as if they were connected directly.
 
 A splice reads from one side only as fast as the other side accepts, so it holds one buffer per direction. The
 scheduler's event loop runs other work after each buffer.
@@ -94,7 +94,7 @@ class Splices:
         return NO_REPLY
 
     def drop(self, worker: WorkerAddress) -> None:
-        """End the splices to a worker that is gone, so that callers fail at once."""
+        """End the splices to a worker that has left, so that callers fail at once."""
         for comm, (other, far) in list(self._open.items()):
             if other == worker:
                 far.abort()
@@ -134,7 +134,7 @@ class Splices:
         except OSError as error:
             raise self._unreachable(worker, error) from error
         try:
-            self._check(worker)  # it may have left meanwhile
+            self._check(worker)  # it may have left during an await
         except ActorLostError:
             far.abort()
             raise
@@ -184,7 +184,7 @@ async def _carry_handshake_and_messages(near: Any, far: Any) -> None:
     try:
         await relay(wire_of(near), wire_of(far))
     except (OSError, ValueError):
-        return  # one side has disconnected, or has not been let in
+        return  # one side has disconnected, or was refused
     await _until_one_ends(_carry_messages(near, far), _carry_messages(far, near))
 
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ from daskserve.cluster.scheduler.controllers import (
     START_TIMEOUT_S,
     ControllerKeeper,
     Instance,
+    find_controller,
     list_instances,
-    plain,
 )
 from daskserve.cluster.scheduler.drains import Drains, end_as_asked
 from daskserve.cluster.scheduler.evacuation import Evacuations
@@ -51,7 +52,7 @@ from daskserve.cluster.scheduler.http.page.handlers import Page
 from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.cluster.scheduler.metrics import SupervisorMetrics
-from daskserve.cluster.scheduler.parcels import parcel_verbs
+from daskserve.cluster.scheduler.parcels import parcel_verbs, verbs_for
 from daskserve.cluster.scheduler.reconnect import (
     KnownInstance,
     ReconnectingInstances,
@@ -64,7 +65,7 @@ from daskserve.cluster.scheduler.sharing import share_instance
 from daskserve.cluster.scheduler.splice import Splices
 from daskserve.cluster.scheduler.topics import EndedTopics
 from daskserve.cluster.store.opening import open_store
-from daskserve.cluster.task_queues import task_verbs
+from daskserve.cluster.task_queues import InstanceTaskQueues
 from daskserve.common.types import DEFAULT_INSTANCE, InstanceName, WorkerAddress
 from daskserve.errors import (
     AlreadyRunningError,
@@ -84,7 +85,7 @@ PLUGIN_NAME = "daskserve-supervisor"
 UNUSED_S = 2.0
 #: Number of cancelled starts that are remembered; each matters for milliseconds.
 MAX_CANCELLED_STARTS = 100
-#: How long an instance that another cluster was faster than waits for its end.
+#: How long an instance waits for its end after another cluster took its store over during its start.
 REFUSED_S = 10.0
 
 
@@ -101,21 +102,22 @@ class Supervisor(SchedulerPlugin):
         self._instances: dict[InstanceName, Instance] = {}
         self._tasks = TaskSet(logger)
         self._is_closed = False
+        self._client: Client | None = None
+        self._watching: asyncio.Task[Any] | None = None
+        self._unused: asyncio.TimerHandle | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._client: Client | None = None
-        taken = {"kind": WORKERS, "joined": [], "left": []}
-        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**taken, "taken": by}))
+        workers = {"kind": WORKERS, "joined": [], "left": []}
+        reserved = ReservedResources(scheduler, lambda by: self._publish(None, {**workers, "taken": by}))
         self._hosts = HostRegistry(scheduler, reserved)
         self._splices = Splices(scheduler, self._hosts)
         self._topics = EndedTopics(scheduler, self._is_anywhere)
-        adaptive = {"kind": WORKERS, "joined": [], "left": [], "is_adaptive": True}
         self._capacity = Capacity(
             scheduler,
             lambda workers: self._evacuations.evacuate(workers),
             lambda workers: self._evacuations.stay(workers),
-            became_adaptive=lambda: self._publish(None, adaptive),
+            became_adaptive=lambda: self._publish(None, {**workers, "is_adaptive": True}),
             has_instances=lambda: bool(self._instances),
         )
         guard = SiteGuard(scheduler)
@@ -133,7 +135,6 @@ class Supervisor(SchedulerPlugin):
             spawn=self._tasks.spawn,
             may_move=lambda: not self._capacity.is_adaptive,
         )
-        self._watching: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()
         self._evacuations = Evacuations(
             scheduler,
@@ -149,19 +150,21 @@ class Supervisor(SchedulerPlugin):
         self._cancelled_starts: deque[str] = deque(maxlen=MAX_CANCELLED_STARTS)
         self._drains = Drains(self._known, self._hosts.call, self._end_instance, self._tasks.spawn)
         self._reconnects = ReconnectingInstances(
-            scheduler, self._instances, self._start_instance, self._drains.end_after, self._tasks.spawn
+            scheduler,
+            self._instances,
+            self._start_instance,
+            self._drains.end_after,
+            self._tasks.spawn,
+            attempted=self._unregister_later,
         )
-        self._verbs = self._make_verbs()
-        self._verbs["targets"] = targets.describe
+        self._verbs = {**self._make_verbs(), "targets": targets.describe}
         self._metrics = SupervisorMetrics(self._instances, self._hosts, guard)
         PROCESS.add(self._metrics)
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
         answer_signal(scheduler, self._hosts.abandon)
         # The program that registered it may be interrupted or killed before it starts an instance.
-        self._unused = asyncio.get_running_loop().call_later(
-            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
-        )
+        self._unregister_later()
 
     def _make_verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
@@ -170,13 +173,13 @@ class Supervisor(SchedulerPlugin):
             "drain_instance": self._drains.drain_instance,
             "end_instance": partial(end_as_asked, self._instances, self._end_instance),
             "share_instance": partial(share_instance, self._known, self._hosts),
-            "controller": self._find_controller,
+            "controller": partial(find_controller, self._known),
             "instances": partial(list_instances, self._instances),
             "workers": self._describe_workers,
             "channel_secret": self._hosts.secret.reveal,
             **record_verbs(self._known),
             **parcel_verbs(lambda instance: self._known(instance).parcels),
-            **task_verbs(lambda instance: self._known(instance).tasks),
+            **verbs_for(lambda name: self._known(name).tasks, call_task_queue=InstanceTaskQueues.call),
             "report": self._report,
             "restart_worker": self._restart_worker,
             "leave": self._evacuations.leave,
@@ -283,7 +286,7 @@ class Supervisor(SchedulerPlugin):
             # By its start id: another instance may have the same name by now.
             await self._end_instance(instance, start_id)
             raise
-        return {"controller": plain(entry.controller)}
+        return {"controller": asdict(entry.controller)}
 
     async def _watch_store(self, entry: Instance, store: HeldStore) -> None:
         await store.watch()
@@ -340,19 +343,6 @@ class Supervisor(SchedulerPlugin):
             self._instances.pop(entry.name, None)
         await self._unregister_if_unused()
 
-    async def _find_controller(self, instance: InstanceName) -> dict[str, Any]:
-        entry = self._known(instance)
-        if entry.controller is None:
-            # A short wait saves callers a retry. It must be short: it occupies the caller's connection to the
-            # scheduler.
-            try:
-                await asyncio.wait_for(entry.controller_up.wait(), 0.5)
-            except TimeoutError:
-                pass
-        if entry.controller is None:
-            raise UnavailableError(f"The controller of {instance!r} is being replaced; try again.")
-        return plain(entry.controller)
-
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)
         if entry is None or not entry.epoch:
@@ -360,38 +350,17 @@ class Supervisor(SchedulerPlugin):
             raise UnavailableError(
                 f"Instance {instance!r} has no controller of this scheduler yet; try again."
             )
-        return await self._hosts.describe()
+        return {"workers": self._hosts.infos(), "refused": self._hosts.refused()}
 
     async def _restart_worker(self, instance: InstanceName, epoch: int, worker: WorkerAddress) -> None:
         check_epoch(self._known(instance), epoch)
         await self._hosts.restart(worker)
 
-    async def _report(
-        self,
-        instance: InstanceName,
-        epoch: int,
-        in_use: list[WorkerAddress],
-        retiring: list[WorkerAddress],
-        waiting_workers: int,
-        proxies: list[WorkerAddress],
-        held: list[WorkerAddress],
-        grace_s: float,
-        occupied: Mapping[WorkerAddress, Mapping[str, float]],
-        claimed: Mapping[WorkerAddress, Mapping[str, float]],
-    ) -> bool:
+    async def _report(self, instance: InstanceName, epoch: int, **fields: Any) -> bool:
         entry = self._known(instance)
         if epoch == entry.epoch:
-            entry.proxies = frozenset(proxies)
-            report = UsageReport(
-                frozenset(in_use),
-                frozenset(retiring),
-                waiting_workers,
-                entry.proxies,
-                frozenset(held),
-                grace_s,
-                occupied,
-                claimed,
-            )
+            report = UsageReport.of(fields)
+            entry.proxies = report.proxies
             self._capacity.report(instance, report)
             self._hosts.reserved.reserve(instance, report)
             self._evacuations.wake()
@@ -438,9 +407,7 @@ class Supervisor(SchedulerPlugin):
         if self._client is None or self._client.status != "running":
             return
         if await self._hosts.admit(worker):
-            joined = [info for info in self._hosts.infos() if info["address"] == worker]
-            for name in list(self._instances):
-                self._publish(name, {"kind": WORKERS, "joined": joined, "left": []})
+            self._publish(None, {"kind": WORKERS, "joined": self._hosts.infos(worker), "left": []})
             for entry in list(self._instances.values()):
                 if entry.controller is None and not entry.is_ending and entry.epoch:
                     self._tasks.spawn(self._controllers.start(entry))
@@ -459,6 +426,14 @@ class Supervisor(SchedulerPlugin):
         """Return whether an instance of this name runs and is not ending."""
         return instance in self._instances and not self._instances[instance].is_ending
 
+    def _unregister_later(self) -> None:
+        """Unregister after a time, unless there is an instance by then."""
+        if self._unused is not None:
+            self._unused.cancel()
+        self._unused = asyncio.get_running_loop().call_later(
+            UNUSED_S, lambda: self._tasks.spawn(self._unregister_if_unused())
+        )
+
     async def _unregister_if_unused(self) -> None:
         async with self._lock:
             if not self._instances and not self._reconnects.are_pending and not self._is_closed:
@@ -471,7 +446,8 @@ class Supervisor(SchedulerPlugin):
         PROCESS.remove(self._metrics)
         for instance in self._instances:  # left only if the scheduler itself is closing
             PROCESS.forget(instance)
-        self._unused.cancel()
+        if self._unused is not None:
+            self._unused.cancel()
         for each in self._installed:
             each.uninstall()
         if self._watching is not None:

@@ -1,4 +1,4 @@
-"""Removing the topics of ended instances from the scheduler, which otherwise keeps them until it closes."""
+"""Removes the topics of ended instances, which the scheduler would keep until it closes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SWEEP_S = 1.0
 class EndedTopics:
     """Removes the topics of instances that do not run.
 
-    A topic stays while it has listeners: each will unsubscribe, which creates a removed topic again. So do
-    messages that were on their way. Therefore a sweep that finds a topic is repeated.
+    A topic stays while it has listeners, because an unsubscription creates a removed topic again. Messages in
+    flight do so, too. Therefore a sweep that finds a topic is repeated.
 
     Parameters
     ----------

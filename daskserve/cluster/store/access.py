@@ -1,7 +1,8 @@
 """Permissions of a store on a disk of the scheduler's machine: for its user only, from the first byte on.
 
-The modes are given at creation, so they hold whatever the process's umask is, which all threads share. What
-exists keeps the mode that the operator gave it; if others have access, the log says so, with the remedy.
+The modes are given at creation, so they hold whatever the process's umask is, which all threads share.
+Existing files keep the mode that the operator gave them. If other users have access, a warning names the
+remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def opener(path: str, flags: int) -> int:
 def create_empty(path: Path) -> None:
     """Create an empty file that is its user's only; leave one that exists as it is.
 
-    What prevents it is left to the next use of the file, which reports it.
+    Errors are ignored, because the next use of the file reports them.
     """
     # SQLite follows a link to a file that does not exist yet; exclusive creation does not.
     target = os.path.realpath(path)

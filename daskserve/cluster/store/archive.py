@@ -1,4 +1,4 @@
-"""Whole stores, for operators: reading all instances of one without a change, and backups as one file.
+"""Whole stores, for operators: reads all instances without a change, and writes backups to one file.
 
 A backup is an object as `daskserve.cluster.store.journal` encodes it: a header that names the instances and
 their epochs, then every record with its checksum. It does not depend on the kind of the store.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from daskserve.cluster.store.access import opener
 from daskserve.cluster.store.errors import StoreError, check_format, without_password
+from daskserve.cluster.store.folder_claims import epochs_in
 from daskserve.cluster.store.folders import connect, folders_at, translated_errors
 from daskserve.cluster.store.fsspec import FsspecStore, folder_of, instance_in, user_of
 from daskserve.cluster.store.journal import DamagedError, decode_object, encode_object
@@ -40,7 +41,7 @@ class StoredInstance:
     Attributes
     ----------
     problems : dict
-        What is damaged, by name, with the reason.
+        Damaged records and objects by name, each with the reason.
     """
 
     epoch: int
@@ -50,7 +51,7 @@ class StoredInstance:
 
 @dataclass(slots=True)
 class StoreContents:
-    """All instances of a store; ``lack`` is what it should have besides."""
+    """All instances of a store. ``lack`` describes missing parts; it is empty if there are none."""
 
     instances: dict[InstanceName, StoredInstance]
     lack: str = ""
@@ -62,7 +63,7 @@ def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStor
     Raises
     ------
     BadRequestError
-        The URL is none of a store that other processes can use.
+        The URL is not that of a store that other processes can use.
     """
     if is_in_memory(url):
         raise BadRequestError(
@@ -84,7 +85,7 @@ def exists(url: str) -> bool:
 
 
 def read_store(url: str) -> StoreContents:
-    """Return all that a store has, without a change, also while an instance runs on it.
+    """Return the contents of a store, without changing it, even while an instance uses it.
 
     Raises
     ------
@@ -194,7 +195,7 @@ def _read_folders(url: str) -> StoreContents:
     with translated_errors(shown):
         for instance, name in _folders(url).items():
             folder = connect(url, name)
-            epochs = [int(each) for each in folder.names("epoch") if each.isdecimal()]
+            epochs = epochs_in(folder.names("epoch"))
             journal, reader = read_journal(shown, folder, keeps_copies=False)
             epoch = max([journal.last.epoch, *epochs])
             found.instances[instance] = StoredInstance(epoch, dict(journal.records), dict(reader.problems))
@@ -207,7 +208,7 @@ def _read_folders(url: str) -> StoreContents:
 
 
 def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -> int:
-    """Write instances to a file, which is the old or the new one at any time; return its size."""
+    """Replace a file atomically by a backup of instances; return its size."""
     names = list(instances)
     header = {
         "kind": "backup",
@@ -234,7 +235,7 @@ def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -
 
 
 def read_backup(path: Path) -> StoreContents:
-    """Return what a backup has.
+    """Return the contents of a backup.
 
     Raises
     ------
@@ -260,5 +261,5 @@ def read_backup(path: Path) -> StoreContents:
             f"The file {path} is no backup that can be used: {error}. Use another one."
         ) from error
     except Exception as error:
-        # Bytes of anything else may fail in any way.
+        # Decoding a file of another kind may raise any error.
         raise StoreError(f"The file {path} is no backup that can be used: {error!r}.") from error

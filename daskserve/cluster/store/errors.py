@@ -12,7 +12,7 @@ class StoreError(InstanceError):
 
 
 class StoreIncompleteError(StoreError):
-    """Records are missing that the store should have, as in a copy of a part of it."""
+    """Records are missing, for example because the store is an incomplete copy."""
 
 
 class StoreFormatError(StoreError):

@@ -302,7 +302,7 @@ def connect(url: str, instance_folder: str) -> Folder:
 
 
 def folders_at(url: str) -> list[str]:
-    """Return the names of what is at a URL: the folders of instances, perhaps among others."""
+    """Return the names at a URL: the folders of instances, and perhaps others."""
     files, path, _ = locate(url)
     try:
         found = files.ls(path, detail=False)

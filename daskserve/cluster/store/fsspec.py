@@ -46,6 +46,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from urllib.parse import quote, unquote
 
+from psutil import pid_exists
+
 from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.errors import (
     StoreIncompleteError,
@@ -95,7 +97,7 @@ def instance_in(folder: str) -> InstanceName:
 
 def user_of(folder: Folder) -> str:
     """Return the process that may use an instance's folder; empty if there certainly is none."""
-    epochs = [int(name) for name in folder.names("epoch") if name.isdecimal()]
+    epochs = epochs_in(folder.names("epoch"))
     if not epochs:
         return ""
     newest = f"{max(epochs):08d}"
@@ -106,17 +108,7 @@ def user_of(folder: Folder) -> str:
         return f"a process of an earlier version that claimed epoch {max(epochs)} and may have ended since"
     if note["host"] != socket.gethostname():
         return f"process {note['pid']} on host {note['host']}, which may have ended since"
-    return f"process {note['pid']} on this host" if _is_alive(note["pid"]) else ""
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # it belongs to another user
-    return True
+    return f"process {note['pid']} on this host" if pid_exists(note["pid"]) else ""
 
 
 class FsspecStore(BlockingStore):
@@ -148,7 +140,7 @@ class FsspecStore(BlockingStore):
         self._seen_epoch = 0
         #: The last epoch that this process has claimed.
         self._own_epoch = 0
-        #: Whether the newest epoch that this process knows was in the folder when it looked last.
+        #: Whether the newest known epoch was in the folder at the last listing.
         self._has_epoch = True
         self._journal: Journal | None = None
         #: Whether missing changes are accepted.
@@ -173,7 +165,7 @@ class FsspecStore(BlockingStore):
         self._journal = None
         if self._connected is not None:
             if self._own_epoch:
-                with contextlib.suppress(Exception):  # it only spares an operator a question
+                with contextlib.suppress(Exception):  # it only informs operators
                     self._connected.create(f"{CLOSED}/{self._own_epoch:08d}", self._note())
                 self._own_epoch = 0
             self._connected.close()
@@ -213,7 +205,7 @@ class FsspecStore(BlockingStore):
         return journal
 
     def repair(self) -> str:
-        """Open the store, and take what can be read for all that there is; return what was missing."""
+        """Open the store, and accept the readable records as complete; return what was missing."""
         self._repairs = True
         self.open()
         with translated_errors(self.url):
@@ -333,7 +325,7 @@ class FsspecStore(BlockingStore):
                 claimed = max(written, newest) + 1
                 if self._take_epoch(claimed, owner) and self._refresh_epoch() == claimed:
                     if newest != self._own_epoch:
-                        self._journal = None  # the owner before has written until now
+                        self._journal = None  # the previous owner may have written until now
                     self._own_epoch = claimed
                     # The newest object is enough to fence all older epochs.
                     self._claims.clear(claimed)

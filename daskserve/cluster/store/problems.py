@@ -20,7 +20,7 @@ class StoreProblems:
         The reason for each problem, by the name of what could not be read. It is replaced, never changed, so
         any thread may read it.
     lost : str
-        Why the place that the store writes to is not what the next start would open; empty if it is.
+        Why the next start would not open the file or folder that the store writes to; empty if it would.
     """
 
     def __init__(self, url: str, instance: InstanceName) -> None:
@@ -30,7 +30,7 @@ class StoreProblems:
         self.lost = ""
 
     def report(self, problems: Mapping[str, str]) -> None:
-        """Replace what was found, and log the new problems."""
+        """Replace the known problems, and log the new ones."""
         for name, reason in problems.items():
             if name not in self.found:
                 logger.error("Store %s, instance %s: %s: %s", self._url, self._instance, name, reason)

@@ -1,4 +1,4 @@
-"""Reading the journal of a folder: finding its objects, decoding them, and keeping aside what is damaged."""
+"""Reading the journal of a folder: finding its objects, decoding them, and copying damaged ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTEMPTS = 8
 
 
 def read_journal(url: str, folder: Folder, *, keeps_copies: bool = True) -> tuple[Journal, JournalReader]:
-    """Return the journal in a folder, and its reader, which knows what is damaged or missing.
+    """Return the journal in a folder, and its reader, which lists damaged and missing objects.
 
     Raises
     ------
@@ -54,14 +54,14 @@ class JournalReader:
     Attributes
     ----------
     problems : dict
-        What could not be read, by object name, each with the reason and where a copy is kept.
+        Unreadable objects by name, each with the reason and the place of a copy.
     missing : list of str
-        The changes on which others build, and which are not there.
+        The missing changes on which others build.
 
     Parameters
     ----------
     keeps_copies : bool
-        Whether copies of what cannot be read are kept in the folder.
+        Whether copies of unreadable objects are kept in the folder.
     """
 
     def __init__(self, url: str, folder: Folder, *, keeps_copies: bool = True) -> None:

@@ -1,19 +1,19 @@
 """A store in an SQLite file.
 
 An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging
-and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives
-a crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. One that
+and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives a
+crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. One that
 may wait (`daskserve.cluster.protocols.base.StoreChange`) is not synced: it survives a crash of the process at
 once, and a power loss once a later one is synced, or the file has been idle.
-`daskserve.cluster.store.sqlite_log` says when the log is written back to the file, and how a file tells that
-it lacks its log.
+`daskserve.cluster.store.sqlite_log` describes when the log is written back to the file, and how a missing log
+is detected.
 
 Each commit is one ``BEGIN IMMEDIATE`` transaction that checks the epoch and writes under one lock, so the
 fence also holds between processes: two schedulers may share a file, and the older controller is refused. The
 file must be on a local disk: SQLite's write-ahead log does not work on network file systems.
 
-A file that is removed or moved stays open, and would accept changes that are lost. So a commit
-checks, before it writes *and after*, that the file and its log are those at the path (`FilesWatch`).
+A file that is removed or moved stays open, and would accept changes that are lost. So a commit checks, before
+it writes *and after*, that the open file and log are still at their paths (`FilesWatch`).
 
 Table names start with ``daskserve_``, so other programs may use the same file. Each record has a checksum,
 because SQLite has none: a damaged record is moved to ``daskserve_aside``, not returned.
@@ -115,7 +115,7 @@ def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
 
 
 def _keep_log(db: sqlite3.Connection) -> None:
-    """Leave it to the store when a connection writes the log back."""
+    """Let the store decide when a connection writes the log back."""
     db.execute("PRAGMA wal_autocheckpoint = 0")
     # SQLite does not shorten a log that it starts again. One that stayed longer than ``LOG_BYTES`` would be
     # written back by every change.
@@ -157,7 +157,7 @@ class SqliteStore(BlockingStore):
         self._open(repairs=False)
 
     def repair(self) -> str:
-        """Open the store, and take what the file has for all that it should have; return what it lacks."""
+        """Open the store, and accept the records in the file as complete; return what is missing."""
         return self._open(repairs=True)
 
     def _open(self, *, repairs: bool) -> str:
@@ -348,7 +348,7 @@ class SqliteStore(BlockingStore):
 
     @contextmanager
     def _change(self, *, is_synced: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that changes records or epochs; if it is not synced, a later one takes it along."""
+        """A transaction that changes records or epochs; a later sync covers one that is not synced."""
         with self._transaction(is_synced=is_synced) as db:
             yield db
             was_sealed = stamp(db)

@@ -1,4 +1,4 @@
-"""The files of an SQLite store: how a new one appears, and which ones are not what they seem."""
+"""The files of an SQLite store: creates new ones atomically, and detects replaced and incomplete ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from daskserve.cluster.store.sqlite_log import log_of, size_of
 
 
 class FilesWatch:
-    """Whether the files that SQLite has open, the database and its log, are those at their paths."""
+    """Checks whether the database and log that SQLite has open are still at their paths."""
 
     def __init__(self, path: Path) -> None:
         self._paths = (path, log_of(path))
         self._opened = [_identity(each) for each in self._paths]
 
     def lost(self) -> str:
-        """Return what has happened to a file; empty if nothing has."""
+        """Return what happened to a file; empty if the files are in place."""
         for path, opened in zip(self._paths, self._opened, strict=True):
             found = _identity(path)
             if found is None:
@@ -44,8 +44,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None:
     """Create a database if there is no file; it appears with its tables, or not at all.
 
-    So no process that is killed here leaves a file without tables, which would look like one that has lost
-    them.
+    So a process that is killed here leaves no file without tables, which would look like a damaged store.
     """
     target = Path(os.path.realpath(path))
     if size_of(target) is not None:

@@ -1,9 +1,9 @@
 """The write-ahead log of an SQLite store: its content, and when it is written back.
 
 Problem: SQLite keeps new records in the log, ``<file>-wal``, perhaps all of them. A copy of the file without
-its log is then an older store, or an empty one, and nothing tells.
+its log is then an older store, or an empty one, and SQLite does not report this.
 
-Choice: the file itself says whether there is more than it has. Rows of ``daskserve_meta`` are marks:
+Choice: the file itself records whether it is complete. Rows of ``daskserve_meta`` are marks:
 
 * ``promised`` and ``kept``. `mark` raises ``promised``, writes the log back to the file, and then keeps the
   promise, in the log alone. So in the file, without its log, a promise is open; with it, none is. A copy that
@@ -71,17 +71,17 @@ def size_of(path: Path) -> int | None:
 
 
 def stamp(db: sqlite3.Connection) -> bool:
-    """Note in a transaction, at its end, what the file should have; return whether it was sealed before."""
+    """Record the expected content at the end of a transaction; return whether the file was sealed."""
     row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'sealed'").fetchone()
     db.execute(_STAMP)
     return row is not None and bool(row[0])
 
 
 def missing(db: sqlite3.Connection, *, had_log: bool) -> str:
-    """Return what a file lacks that it should have; empty if nothing, as far as its marks tell.
+    """Return what is missing in a file according to its marks; empty if nothing is.
 
-    ``had_log`` tells whether there was a log when it was opened: then an open promise is that of a process
-    that was killed just then.
+    ``had_log`` says whether there was a log when the file was opened. If so, an open promise comes from a
+    process that was killed at that moment.
     """
     marks = dict(db.execute("SELECT name, value FROM daskserve_meta").fetchall())
     if not had_log and marks.get("promised", 0) != marks.get("kept", 0):
@@ -94,14 +94,14 @@ def missing(db: sqlite3.Connection, *, had_log: bool) -> str:
 
 
 def accept(db: sqlite3.Connection) -> None:
-    """Take what the file has for all that it should have; call this in a transaction."""
+    """Accept the file as complete; call this in a transaction."""
     db.execute(NEW_MARKS)
     db.execute(_STAMP)
     db.execute(_KEEP)
 
 
 def mark(db: sqlite3.Connection) -> None:
-    """Write the log back, and leave in the file that there is more to come."""
+    """Write the log back, and mark the file as incomplete without its log."""
     db.execute(_PROMISE)
     _write_back(db)
     db.execute(_KEEP)
@@ -119,7 +119,7 @@ def seal(db: sqlite3.Connection) -> None:
 
 
 def _write_back(db: sqlite3.Connection) -> None:
-    # PASSIVE: changes go on meanwhile. It writes less if another program reads an older state.
+    # PASSIVE, so that changes are not blocked. It writes less if another program reads an older state.
     db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
@@ -152,7 +152,7 @@ class LogKeeper:
         self._notes.put(_Note.FIRST_CHANGE if was_sealed else _Note.CHANGE)
 
     def stop(self) -> None:
-        """Stop after what is under way, and close the connection."""
+        """Stop after the current work, and close the connection."""
         self._notes.put(_Note.END)
         self._thread.join()
         self._db.close()

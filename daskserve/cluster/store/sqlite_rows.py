@@ -1,4 +1,4 @@
-"""Reading an SQLite store, without a change: its format, what it lacks, its records and damaged ones."""
+"""Reads an SQLite store without changing it: format, missing parts, records and damaged ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def format_of(db: sqlite3.Connection) -> int | None:
 
 
 def lack_of(db: sqlite3.Connection, *, had_log: bool, keeps_log: bool | None = None) -> str:
-    """Return what a file lacks, before anything is written to it; see `missing`.
+    """Return what is missing in a file, before anything is written to it; see `missing`.
 
-    ``keeps_log`` tells whether the file is one with a write-ahead log, if SQLite cannot tell.
+    ``keeps_log`` says whether the file uses a write-ahead log, if SQLite cannot determine it.
     """
     if format_of(db) is not None:
         return missing(db, had_log=had_log)
@@ -66,7 +66,7 @@ def _salvage(db: sqlite3.Connection, instance: str) -> tuple[list[StoredRow], di
 
 
 def is_sound(key: Any, value: Any, crc: Any) -> bool:
-    """Return whether a row is as it was written."""
+    """Return whether a row is undamaged."""
     return isinstance(key, str) and isinstance(value, bytes) and checksum(key, value) == crc
 
 

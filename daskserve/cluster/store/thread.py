@@ -74,7 +74,7 @@ class BlockingCalls:
 
     @property
     def is_open(self) -> bool:
-        """Whether new calls are taken; if not, those submitted before may still run."""
+        """Whether new calls are accepted; if not, earlier calls may still run."""
         return self._thread is not None
 
     def start(self) -> None:
@@ -82,7 +82,7 @@ class BlockingCalls:
         self._thread = StoreThread(f"daskserve-store-{self._instance}")
 
     async def stop(self, last: Callable[[], None]) -> None:
-        """Take no new calls, run ``last`` after those submitted before, and end the thread.
+        """Accept no new calls, run ``last`` after all earlier ones, and end the thread.
 
         A thread that hangs is abandoned after `CLOSE_GRACE_S`. Does nothing if the thread is not started.
         """
@@ -180,7 +180,7 @@ class BlockingStore(Protocol):
         """Return the newest claim; with ``answers``, answer all knocks, because the owner is alive."""
 
     def knock(self, by: str) -> bool:
-        """Ask the owner whether it is alive, unless that was asked; return whether it has answered."""
+        """Query whether the owner is alive, unless a query is pending; return whether it has answered."""
 
     def forget_knock(self, by: str) -> None:
         """Remove a knock and its answer."""

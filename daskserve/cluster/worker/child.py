@@ -57,7 +57,7 @@ logger = logging.getLogger("daskserve.child")
 
 #: Time before a child is killed after its connection was closed or lost.
 EXIT_GRACE_S = 0.5
-#: Maximum time for reading what a dead child had sent before.
+#: Maximum time for reading the data that a dead child had sent.
 FLUSH_S = 0.5
 _BOOT = """\
 import json, socket, sys
@@ -115,7 +115,7 @@ class _Process(asyncio.SubprocessProtocol):
 
 
 async def _finish(future: asyncio.Future[Any]) -> None:
-    """Wait for what ends soon, even if this task is cancelled meanwhile: it is cancelled afterwards."""
+    """Wait for a future that ends soon, and only then raise a cancellation of this task."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -186,19 +186,25 @@ class ChildProcess:
         InstanceError
             The interpreter cannot be run, or exited before it reported its versions.
         """
-        log, dump = recent_log.open_file(), recent_log.open_file()
-        ours, theirs = socket.socketpair()
-        sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
-        lifeline_end, lifeline = os.pipe()
-        files = (log, dump, theirs_of_sockets.fileno())
-        try:
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
+            log = recent_log.open_file()
+            kept.callback(os.close, log)
+            dump = recent_log.open_file()
+            kept.callback(os.close, dump)
+            ours, theirs = socket.socketpair()
+            kept.enter_context(ours)
+            handed_over.enter_context(theirs)
+            sockets, theirs_of_sockets = socket.socketpair(type=socket.SOCK_DGRAM)
+            kept.enter_context(sockets)
+            handed_over.enter_context(theirs_of_sockets)
+            lifeline_end, lifeline = os.pipe()
+            kept.callback(os.close, lifeline)
+            handed_over.callback(os.close, lifeline_end)
+            files = (log, dump, theirs_of_sockets.fileno())
             spawning = asyncio.ensure_future(_spawn(interpreter, name, theirs.fileno(), lifeline_end, files))
             try:
-                with theirs, theirs_of_sockets:
-                    try:
-                        await _finish(spawning)
-                    finally:
-                        os.close(lifeline_end)
+                await _finish(spawning)
+                handed_over.close()
                 process = spawning.result()
                 facts = await _greet(ours, interpreter, factory, files)
                 if facts is None:
@@ -217,13 +223,7 @@ class ChildProcess:
                     _kill_group(process.pid)
                     await _finish(process.exited)
                 raise
-        except BaseException:
-            ours.close()
-            sockets.close()
-            os.close(lifeline)
-            os.close(log)
-            os.close(dump)
-            raise
+            kept.pop_all()  # the child's object closes them
         transport = SocketTransport(ours, f"child://{name}")
         return cls(name, process, transport, lifeline, log, dump, sockets, dispatch or _refuse)
 
@@ -252,11 +252,11 @@ class ChildProcess:
         return self._last_lines if self._log is None else recent_log.read_file(self._log)
 
     async def stacks(self) -> str:
-        """Return the stacks of the process's threads without its help; empty if it handles no signals."""
+        """Return the stacks of the process's threads, even of a blocked one; empty without signals."""
         return "" if self.ended.is_set() else await ask_for_stacks(self.pid, self._dump)
 
     def state(self) -> str:
-        """Return what the system says that the process does."""
+        """Return the state of the process according to the operating system."""
         return process_state(self.pid)
 
     def request(self, number: int, envelope: Envelope) -> ActorRequest:
@@ -291,13 +291,13 @@ class ChildProcess:
         _kill_group(self.pid)
 
     def _read_last(self) -> None:
-        """Read what the process has left, and close its files."""
+        """Read the last logs and the crash report of the process, and close its files."""
         self.crash = crash_in(self._dump)
         os.close(self._dump)
         log, self._log = self._log, None
         if log is None:
             return
-        # Of a stack, the first lines say where.
+        # The first lines of a stack name the place.
         crash = self.crash.splitlines()[: recent_log.LINES // 2]
         self._last_lines = (*recent_log.read_file(log), *crash)[-recent_log.LINES :]
         if self.on_log_end is not None:

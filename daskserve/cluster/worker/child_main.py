@@ -1,7 +1,7 @@
 """The child's side of `daskserve.cluster.worker.child`.
 
-It imports neither Dask nor what needs Dask, which would take longer than the rest of the start.
-`daskserve.cluster.worker.child_view` imports them when user code needs the cluster.
+It imports neither Dask nor modules that import Dask, because this would take longer than the rest of the
+start. `daskserve.cluster.worker.child_view` imports them when user code needs the cluster.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MAIN_GRACE_S = 0.2
 EXIT_SHARE = 0.1
 #: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
 OOM_SCORE = 500
-#: Returns the function that takes the requests of the parent, and the function that asks the parent to
-#: replace this process, which got SIGTERM.
+#: Returns a function that takes the parent's requests, and a function that requests the replacement of this
+#: process after SIGTERM.
 Factory: TypeAlias = Callable[[StartThread, Parent], tuple[Dispatch, Callable[[], None]]]
 
 
@@ -88,7 +88,7 @@ class _ReplacedFirst:
         self._serving: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
 
     def open(self, leave: Callable[[], None]) -> None:
-        """Begin to answer SIGTERM, which ends the process before; call this on the loop that serves."""
+        """Handle SIGTERM gracefully from now on; call this on the serving loop."""
         self._serving = asyncio.get_running_loop(), leave
 
     def __call__(self, done: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     settings.given_process.set(settings.ProcessSettings(**options["settings"]))
     settings.given_metrics.set(settings.MetricsSettings(**options["metrics"]))
-    latency_buckets_s()  # here, because other threads have no such context
+    latency_buckets_s()  # here, because other threads do not have this context
     module, _, name = options["factory"].partition(":")
     # Versions of daskserve that may be mixed: an older parent hands over no sockets.
     log, dump, sockets = (options.get(each) for each in ("log", "dump", "sockets"))
@@ -164,7 +164,7 @@ def _run(
         traceback.print_exc()
         status = 1
     _end(is_ending, status if isinstance(status, int) else int(status is not None))
-    threading.Event().wait()  # for the other thread to end the process
+    threading.Event().wait()  # until the other thread ends the process
 
 
 def _serve(

@@ -4,9 +4,9 @@ Problem: creating an actor with ``submit`` waits for a free task thread, possibl
 Choice: submit one Host per worker, once, and create controller, proxies and replicas inside it with an
 asynchronous call, which takes milliseconds on a worker whose threads are all busy.
 
-The Host is the interface to Dask; an `ActorRegistry` holds its actors. It owns what a process needs once: the
-Dask client, the channels, and one `DaskCluster` per instance. All state is in this object and none in a
-module, because test clusters run several workers in one process.
+The Host is the interface to Dask; an `ActorRegistry` holds its actors. It owns the objects that a process has
+once: the Dask client, the channels, and one `DaskCluster` per instance. All state is in this object and none
+in a module, because test clusters run several workers in one process.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Host:
         starts
             The messages that start the instances on the cluster; see `entrust`.
         secret
-            What those must know who open channels to this worker.
+            The secret that processes must know to open channels to this worker.
         """
         if self.connection is not None:
             self.connection.channels.learn(secret)

@@ -8,8 +8,8 @@ queue's handler and add none, and each logger that does not propagate, such as D
 
 Choice: loggers and handlers stay as they are, and the call from one to the other moves to this thread. A
 handler still gets each record in order, with its exception, and within the context variables of the code that
-logged it. The message is formatted early if it, or its arguments, might change, are large or cannot be
-encoded.
+logged it. The message is formatted early if the message or its arguments might change, are large, or cannot
+be encoded.
 
 Cost: a killed process loses the records that its handlers have not received. If the handlers are slower than
 the records, the queue fills, and further records are dropped and counted.
@@ -71,7 +71,7 @@ class _QueuedRecord(NamedTuple):
 
 
 class _Drain(NamedTuple):
-    """In the queue: lines of the access log wait, or an actor is gone whose records are all before this."""
+    """In the queue: lines of the access log wait, or an actor has stopped, whose records all come before."""
 
     gone: tuple[Any, ...]
 
@@ -137,7 +137,7 @@ class LogThread:
         atexit.register(self._end_process, thread)
 
     def close(self) -> None:
-        """Return when the handlers have received what was logged so far, but after `FLUSH_S` at the latest.
+        """Return when the handlers have received all earlier records, after `FLUSH_S` at the latest.
 
         From then on, handlers are called by the code that logs, as before `open`. Idempotent.
         """
@@ -177,7 +177,7 @@ class LogThread:
             return True
         tags.mark(record)
         if self._queue.qsize() >= self._max_records:
-            # A handler hangs, maybe; who asks for the logs still sees the record.
+            # A handler may hang. The record is still part of the status and the logs API.
             self._keep(_with_final_message(record), tags)
             self._drop()
             return True
@@ -200,7 +200,7 @@ class LogThread:
         return self.logs.ring.add(record, tags)
 
     def take_print(self, text: str, tags: Tags) -> None:
-        """Keep a line that user code has printed, and have it written to a file if there is one."""
+        """Keep a line that user code has printed, and write it to the log file if there is one."""
         record = logging.makeLogRecord({"name": PRINTED, "levelno": logging.INFO, "levelname": "INFO"})
         record.msg = text
         tags.mark(record)

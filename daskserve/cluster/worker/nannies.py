@@ -1,8 +1,8 @@
 """SIGTERM to a nanny: its worker retires before the nanny ends it.
 
 Problem: a nanny that gets SIGTERM gives its worker a few seconds, and its process does not run daskserve.
-Choice: the worker has its nanny answer SIGTERM, by a function that runs there once. Then the nanny asks the
-worker's process to retire, waits, and ends as Dask wants.
+Choice: the worker has its nanny answer SIGTERM, by a function that runs there once. Then the nanny requests
+the retirement of the worker, waits, and ends like any nanny.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def _ask_worker(nanny: Any) -> None:
         async with asyncio.timeout(getattr(nanny, _GRACE_ATTRIBUTE)):
             await _run(nanny, worker, retire_in_worker)
     except Exception as error:
-        # Any error of the other process, such as its end: then there is nothing to wait for.
+        # Any error of the other process, such as its exit, ends the wait.
         logger.info("Worker %s did not retire: %r", worker, error)
 
 

@@ -1,4 +1,4 @@
-"""How code finds the cluster that it runs in or is connected to."""
+"""Finds the cluster that code runs in or is connected to."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Keeps a worker serving while its scheduler is away, and registers it with the next one.
 
 Problem: Dask closes a worker whose connection to the scheduler breaks, and does not support that a worker
-registers a second time. All replicas and proxies would be lost with the scheduler, though none of them needs
-it to answer requests. Choice: the worker stays as it is, and serves on, until another scheduler answers at
-the address. It then registers there, after it has forgotten the tasks that the new scheduler does not know,
-and asks it to bring back the instances; the actors are still there, and their new controller adopts them.
+registers a second time. All replicas and proxies would be lost with the scheduler, although they do not need
+it to answer requests. Choice: the worker continues to serve until another scheduler answers at the address.
+It then registers there, after it has forgotten the tasks that the new scheduler does not know, and asks it to
+bring back the instances; the actors are still there, and their new controller adopts them.
 
-A worker that cannot register, because a task still runs in one of its threads, lets the requests under way
-complete and leaves, and its nanny starts a new one. After the grace, the worker closes as Dask wants.
+A worker cannot register while a task still runs in one of its threads. It then completes the requests in
+flight and closes, and its nanny starts a new worker. If no scheduler answers within the grace period, the
+worker closes as it does without daskserve.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from daskserve.payload.importing import import_definition
 
 logger = logging.getLogger("daskserve.host")
 
-#: The function that asks the scheduler for an instance. By path: it imports this module.
+#: Import path of the function that requests an instance from the scheduler. It imports this module.
 BRING_BACK = "daskserve.cluster.scheduler.install:bring_back"
-#: How long the requests under way at a worker that leaves may take.
+#: Time limit of the requests in flight at a worker that leaves.
 DRAIN_S = 20.0
 #: How long a scheduler that closes may still answer.
 CLOSES_S = 2.0
 #: How long the worker waits for Dask tasks that run in its threads; their results are lost.
 TASKS_S = 1.0
-#: Interval at which the worker asks whether an instance is back.
+#: Interval at which the worker requests an instance until it is back.
 ASK_S = 0.5
 
 
@@ -59,7 +60,7 @@ class Reconnection:
     Parameters
     ----------
     grace_s
-        How long the worker serves without a scheduler; 0 leaves everything to Dask.
+        How long the worker serves without a scheduler; with 0, Dask closes it at once.
 
     Attributes
     ----------
@@ -75,13 +76,13 @@ class Reconnection:
         self._tasks = TaskSet(logger)
 
     def open(self, connection: DaskConnection) -> None:
-        """Answer for the worker from now on when its scheduler is lost."""
+        """Handle the loss of the scheduler from now on."""
         self._connection = connection
         if self._grace_s > 0:
             answer_lost_scheduler(self._worker, self._survive)
 
     def close(self) -> None:
-        """Leave the worker to Dask again; idempotent."""
+        """Let Dask handle the loss of the scheduler again; idempotent."""
         stop_answering_lost_scheduler(self._worker)
         self._tasks.cancel()
 

@@ -30,7 +30,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 
 
 class RequestTasks:
-    """The futures of one request that are alive. Every method may be called from any thread."""
+    """The live futures of one request. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._futures: set[weakref.ref[Future[Any]]] = set()
@@ -85,21 +85,21 @@ class TaskClient(ScatteringClient):
         return future
 
     def _graph_to_futures(self, *args: Any, **kwargs: Any) -> Any:
-        # Whatever submits tasks calls this.
+        # All methods that submit tasks call this.
         kwargs["user_priority"] = kwargs.get("user_priority") or default_priority()
         futures = super()._graph_to_futures(*args, **kwargs)
         end_with_request(futures.values())
         return futures
 
     async def _gather(self, futures: Any, errors: str = "raise", *args: Any, **kwargs: Any) -> Any:
-        # Dask's own way to wait leaves a task behind for each future if it is cancelled, which logs an error.
+        # If Dask's own wait is cancelled, it leaves one task behind for each future, and each logs an error.
         mine = [each for each in futures_of(futures) if each.client is self and not each.done()]
         await _settled(mine, errors)
         return await super()._gather(futures, errors, *args, **kwargs)
 
 
 async def _settled(futures: Iterable[Any], errors: str) -> None:
-    """Return once all tasks have ended, or one has failed and ``errors`` says that this is the end."""
+    """Return once all tasks have ended, or, with ``errors="raise"``, once one has failed."""
 
     async def wait_for(state: Any) -> None:
         await state.wait()

@@ -1,12 +1,12 @@
 """Retires a worker when its process gets SIGTERM, before the process ends.
 
 Problem: systemd, Kubernetes and job schedulers send SIGTERM to a nanny, to its worker's process, or to both.
-Dask then ends the processes at once, with all requests under way. Choice: SIGTERM begins what
-``client.retire_workers`` does, and ends the process when that is over; see `daskserve.loops.termination`. A
-nanny that gets SIGTERM asks its worker to retire before it ends it; see `daskserve.cluster.worker.nannies`.
+Dask then ends the processes at once, and all requests in flight fail. Choice: SIGTERM starts the same
+retirement as ``client.retire_workers``, and ends the process afterwards; see `daskserve.loops.termination`. A
+nanny that gets SIGTERM first retires its worker; see `daskserve.cluster.worker.nannies`.
 
-Actors that the scheduler cannot move in time, because there is no other place or no scheduler, complete their
-requests here. Everything ends before the time of the sender is over.
+Actors that the scheduler cannot move in time, because there is no other worker or no scheduler, complete
+their requests here. The process ends before the sender's time limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXIT_S = 2.0
 EXIT_SHARE = 0.2
 #: Maximum time until all routers know that this worker has no replicas.
 NEWS_S = 1.0
-#: How long the scheduler may take for an answer, which takes a second at most.
+#: Timeout of the scheduler's answer, which normally takes a second at most.
 ANSWER_S = 4.0
 
 
@@ -99,7 +99,7 @@ class Retirement:
         await self._clock.sleep(NEWS_S / 2)
 
     async def _move(self, ends_at: float) -> bool:
-        """Have the scheduler move all actors to other workers; return whether it has."""
+        """Make the scheduler move all actors to other workers; return whether it did."""
         while (left_s := ends_at - self._clock.now()) > 0:
             try:
                 async with asyncio.timeout(min(ANSWER_S, left_s)):

@@ -1,7 +1,7 @@
 """The stacks of a process that cannot run Python, because code in C holds its interpreter's lock.
 
-`faulthandler` writes them within a signal handler, which needs no lock. The process writes to a file without
-a name, which another process has opened and reads.
+`faulthandler` writes them within a signal handler, which needs no lock. The process writes to an unnamed
+file, which another process has opened and reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 from pathlib import Path
 
-#: One that neither Python nor its libraries use; None where the system has none.
+#: A signal that neither Python nor its libraries use; None where the system has none.
 SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 #: Timeout of a dump in seconds, interval between two reads of its file, and maximum size of the file.
 DUMP_S, LOOK_S, MAX_BYTES = 1.0, 0.02, 200_000
@@ -29,7 +29,7 @@ def answer_with_stacks(file: int) -> None:
 
 
 def crash_in(file: int) -> str:
-    """Return what a process has written to its file when it crashed: the error and the thread's stack."""
+    """Return the error and the thread's stack that a process wrote to its file when it crashed."""
     text = os.pread(file, MAX_BYTES, 0).decode(errors="replace")
     _, found, rest = text.rpartition("Fatal Python error:")
     error, _, stacks = rest.partition("\n\n")
@@ -40,10 +40,10 @@ def crash_in(file: int) -> str:
 
 
 async def ask_for_stacks(pid: int, file: int) -> str:
-    """Return the stacks that a process writes to a file; empty if it does not, as when it is stopped."""
+    """Return the stacks that a process writes to a file; empty if it is stopped or handles no signals."""
     if SIGNAL is None or not _catches(pid, SIGNAL):
         return ""
-    own = os.dup(file)  # the process may end meanwhile, and its file be closed
+    own = os.dup(file)  # the original is closed when the process ends
     try:
         os.lseek(own, 0, os.SEEK_SET)  # where the process writes, too
         os.ftruncate(own, 0)
@@ -63,13 +63,13 @@ async def ask_for_stacks(pid: int, file: int) -> str:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process handles a signal, which ends it otherwise."""
+    """Return whether a process handles a signal; if it does not, the signal would end it."""
     caught = _status(pid).get("SigCgt", "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def process_state(pid: int) -> str:
-    """Return what the system says that a process does, such as ``T (stopped)``; empty if it does not."""
+    """Return the state of a process, such as ``T (stopped)``; empty if it is unknown."""
     return _status(pid).get("State", "")
 
 

@@ -1,4 +1,4 @@
-"""Where the current code comes from: its replica, its request, and lines that it prints."""
+"""Tags of the current code, which name its replica and request, for log records and printed lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskserve.telemetry.tracing.current import current_trace_id
 
 #: Length at which a line that user code prints is cut.
 MAX_LINE = 8192
-#: Lines that are begun at a time; the oldest is then written as it is.
+#: Maximum number of incomplete lines; beyond it, the oldest is written as it is.
 MAX_BEGUN = 1000
 
 
@@ -39,7 +39,7 @@ def _names_of(replica_tag: str) -> tuple[str, str, str]:
 
 
 def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
-    """Return where a record comes from that the current code makes."""
+    """Return the tags of a record that the current code makes."""
     found = current_tags()
     if found is not None:
         return found
@@ -47,7 +47,7 @@ def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
     instance = current_instance.get()
     if name.startswith("daskserve."):
         replica = vars(record).get("replica")
-        if replica:  # of code that says which one it speaks of
+        if replica:  # the record names its replica
             return Tags(*_names_of(replica), component="replica", instance=instance)
         part = "worker"
         if name.startswith("daskserve.prox"):
@@ -108,7 +108,7 @@ class TaggedOutput(io.TextIOBase):
         if rest:
             self._begun[key] = rest
         while len(self._begun) > MAX_BEGUN:
-            # Of a thread or a replica that has ended, most likely.
+            # Its thread or replica has most likely ended.
             oldest = next(iter(self._begun))
             self._write_line(self._begun.pop(oldest, ""), self._logs.tags_of(oldest[0]))
         for line in lines:
@@ -116,7 +116,7 @@ class TaggedOutput(io.TextIOBase):
         return len(text)
 
     def _write_line(self, line: str, tags: Tags) -> None:
-        settings = self._logs.has_prefix(tags)
+        settings = self._logs.settings_of(tags)
         if settings is None:
             marked = line
         elif settings.encoding == "JSON":
@@ -139,7 +139,7 @@ class TaggedOutput(io.TextIOBase):
         self.stream.flush()
 
     def end(self, replica: str | None = None) -> None:
-        """Write the lines that a replica has begun, or all replicas have."""
+        """Write the incomplete lines of a replica, or of all replicas."""
         begun = [key for key in tuple(self._begun) if replica in (None, key[0])]
         for key in begun:
             if line := self._begun.pop(key, ""):
@@ -169,7 +169,7 @@ class TaggedOutput(io.TextIOBase):
 
 
 def mark_output(logs: ProcessLogs, take: Callable[[str, Tags], None]) -> Callable[[], None]:
-    """Mark what replicas print from now on; return what undoes this."""
+    """Mark the lines that replicas print from now on; return a function that undoes this."""
     before = sys.stdout
     if before is None or isinstance(before, TaggedOutput):
         return lambda: None
@@ -179,7 +179,7 @@ def mark_output(logs: ProcessLogs, take: Callable[[str, Tags], None]) -> Callabl
     def undo() -> None:
         logs.before_end = lambda source: None
         marked.end()
-        if sys.stdout is marked:  # else other code has replaced it meanwhile
+        if sys.stdout is marked:  # if not, other code has replaced it
             sys.stdout = before
 
     return undo

@@ -2,9 +2,9 @@
 
 Problem: ``distributed.get_client()`` returns the worker's client. It is asynchronous on the worker's loop
 only: on the loop of a replica, its methods block and return plain values, which cannot be awaited. Choice:
-each loop gets an asynchronous client of its own, on first use, so that ``await get_client().submit(f)`` means
-the same on every loop. Code in threads shares the client of the loop on which daskserve itself runs. What was
-made with one of these clients (futures, locks, queues) works in all other places, too: see `UserClient.sync`.
+each loop gets a separate asynchronous client on first use, so that ``await get_client().submit(f)`` works the
+same on every loop. Code in threads shares the client of the loop on which daskserve itself runs. Futures,
+locks and queues that one of these clients created also work in all other places; see `UserClient.sync`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SchedulerCalls:
     async def _acquire(
         self, acquire: Callable[..., Awaitable[Any]], release: str, names: tuple[str, ...], **arguments: Any
     ) -> Any:
-        # The scheduler does not notice that a caller has left, and would give it the lock.
+        # The scheduler does not notice that the caller was cancelled, and would still grant the lock.
         acquiring = asyncio.ensure_future(acquire(**arguments))
         try:
             return await asyncio.shield(acquiring)
@@ -141,7 +141,7 @@ def _traced(function: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _only_owner(futures: Any) -> Any:
-    """Return the client of futures, if all have the same."""
+    """Return the client of futures; None if they have several."""
     owners = {future.client for future in futures_of(futures)}
     return owners.pop() if len(owners) == 1 else None
 
@@ -154,7 +154,7 @@ class UserClients:
     address : str
         The scheduler's address.
     loop : AbstractEventLoop
-        The one whose client serves code in threads.
+        The event loop whose client serves code in threads.
     """
 
     def __init__(self, address: str, security: Security | None, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,10 +1,10 @@
 """Dask's current worker and client as user code sees them, in the worker's process or in a child.
 
 Problem: Dask's locks, queues and actors ask `distributed.get_worker` or `get_client` for an event loop and a
-connection to the scheduler, and keep them. They are made in one place (a constructor, a module, unpickled
+connection to the scheduler, and keep them. They are created in one place (a constructor, a module, unpickled
 arguments) and used in another, on another loop or in a thread. With the worker's own loop, ``async with
-Lock()`` on a replica's loop blocks it, gets the lock, and fails. Choice: they keep the views below, which
-use the loop and the connection of the place where they are used.
+Lock()`` on a replica's loop blocks it, gets the lock, and fails. Choice: they keep the views below, which use
+the loop and the connection of the place where they are used.
 
 Nothing here imports Dask, which a child process may not need.
 """
@@ -102,7 +102,7 @@ class WorkerView:
     Parameters
     ----------
     worker : object
-        The worker if it is in this process, otherwise a mapping of what is known of it.
+        The worker if it is in this process; otherwise a mapping with some of its attributes.
     scheduler : str
         The scheduler's address.
     find_connection : callable, optional
@@ -172,7 +172,7 @@ class WorkerView:
 
 def _let_go(timer: Any, loop: Any) -> None:
     """Let the timer with which a lock renews its lease end with the lock, which then stops it."""
-    # Dask's locks otherwise live as long as the event loop, and a server makes one for each request.
+    # Without this, Dask's locks live as long as the event loop, and a server creates one for each request.
     from tornado.ioloop import PeriodicCallback  # Dask has imported it
 
     if not isinstance(timer, PeriodicCallback) or not inspect.ismethod(timer.callback):

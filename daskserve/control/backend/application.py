@@ -214,7 +214,7 @@ def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:
     code of the version to which it would return. ``change`` is what is written with it: a goal that ends
     there needs no code.
     """
-    old = [code for code in state.codes_of(backend.tag) if code.name != backend.code_key]
+    old = [code for code in state.codes.of(backend.tag) if code.name != backend.code_key]
     if not old:
         return {}
     goals_after = (change.get(each.key, each) for each in state.goals.values())

@@ -7,7 +7,9 @@ the last one was, and a replica that missed a call gets it again a second later.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from daskserve.cluster.protocols.base import Cluster
@@ -34,6 +36,7 @@ from daskserve.errors import ServeError, StaleEpochError
 from daskserve.loops.tasks import TaskSet
 from daskserve.options.environment import ModelRepository
 from daskserve.options.rollout import RolloutConfig
+from daskserve.payload.error_text import summary_of
 from daskserve.payload.model_files import list_models, state_of_version
 
 logger = logging.getLogger("daskserve.controller")
@@ -42,6 +45,17 @@ logger = logging.getLogger("daskserve.controller")
 PERIOD_S = 1.0
 #: Time limit of a call to a replica, which only takes note.
 CALL_S = 5.0
+
+
+@dataclass(slots=True)
+class _Poll:
+    """What is known of the folder of a backend: its content, and the files of new versions."""
+
+    url: str
+    due: float = -math.inf
+    is_busy: bool = False
+    folder: Folder | None = None
+    seen: Mapping[str, str] = field(default_factory=dict)
 
 
 class ModelKeeper:
@@ -57,11 +71,7 @@ class ModelKeeper:
         self._writer = writer
         self._tasks = TaskSet(logger)
         self._busy: set[str] = set()
-        self._read_at: dict[BackendTag, float] = {}
-        #: The content of the folders when they were last read.
-        self._folders: dict[BackendTag, Folder] = {}
-        #: The files of new versions when a folder was last read.
-        self._seen: dict[BackendTag, Mapping[str, str]] = {}
+        self._polls: dict[BackendTag, _Poll] = {}
         #: The phase of each rollout of a model, and when it began.
         self._phases: dict[tuple[BackendTag, str], tuple[str, float]] = {}
 
@@ -90,10 +100,8 @@ class ModelKeeper:
             for tag, each in self._state.backends.items()
             if each.config.model_repository is not None and not each.is_deleting
         }
-        for gone in self._read_at.keys() - backends.keys():
-            del self._read_at[gone]
-            self._folders.pop(gone, None)
-            self._seen.pop(gone, None)
+        for gone in self._polls.keys() - backends.keys():
+            del self._polls[gone]
         self._note_phases()
         if self._changes(backends):
             async with self._writer:
@@ -116,8 +124,9 @@ class ModelKeeper:
                 if None in reports.values():
                     continue  # it may have loaded something in its start
                 record = adopted(record, reports)
-            if keep is not None and tag in self._folders:
-                record = polled(record, self._folders[tag], keep)
+            poll = self._polls.get(tag)
+            if keep is not None and poll is not None and poll.folder is not None:
+                record = polled(record, poll.folder, keep)
             plan, wall = None if repository is None else repository.rollout, self._clock.wall()
             record = settled(record, reports, keep, rolls_out=plan is not None)
             record = followed(record, plan, keep, wall)
@@ -171,31 +180,29 @@ class ModelKeeper:
             self._busy.discard(replica.tag)
 
     def _read_if_due(self, tag: BackendTag, repository: ModelRepository) -> None:
-        now = self._clock.now()
-        if (
-            f"read {tag}" in self._busy
-            or now < self._read_at.get(tag, now)
-            or tag not in self._state.backends
-        ):
-            return
-        self._read_at[tag] = now + repository.poll_period_s
-        self._busy.add(f"read {tag}")
-        self._tasks.spawn(self._read(tag, repository), "models")
+        now, poll = self._clock.now(), self._polls.get(tag)
+        if poll is None or poll.url != repository.url:
+            poll = self._polls[tag] = _Poll(repository.url)
+        if tag in self._state.backends and not poll.is_busy and now >= poll.due:
+            poll.due, poll.is_busy = now + repository.poll_period_s, True
+            self._tasks.spawn(self._read(tag, repository, poll), "models")
 
-    async def _read(self, tag: BackendTag, repository: ModelRepository) -> None:
+    async def _read(self, tag: BackendTag, repository: ModelRepository, poll: _Poll) -> None:
         known = self._state.models.get(tag)
-        before, seen = self._seen.get(tag, {}), {} if known is None else known.models
+        reading = partial(read_folder, repository, {} if known is None else known.models, poll.seen)
+        problem = ""
         try:
-            self._folders[tag], self._seen[tag] = await self._observed.folders.read(
-                repository.url, partial(read_folder, repository, seen, before), self._clock
-            )
+            poll.folder, poll.seen = await self._observed.folders.read(poll.url, reading, self._clock)
         except Exception as error:  # file systems raise errors of many libraries
-            problem = f"{type(error).__name__}: {error}"[:300]
-            self._observed.model_problems[tag] = f"the model repository cannot be read: {problem}"
+            problem = f"the model repository cannot be read: {summary_of(error)[:300]}"
+        finally:
+            poll.is_busy = False
+        if self._polls.get(tag) is not poll:
+            return  # the backend was deleted meanwhile, or has another repository
+        if problem:
+            self._observed.model_problems[tag] = problem
         else:
             self._observed.model_problems.pop(tag, None)
-        finally:
-            self._busy.discard(f"read {tag}")
 
 
 def read_folder(

@@ -33,7 +33,7 @@ def is_at_rest(inputs: StepInputs, backend: BackendRecord, replicas: Sequence[Re
         return False
     # Codes of older versions wait for their removal, unless the history needs them.
     if any(
-        code.name != backend.code_key and not state.revisions.need(code.name) for code in state.codes_of(tag)
+        code.name != backend.code_key and not state.revisions.need(code.name) for code in state.codes.of(tag)
     ):
         return False
     return _is_quiet(observed, replicas) and _have_right_ranks(observed, replicas, wanted)

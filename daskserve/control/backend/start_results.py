@@ -9,6 +9,7 @@ from daskserve.control.observed.observed import DeadReplica
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.verbs.backends import configured
 from daskserve.errors import DeployError, ServeError
+from daskserve.payload.error_text import summary_of
 
 
 def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
@@ -29,9 +30,7 @@ def start_error(backend: BackendRecord, error: BaseException) -> ServeError:
     """Return the error of a goal whose replica could not start or be reconfigured."""
     if isinstance(error, ServeError):
         return error
-    return DeployError(
-        f"A replica of {backend.display_name} could not be created: {type(error).__name__}: {error}"
-    )
+    return DeployError(f"A replica of {backend.display_name} could not be created: {summary_of(error)}")
 
 
 def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:

@@ -392,7 +392,7 @@ class _Stepper:
             return
         self.step.change[backend.key] = None
         self.notes = self.step.notes = Notes()
-        codes = state.codes_of(backend.tag)
+        codes = state.codes.of(backend.tag)
         self.step.change.update({code.key: None for code in codes if not state.revisions.need(code.name)})
         self.step.change.update(app_state.removed(state, backend))
 

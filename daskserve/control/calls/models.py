@@ -17,6 +17,7 @@ from daskserve.control.verbs.history.events import WHOLE
 from daskserve.control.views.rollouts import model_texts
 from daskserve.errors import BadRequestError, NotFoundError
 from daskserve.options.environment import ModelRepository
+from daskserve.payload.error_text import summary_of
 from daskserve.payload.model_files import list_models
 
 
@@ -119,9 +120,7 @@ class ModelVerbs(DecidingVerbs):
             reading = partial(list_models, repository.url)
             return await self._core.observed.folders.read(repository.url, reading, self._core.clock)
         except Exception as error:  # file systems raise errors of many libraries
-            raise BadRequestError(
-                f"The model repository cannot be read: {type(error).__name__}: {error}"
-            ) from None
+            raise BadRequestError(f"The model repository cannot be read: {summary_of(error)}") from None
 
     async def _decide(self, name: str, by: str, decide: Callable[[ModelsRecord], ModelsRecord]) -> None:
         async with self._deciding():

@@ -271,6 +271,9 @@ class Building:
         except (ServeError, OSError) as error:
             logger.warning("The result of a build could not be written, and it is built again: %s", error)
             self._pause(records)
+        except Exception:
+            logger.exception("A build failed in the controller and is retried")
+            self._pause(records)
         finally:
             self._busy.difference_update(each.name for each in records if each.name not in self._ready)
             self._wake.set()

@@ -36,6 +36,7 @@ from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
 from daskserve.options.autoscaling import AutoscalingConfig
+from daskserve.payload.error_text import summary_of
 
 #: Number of samples that are kept for each autoscaled backend, for `explain`.
 KEPT_SAMPLES = 10
@@ -360,7 +361,7 @@ class Observed:
             error = self.failed[tag]
             user_traceback = str(getattr(error, "user_traceback", ""))[-TRACEBACK_LENGTH:]
             lines = tuple(getattr(error, LAST_LINES, ()))
-            return DeadReplica(tag, f"{type(error).__name__}: {error}", wall, user_traceback, lines)
+            return DeadReplica(tag, summary_of(error), wall, user_traceback, lines)
         if event is ReplicaEvent.UNWANTED:
             why = (
                 f"worker {worker} does not answer" if worker in self.unresponsive else self.unhealthy.get(tag)
@@ -471,7 +472,8 @@ class Observed:
         self.last_lines.pop(tag, None)
         self.models.pop(tag, None)
         self.multiplexed.forget_replica(tag)
-        for each in (*levels, self.reconfigure_failed, self.rank_infos, self.routing_stats):
+        self.routing_stats.forget_replica(tag)
+        for each in (*levels, self.reconfigure_failed, self.rank_infos):
             each.pop(tag, None)
         self.gone.discard(tag)
         self.terminating.discard(tag)

@@ -35,9 +35,11 @@ class RouterTroubles:
                 known.pop(router, None)
         new = []
         for tag, text in troubles.items():
-            known = self._known.setdefault(tag, {})
-            if router in known or len(known) < MAX_ROUTERS:
-                known[router] = _Trouble(text, now)
+            # Processes that have ended do not take back what they reported.
+            fresh = {name: each for name, each in self._known.get(tag, {}).items() if _is_fresh(each, now)}
+            if router in fresh or len(fresh) < MAX_ROUTERS:
+                fresh[router] = _Trouble(text, now)
+            self._known[tag] = fresh
             told = self._told.get(tag)
             if told is None or told.text != text or now - told.at >= TELL_AGAIN_S:
                 self._told[tag] = _Trouble(text, now)
@@ -46,7 +48,7 @@ class RouterTroubles:
 
     def text_of(self, tag: BackendTag, now: float) -> str:
         """Return the fault of a backend's router, and in how many processes it occurs; empty without one."""
-        found = [each for each in self._known.get(tag, {}).values() if now - each.at < STALE_S]
+        found = [each for each in self._known.get(tag, {}).values() if _is_fresh(each, now)]
         if not found:
             return ""
         last = max(found, key=lambda each: each.at)
@@ -56,3 +58,7 @@ class RouterTroubles:
         """Drop what is known of a backend that is gone."""
         self._known.pop(tag, None)
         self._told.pop(tag, None)
+
+
+def _is_fresh(trouble: _Trouble, now: float) -> bool:
+    return now - trouble.at < STALE_S

@@ -87,7 +87,7 @@ class WorkerWatch:
         swept_at = self._clock.now()
         while True:
             began = self._clock.now()
-            workers = set(self._state.workers_in_use()) | self._observed.unresponsive
+            workers = self._state.workers_in_use() | self._observed.unresponsive
             if began - swept_at >= SWEEP_S:
                 swept_at = began
                 workers |= set(self._observed.workers)
@@ -127,7 +127,7 @@ class WorkerWatch:
         self._asking.add(worker)
         # An actor that started after the query may be missing in the answer.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
-        scaled, instance = self._state.autoscaled(), self._cluster.instance
+        scaled, instance = self._state.autoscaled, self._cluster.instance
         is_watched = self._observed.live.is_watched(self._clock.now())
         names = [
             each.address(instance).name
@@ -135,8 +135,7 @@ class WorkerWatch:
             if is_watched or each.backend in scaled
         ]
         if is_watched:
-            proxies = self._state.proxies.values()
-            names += [each.address(instance).name for each in proxies if each.worker == worker]
+            names += [each.address(instance).name for each in self._state.proxies.on(worker)]
         by_scheduler = self._misses.get(worker, 0) % 2 == 1
         asking = self._cluster.inspect(worker, metrics_of=names, by_scheduler=by_scheduler)
         try:
@@ -159,7 +158,7 @@ class WorkerWatch:
         logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
         self._observed.unresponsive.add(worker)
         self._announce()
-        if any(proxy.worker == worker for proxy in self._state.proxies.values()):
+        if self._state.proxies.on(worker):
             self._tasks.spawn(self._restart(worker), "watch")
         self._poke(None)
 
@@ -260,24 +259,22 @@ class WorkerWatch:
     def _miss_proxies(
         self, worker: WorkerAddress, there: Mapping[tuple[str, int], Mapping[str, Any]]
     ) -> None:
-        for proxy in self._state.proxies.values():
-            if proxy.worker != worker:
-                continue
+        for proxy in self._state.proxies.on(worker):
             actor = there.get((proxy.address(self._cluster.instance).name, proxy.incarnation))
-            is_there, now = actor is not None, self._clock.now()
+            now = self._clock.now()
             if actor is not None and "metrics" in actor and self._observed.live.is_watched(now):
                 self._observed.live.proxy(proxy.tag, actor["metrics"], now)
             facts = self._observed.proxies_ready.get(proxy.name)
             is_known = facts is not None and facts["incarnation"] == proxy.incarnation
-            if is_known and not is_there:
+            if is_known and actor is None:
                 logger.warning("Proxy %s vanished from %s", proxy.tag, worker)
                 del self._observed.proxies_ready[proxy.name]
                 self._poke(None)
 
     def _end_orphans(self, worker: WorkerAddress, actors: Sequence[Mapping[str, Any]]) -> None:
         instance = self._cluster.instance
-        known = {replica.address(instance) for replica in self._state.replicas_on(worker)}
-        known |= {proxy.address(instance) for proxy in self._state.proxies.values() if proxy.worker == worker}
+        known = {each.address(instance) for each in self._state.replicas_on(worker)}
+        known |= {each.address(instance) for each in self._state.proxies.on(worker)}
         for actor in actors:
             address = ActorAddress(actor["name"], worker, actor["incarnation"])
             if actor["kind"] == ActorKind.CONTROLLER:

@@ -57,7 +57,7 @@ def _grace_of(backend: BackendRecord) -> float:
 
 def workers_to_ask(state: State, observed: Observed) -> Set[WorkerAddress]:
     """Return the workers that may have requests under way and can answer."""
-    return (set(state.workers_in_use()) & observed.workers.keys()) - observed.unresponsive
+    return (state.workers_in_use() & observed.workers.keys()) - observed.unresponsive
 
 
 def requests_under_way(state: State, actors: Iterable[Mapping[str, Any]]) -> dict[str, int]:

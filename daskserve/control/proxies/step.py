@@ -176,11 +176,6 @@ def _may_end(proxy: ProxyRecord, state: State, observed: Observed, wanted: Seque
     return any(is_ready(observed, each) for each in beside or wanted)
 
 
-def proxy_workers(state: State) -> set[WorkerAddress]:
-    """Return the workers that hold proxies, including leaving ones."""
-    return {each.worker for each in state.proxies.values() if each.worker is not None}
-
-
 def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
     """Return the workers that an adaptive cluster must keep.
 

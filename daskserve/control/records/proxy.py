@@ -1,7 +1,8 @@
-"""The record of one HTTP proxy; see `daskserve.control.records.records`."""
+"""The records of HTTP proxies; see `daskserve.control.records.records`."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,3 +59,35 @@ class ProxyRecord:
             raise ValueError(f"proxy {self.tag} has no worker")
         # A worker may have the successor too.
         return ActorAddress(f"{instance}/proxy/{self.name}/{self.incarnation}", self.worker, self.incarnation)
+
+
+class Proxies(dict[str, ProxyRecord]):
+    """The records of all proxies by tag, with an index by worker. Only `State.apply` changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on: dict[WorkerAddress, dict[str, None]] = {}
+
+    def keep(self, proxy: ProxyRecord) -> None:
+        """Add a record."""
+        self[proxy.tag] = proxy
+        if proxy.worker is not None:
+            self._on.setdefault(proxy.worker, {})[proxy.tag] = None
+
+    def forget(self, tag: str) -> None:
+        """Remove a record, if it is there."""
+        proxy = self.pop(tag, None)
+        if proxy is not None and proxy.worker is not None:
+            tags = self._on[proxy.worker]
+            del tags[tag]
+            if not tags:
+                del self._on[proxy.worker]
+
+    def on(self, worker: WorkerAddress) -> list[ProxyRecord]:
+        """Return the proxies on a worker, leaving ones included."""
+        return [self[tag] for tag in self._on.get(worker, ())]
+
+    @property
+    def workers(self) -> Set[WorkerAddress]:
+        """The workers that hold proxies, including leaving ones."""
+        return self._on.keys()

@@ -6,7 +6,7 @@ Only `State.apply` changes it, after the change is in the store. This module mak
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping
 
 from daskserve.common.types import (
     BackendTag,
@@ -22,7 +22,7 @@ from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
 from daskserve.control.records.events import EventLog, EventsRecord
 from daskserve.control.records.models import ModelsRecord
-from daskserve.control.records.proxy import ProxyRecord
+from daskserve.control.records.proxy import Proxies, ProxyRecord
 from daskserve.control.records.records import (
     AppRecord,
     BackendRecord,
@@ -89,7 +89,7 @@ class Codes(dict[str, CodeRecord]):
                 del self._of[code.backend]
 
     def of(self, backend: BackendTag) -> list[CodeRecord]:
-        """Return the records of a backend."""
+        """Return the records of a backend: the current one, and during a change an older one too."""
         return [self[name] for name in self._of.get(backend, ())]
 
 
@@ -101,7 +101,7 @@ class State:
         self.codes = Codes()
         self.endpoints: dict[EndpointTag, EndpointRecord] = {}
         self.replicas: dict[ReplicaTag, ReplicaRecord] = {}
-        self.proxies: dict[str, ProxyRecord] = {}
+        self.proxies = Proxies()
         self.goals: dict[str, GoalRecord] = {}
         self.models: dict[BackendTag, ModelsRecord] = {}
         self.capacity = CapacityRecord()
@@ -115,7 +115,8 @@ class State:
         self._bundles_on: dict[WorkerAddress, int] = {}
         self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
         self.occupied = OccupiedResources()
-        self._autoscaled: set[BackendTag] = set()
+        #: The backends that have an autoscaler.
+        self.autoscaled: set[BackendTag] = set()
         self._endpoints_of: dict[BackendTag, dict[EndpointTag, None]] = {}
         self._endpoint_by_route: dict[str, EndpointTag] = {}
 
@@ -163,14 +164,6 @@ class State:
         tags = self._replicas_of.get(backend, ())
         return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
 
-    def autoscaled(self) -> Set[BackendTag]:
-        """Return the backends that have an autoscaler."""
-        return self._autoscaled
-
-    def codes_of(self, backend: BackendTag) -> list[CodeRecord]:
-        """Return the code records of a backend: the current one, and during a change an older one too."""
-        return self.codes.of(backend)
-
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
         """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
         if backend is None:
@@ -185,10 +178,9 @@ class State:
         """Return the workers that hold bundles of a backend, each with their number."""
         return self._workers_of.get(backend, {})
 
-    def workers_in_use(self) -> Iterable[WorkerAddress]:
+    def workers_in_use(self) -> set[WorkerAddress]:
         """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
-        with_proxies = {proxy.worker for proxy in self.proxies.values() if proxy.worker is not None}
-        return {*self._bundles_on, *with_proxies}
+        return self._bundles_on.keys() | self.proxies.workers
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the amounts that the replicas on a worker occupy, by resource."""
@@ -223,7 +215,7 @@ class State:
             self.codes.use(record.code_key)
             self.apps.add(record)
             if record.autoscaling is not None:
-                self._autoscaled.add(record.tag)
+                self.autoscaled.add(record.tag)
         elif isinstance(record, CodeRecord):
             self.codes.keep(record)
         elif isinstance(record, AppRecord):
@@ -233,7 +225,7 @@ class State:
         elif isinstance(record, GoalRecord):
             self.goals[record.goal_id] = record
         elif isinstance(record, ProxyRecord):
-            self.proxies[record.tag] = record
+            self.proxies.keep(record)
         elif isinstance(record, CapacityRecord):
             self.capacity = record
         elif isinstance(record, ModelsRecord):
@@ -258,7 +250,7 @@ class State:
             if backend is not None:
                 self.apps.remove(backend)
                 self.codes.release(backend.code_key)
-            self._autoscaled.discard(name)
+            self.autoscaled.discard(name)
         elif kind == "code":
             self.codes.forget(name)
         elif kind == "app":
@@ -268,7 +260,7 @@ class State:
         elif kind in (ConfigRecord.KIND, DeclarationRecord.KIND):
             self.declared.forget(kind, name)
         elif kind == "proxy":
-            self.proxies.pop(name, None)
+            self.proxies.forget(name)
         elif kind == "capacity":
             self.capacity = CapacityRecord()
         elif kind == "models":

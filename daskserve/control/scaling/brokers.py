@@ -17,6 +17,7 @@ from daskserve.cluster.protocols.base import TaskQueues
 from daskserve.control.scaling.backlog import REPLY_TIMEOUT_S, QueueLength
 from daskserve.errors import ServeError
 from daskserve.options.queues import QueueOptions
+from daskserve.payload.error_text import summary_of
 
 #: Returns the response body of a GET with this username and password; see `fetching.HTTPFetcher`.
 FetchAs = Callable[[str, tuple[str, str]], Awaitable[bytes]]
@@ -113,7 +114,7 @@ class RedisQueue:
             pipeline.zcount(self._delayed, "-inf", seconds)
             return float(sum(await pipeline.execute()))
         except redis.RedisError as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise OSError(summary_of(error)) from error
 
     async def close(self) -> None:
         """Disconnect. The pool stays, because it holds the TLS context, which takes 50 ms to create."""

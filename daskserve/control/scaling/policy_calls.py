@@ -143,7 +143,7 @@ class PolicyLoader(Generic[T]):
 
     def failed(self, error: Exception) -> None:
         """Record why the policy cannot be loaded, and when to try again."""
-        text = str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, UserCodeError) else summary_of(error)
         before, self.error = self.error, f"the policy cannot be used: {text}"
         self.call, self.retry_at = None, self._clock.now() + POLICY_RETRY_S
         if self.error != before:

@@ -97,7 +97,8 @@ class PrometheusQueries:
             async with asyncio.timeout(self._max_age_s):
                 body = await self._fetch(f"{url}?{urlencode({'query': text})}")
             self._values[name] = (value_of(body), at)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # Whatever a server answers, the next poll may succeed.
             problem = masked(str(error)) or type(error).__name__
             if self._errors.get(name) != problem:
                 logger.warning("Query %r (%s) has no value: %s", name, text, problem)
@@ -116,7 +117,7 @@ def value_of(body: bytes) -> float:
     """
     try:
         answer: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("the answer is not JSON; check that the address is a Prometheus server's") from None
     if not isinstance(answer, dict) or answer.get("status") != "success":
         said = answer.get("error") if isinstance(answer, dict) else None
@@ -138,6 +139,8 @@ def value_of(body: bytes) -> float:
         elif kind != "scalar":
             raise ValueError(f"the query gives a {kind}; write an expression with one value at one time")
         value = float(result[1])
+    except OverflowError as error:
+        raise ValueError(f"the query gives a number that is too large: {error}") from None
     except (KeyError, TypeError, IndexError):
         raise ValueError(
             "the answer is not that of Prometheus' /api/v1/query; check the address of the server"

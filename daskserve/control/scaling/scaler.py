@@ -168,7 +168,7 @@ class Scaler:
                 self._fetcher.close()
 
     def _sync_entries(self) -> None:
-        wanted = self._state.autoscaled()
+        wanted = self._state.autoscaled
         for tag in sorted(self._entries.keys() - wanted):
             entry = self._entries.pop(tag)
             self._report_abandoned(tag, entry.policy_call)

@@ -33,6 +33,7 @@ from daskserve.control.scaling.recorded import taken_back
 from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.control.verbs.rollout_plan import begun, ended_rollout
 from daskserve.errors import DeletedError, DeployError, ReplicaStartError, ServeError, SupersededError
+from daskserve.payload import error_text
 from daskserve.payload.packed_errors import dump_error
 
 #: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
@@ -351,7 +352,7 @@ def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> 
 def text_of(error: BaseException, before: str = "") -> str:
     """Return the text of an error in one line, and the traceback of user code, if there is one, below it."""
     user_traceback = error.user_traceback if isinstance(error, ServeError) else ""
-    return f"{before}{error}\n{user_traceback}".strip()
+    return f"{before}{error_text.text_of(error)}\n{user_traceback}".strip()
 
 
 def _removed(state: State, current: BackendRecord, why: str) -> Change:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,6 @@ from daskserve.common.types import (
 )
 from daskserve.control.backend import progress
 from daskserve.control.observed.observed import Activity, Observed
-from daskserve.control.proxies import take_over
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.proxy import ProxyRecord
 from daskserve.control.records.records import BackendRecord, GoalState
@@ -31,6 +31,7 @@ from daskserve.control.views.messages import message_of, with_models
 from daskserve.control.views.published import published_backend
 from daskserve.options.environment import Environment
 from daskserve.options.fields.secrets import masked
+from daskserve.payload.error_text import text_of
 
 UNVERSIONED = "Unversioned"
 
@@ -101,7 +102,7 @@ def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
     elif proxy.worker in observed.unresponsive:
         found.append(f"worker {proxy.worker} does not answer")
     elif proxy.name in observed.proxies_failed:
-        found.append(str(observed.proxies_failed[proxy.name]))
+        found.append(text_of(observed.proxies_failed[proxy.name]))
     if stray := observed.stray(proxy.worker or ""):
         found.append(stray)
     if proxy.home:
@@ -109,25 +110,13 @@ def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
     return "; ".join(found)
 
 
-def listens(state: State, observed: Observed) -> bool:
-    """Return whether every proxy that is to listen does."""
-    return take_over.listens(state, observed)
-
-
 def http_urls(state: State, observed: Observed) -> list[str]:
     """Return the URLs at which proxies listen, each once."""
-    urls = [
-        url
-        for name, facts in sorted(observed.proxies_ready.items())
-        if any(_is_of(facts, proxy) for proxy in state.proxies.values() if proxy.name == name)
-        for url in facts["urls"]
-    ]
-    return list(dict.fromkeys(urls))
-
-
-def _is_of(facts: Mapping[str, Any], proxy: ProxyRecord) -> bool:
-    """Return whether facts are of this proxy, which has a worker; one that is leaving may still accept."""
-    return proxy.worker is not None and facts["incarnation"] == proxy.incarnation
+    # One that is leaving may still accept.
+    placed = {(each.name, each.incarnation) for each in state.proxies.values() if each.worker is not None}
+    ready = sorted(observed.proxies_ready.items())
+    urls = (facts["urls"] for name, facts in ready if (name, facts["incarnation"]) in placed)
+    return list(dict.fromkeys(itertools.chain.from_iterable(urls)))
 
 
 def actors(state: State, observed: Observed, instance: str, controller: Mapping[str, Any]) -> list[Any]:
@@ -168,13 +157,14 @@ def system_actors(
     ]
     for proxy in state.proxies.values():
         facts = observed.proxies_ready.get(proxy.name, {})
+        is_its = proxy.worker is not None and facts.get("incarnation") == proxy.incarnation
         found.append(
             {
                 "kind": ActorKind.PROXY.value,
                 "name": proxy.tag,
                 "state": proxy_state(proxy, observed),
                 **_where(observed, proxy.worker),
-                "pid": facts.get("pid") if facts and _is_of(facts, proxy) else None,
+                "pid": facts.get("pid") if is_its else None,
                 "message": proxy_message(proxy, observed),
             }
         )
@@ -289,9 +279,7 @@ def broken_routes(
 
 def published_system(state: State, controller: WorkerAddress) -> dict[str, list[WorkerAddress]]:
     """Return the workers with proxies or the controller, as published for routers."""
-    return {
-        "workers": sorted({controller, *(proxy.worker for proxy in state.proxies.values() if proxy.worker)})
-    }
+    return {"workers": sorted({controller, *state.proxies.workers})}
 
 
 #: The classic controller's introspection calls.

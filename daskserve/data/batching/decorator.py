@@ -11,13 +11,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-from daskserve.data.batching.function import (
-    BatchedFunction,
-    check_count,
-    check_max_batch_size,
-    check_seconds,
-    check_wait_s,
-)
+from daskserve.data.batching.checks import check_seconds, check_whole
+from daskserve.data.batching.function import BatchedFunction
 
 
 def _check_function(function: Any) -> None:
@@ -108,9 +103,12 @@ def batch(
     """
     is_tuned = latency_target_s is not None
     target_s = check_seconds("latency_target_s", latency_target_s) if is_tuned else None
-    size = check_max_batch_size((1000 if is_tuned else 10) if max_batch_size is None else max_batch_size)
-    wait_s = check_wait_s((target_s or 0.01) if batch_wait_timeout_s is None else batch_wait_timeout_s)
-    at_once = check_count("max_concurrent_batches", max_concurrent_batches)
+    size, wait_s = 1000 if is_tuned else 10, target_s or 0.01
+    if max_batch_size is not None:
+        size = check_whole("max_batch_size", max_batch_size)
+    if batch_wait_timeout_s is not None:
+        wait_s = check_seconds("batch_wait_timeout_s", batch_wait_timeout_s, may_be_zero=True)
+    at_once = check_whole("max_concurrent_batches", max_concurrent_batches)
     if batch_size_fn is not None and (
         not callable(batch_size_fn) or inspect.iscoroutinefunction(batch_size_fn)
     ):
@@ -138,7 +136,7 @@ def batch(
 
 
 def _check_preferred(values: Sequence[int], most: int) -> tuple[int, ...]:
-    sizes = tuple(sorted(check_count("preferred_batch_sizes", each) for each in values))
+    sizes = tuple(sorted(check_whole("preferred_batch_sizes", each) for each in values))
     if sizes and sizes[-1] > most:
         raise ValueError(f"preferred_batch_sizes has {sizes[-1]}, but max_batch_size is {most}")
     return sizes

@@ -8,15 +8,14 @@ one process, so limits that change at run time belong to the instance too.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
-import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from daskserve.common.formatting import as_whole, shown
+from daskserve.common.formatting import shown
 from daskserve.context import (
     RequestContext,
     current_members,
@@ -24,10 +23,11 @@ from daskserve.context import (
     current_request,
     get_multiplexed_model_id,
 )
-from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
+from daskserve.data.batching.checks import check_seconds, check_whole
+from daskserve.data.batching.instances import BoundFunction, InstanceFunction, QueuesByLoop
 from daskserve.data.batching.limits import BatchLimits
 from daskserve.data.batching.presence import Presence
-from daskserve.data.batching.queue import BatchQueue, reconsider_on
+from daskserve.data.batching.queue import BatchQueue
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import END, BatchStream, distribute
 from daskserve.data.batching.tuning import BatchTuner
@@ -68,20 +68,16 @@ _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 
 
 class _InstanceState:
-    """The limits and queues of a batched function for one instance, or for the plain function."""
+    """The limits and queues of one instance, or of the plain function."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         #: Whether the limits have not been checked against the replica's concurrency yet.
         self.is_unchecked = True
-        self._queues: QueuesByLoop[RequestQueue] = QueuesByLoop(lambda queue: queue.is_idle)
-
-    def queue(self, make: Callable[[BatchLimits], RequestQueue]) -> RequestQueue:
-        """Return the queue for the running loop and the current replica; the first call creates it."""
-        return self._queues.present(make, self.limits)
+        self.queues_by_loop: QueuesByLoop[RequestQueue] = QueuesByLoop()
 
     def queues(self) -> list[RequestQueue]:
-        return [queue for _, queue in self._queues.items()]
+        return [queue for _, queue in self.queues_by_loop.items()]
 
     def change(self, *, max_batch_size: int | None = None, wait_s: float | None = None) -> None:
         """Change the limits, also for waiting calls; may be called from any thread."""
@@ -90,8 +86,9 @@ class _InstanceState:
         if wait_s is not None:
             self.limits.wait_s = wait_s
         self.is_unchecked = True
-        for loop, queue in self._queues.items():
-            reconsider_on(loop, queue)
+        for loop, queue in self.queues_by_loop.items():
+            with suppress(RuntimeError):  # the loop is closed, so no item waits there
+                loop.call_soon_threadsafe(queue.reconsider)
 
 
 class _Settings:
@@ -104,11 +101,12 @@ class _Settings:
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
         """Change the maximum batch size; may be called from any thread, such as in ``reconfigure``."""
-        self._state().change(max_batch_size=check_max_batch_size(max_batch_size))
+        self._state().change(max_batch_size=check_whole("max_batch_size", max_batch_size))
 
     def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None:
         """Change how long the first call of a batch waits for others; may be called from any thread."""
-        self._state().change(wait_s=check_wait_s(batch_wait_timeout_s))
+        wait_s = check_seconds("batch_wait_timeout_s", batch_wait_timeout_s, may_be_zero=True)
+        self._state().change(wait_s=wait_s)
 
     def _get_max_batch_size(self) -> int:
         return self._state().limits.max_batch_size
@@ -175,14 +173,11 @@ class _BatchRunner:
 
     def warn_if_unreachable(self, limits: BatchLimits) -> None:
         """Warn if batches are larger than the concurrency of the current replica."""
-        replica = current_replica.get()
-        wanted = limits.max_batch_size * self.max_running
-        # With batch_size_fn, max_batch_size is not a number of calls.
-        if replica is None or self.size_fn is not None or not replica.max_ongoing_requests:
+        # With batch_size_fn, max_batch_size is not a number of calls; with a target, it is only a bound.
+        if self.size_fn is not None or self.latency_target_s is not None:
             return
-        if self.latency_target_s is not None:  # the size is a bound that batches need not reach
-            return
-        if replica.max_ongoing_requests < wanted:
+        replica, wanted = current_replica.get(), limits.max_batch_size * self.max_running
+        if replica is not None and 0 < replica.max_ongoing_requests < wanted:
             logger.warning(
                 "Batches of %s in %s may never fill: it runs %d requests at a time "
                 "(max_ongoing_requests), fewer than max_batch_size * max_concurrent_batches, which is %d.",
@@ -223,14 +218,11 @@ class _BatchRunner:
         return [END] * len(items)
 
 
-class BatchedFunction(_Settings):
+class BatchedFunction(InstanceFunction[_InstanceState], _Settings):
     """A batched function or method.
 
     `inspect` and asyncio treat it as a coroutine function or an async generator function.
     """
-
-    __name__: str
-    __qualname__: str
 
     def __init__(
         self,
@@ -243,13 +235,9 @@ class BatchedFunction(_Settings):
         preferred: Sequence[int] = (),
         is_method: bool = False,
     ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._function_state = _InstanceState(BatchLimits(max_batch_size, wait_s, preferred))
+        super().__init__(function, is_method, _InstanceState(BatchLimits(max_batch_size, wait_s, preferred)))
         self._runner = _BatchRunner(function, max_concurrent_batches, batch_size_fn, latency_target_s)
-        self._is_method = is_method
         self._signature = inspect.signature(function)
-        self._states: InstanceStates[_InstanceState] = InstanceStates()
         #: Counts of positional arguments that the function is known to accept.
         self._accepted_counts: frozenset[int] = frozenset()
 
@@ -258,60 +246,27 @@ class BatchedFunction(_Settings):
         wait = f"{shown(limits.wait_s)} s"
         return f"<batched {self.__qualname__} max_batch_size={limits.max_batch_size} wait={wait}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if is_importable(self):
-            return self.__qualname__
-        limits = self._function_state.limits
-        return BatchedFunction, (
-            self._function,
+    def _parts(self) -> tuple[Any, ...]:
+        limits, runner = self._function_state.limits, self._runner
+        return (
+            self.__wrapped__,
             limits.max_batch_size,
             limits.wait_s,
-            self._runner.max_running,
-            self._runner.size_fn,
-            self._runner.latency_target_s,
+            runner.max_running,
+            runner.size_fn,
+            runner.latency_target_s,
             limits.preferred,
             self._is_method,
         )
 
-    # ---- attributes that `inspect.isfunction` and similar functions read
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self._function.__code__
-
-    @property
-    def __defaults__(self) -> Any:
-        return self._function.__defaults__
-
-    @property
-    def __kwdefaults__(self) -> Any:
-        return self._function.__kwdefaults__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        # A function that was assigned to a class attribute later is not a method: it may be called alone.
-        parent = self.__qualname__.rpartition(".")[0]
-        self._is_method = bool(parent) and not parent.endswith("<locals>")
+    def _new_state(self, ref: weakref.ref[Any]) -> _InstanceState:
+        limits = self._function_state.limits
+        return _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s, limits.preferred))
 
     def __get__(self, instance: Any, owner: type | None = None) -> BatchedFunction | BoundBatch:
         return self if instance is None else BoundBatch(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
-        if self._is_method and args:  # Class.method(instance, ...)
-            return self.call(args[0], self.state_of(args[0]), args[1:], kwargs)
-        return self.call(None, self._function_state, args, kwargs)
-
-    def _state(self) -> _InstanceState:
-        return self._function_state
-
     # ---- calls
-
-    def state_of(self, instance: Any) -> _InstanceState:
-        """Return the state of an instance; created on first use, dropped with the instance."""
-        return self._states.of(instance, self._new_state, self.__qualname__)
-
-    def _new_state(self, ref: weakref.ref[Any]) -> _InstanceState:
-        limits = self._function_state.limits
-        return _InstanceState(BatchLimits(limits.max_batch_size, limits.wait_s, limits.preferred))
 
     def call(
         self, instance: Any, state: _InstanceState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -323,14 +278,17 @@ class BatchedFunction(_Settings):
         return self._submit(state, _Item(instance, args, kwargs, None), key)
 
     async def _submit(self, state: _InstanceState, item: _Item, key: Hashable) -> Any:
-        queue = self._queue(state)
-        item.span = span_of_item(self.__qualname__, waiting=queue.queued)
-        return await queue.submit(item, key, item.priority)
+        queue = self._queue(state, item)
+        try:
+            return await queue.submit(item, key, item.priority)
+        finally:
+            if item.span is not None:  # of a call that left before its batch ran
+                item.span.end()
+            del item  # as in `BatchQueue.submit`
 
     async def _stream(self, state: _InstanceState, item: _Item, key: Hashable) -> AsyncIterator[Any]:
-        queue = self._queue(state)
-        item.span = span_of_item(self.__qualname__, waiting=queue.queued)
-        stream = item.stream
+        queue = self._queue(state, item)
+        stream, span = item.stream, item.span
         assert stream is not None
         entry = queue.add(item, key, item.priority)
         stream.follow(entry.result)
@@ -344,13 +302,18 @@ class BatchedFunction(_Settings):
         finally:
             stream.leave()
             queue.remove(entry)
+            if span is not None:
+                span.end()
             del entry, stream
 
-    def _queue(self, state: _InstanceState) -> RequestQueue:
+    def _queue(self, state: _InstanceState, item: _Item) -> RequestQueue:
+        """Return the queue for an item, whose span begins."""
         if state.is_unchecked:
             state.is_unchecked = False
             self._runner.warn_if_unreachable(state.limits)
-        return state.queue(self._runner.make_queue)
+        queue = state.queues_by_loop.present(self._runner.make_queue, state.limits)
+        item.span = span_of_item(self.__qualname__, waiting=queue.queued)
+        return queue
 
     def _bind(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -377,12 +340,6 @@ class BoundBatch(BoundFunction, _Settings):
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any] | AsyncIterator[Any]:
-        return self.__func__.call(self.__self__, self._state(), args, kwargs)  # type: ignore[no-any-return]
-
-    def _state(self) -> _InstanceState:
-        return self.__func__.state_of(self.__self__)  # type: ignore[no-any-return]
-
 
 def _describe_stack(task: asyncio.Task[Any]) -> str:
     """Return the stack of a waiting task, innermost first; its `get_stack` shows only the outermost frame."""
@@ -396,40 +353,3 @@ def _describe_stack(task: asyncio.Task[Any]) -> str:
             (found for found in (getattr(waiting, name, None) for name in _AWAITED) if found), None
         )
     return " < ".join(reversed(places))
-
-
-# ---- options
-
-
-def check_max_batch_size(value: Any) -> int:
-    return check_count("max_batch_size", value)
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return a whole number from 1 on; raise `TypeError` or `ValueError` for any other value of an option."""
-    number = as_whole(value)
-    if number is None:
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return number
-
-
-def check_wait_s(value: Any) -> float:
-    return _check_seconds("batch_wait_timeout_s", value)
-
-
-def check_seconds(name: str, value: Any) -> float:
-    """Return a time of more than 0 s; raise `TypeError` or `ValueError` for anything else."""
-    seconds = _check_seconds(name, value)
-    if not seconds:
-        raise ValueError(f"{name} must be more than 0 s")
-    return seconds
-
-
-def _check_seconds(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be a time of at least 0 s, got {value}")
-    return value

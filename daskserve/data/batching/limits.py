@@ -1,4 +1,4 @@
-"""The limits of a batch, for the queue that obeys them and the tuner that sets them."""
+"""The limits of batches, which a queue follows and a tuner may change."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 class BatchLimits:
-    """The limits of a batch. They may change at any time, and several queues may share them."""
+    """The limits of batches. They may change at any time, and several queues may share them."""
 
     __slots__ = ("enough", "max_batch_size", "preferred", "wait_s", "waits_anew")
 
     def __init__(self, max_batch_size: int, wait_s: float, preferred: Sequence[int] = ()) -> None:
         #: Maximum batch size; a full batch runs at once.
         self.max_batch_size = max_batch_size
-        #: A batch of this size runs at once, too; 0: only a full one does.
+        #: A smaller size at which a batch runs at once, too; 0 if only a full batch does.
         self.enough = 0
         #: Maximum time that the first item of a batch waits for others, in seconds.
         self.wait_s = wait_s
-        #: Whether this time begins again when a batch ends, whose callers may send their next items then.
+        #: Whether this time begins again when a batch ends, because its callers may send their next items.
         self.waits_anew = False
-        #: Sizes in ascending order: a batch of the largest one that can be had runs at once.
+        #: Preferred sizes in ascending order: a batch runs at once with the largest that the queue can fill.
         self.preferred = preferred
 
     def take(self, queued: int) -> tuple[int, bool]:

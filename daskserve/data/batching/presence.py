@@ -1,15 +1,15 @@
-"""Decides whether a batch of a replica has a caller left to wait for, and whether its waits help.
+"""Decides whether a batch of a replica should wait for more calls, and whether its waits help.
 
-A batch waits for more calls, but those of a replica come from a number of clients that each wait for their
-answer. Once all of them are in the queue, the rest of the wait only delays them. So a batch starts at once if
-no other one runs, and one of these holds:
+A batch waits for more calls. But the calls of a replica come from a limited number of clients, each of which
+waits for its answer. Once all of them are in the queue, the rest of the wait only delays them. So a batch
+starts at once if no other one runs, and one of these holds:
 
 1. The queue holds as many calls as the replica has slots.
-2. The queue holds all requests that the replica has under way, and no recent batch has found more calls
-   present. Until a batch has run, nothing is known, and it waits.
+2. The queue holds all requests that run in the replica, and no recent batch ended with more calls in the
+   queue and in batches. The first batch always waits.
 
 Without the second half of 2, the first of 16 clients to get its answer would run alone, and the others after
-it: with a model that takes as long for one as for 16, half of the throughput.
+it. If the model takes as long for one call as for 16, this halves the throughput.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from daskserve.common.formatting import shown
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How many batches are remembered: a client that leaves costs as many waits.
+#: How many batches are remembered. After a client has left, as many batches wait in vain.
 REMEMBERED = 16
 #: The number of waits in a row without a new call after which a warning is logged.
 VAIN = 500
-#: A call that comes in this first share of a wait came together with the first one.
+#: A call that arrives in this first share of a wait counts as simultaneous with the first call.
 TOGETHER = 0.1
 
 
 class Presence:
-    """The calls that the batches of one queue have found, queued and running, when they ended.
+    """The number of calls, queued and in batches, at the end of each recent batch of one queue.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Presence:
         self._vain: list[int] | None = []
 
     def has_all(self, queued: int) -> bool:
-        """Return whether no other call is to be expected while no batch runs."""
+        """Return whether the queue holds all calls that can be expected while no batch runs."""
         taken, slots = self._slots()
         if queued >= slots:
             return True
@@ -62,7 +62,7 @@ class Presence:
         self._most = max(self._recent)
 
     def waited(self, waits_s: Sequence[float], wait_s: float, limit: int) -> None:
-        """Note that a batch starts because the wait of its first call is over.
+        """Record that a batch starts because the wait of its first call is over.
 
         Parameters
         ----------
@@ -71,7 +71,7 @@ class Presence:
         wait_s : float
             How long the first had to wait.
         limit : int
-            The size of a full batch; 0 if that is no number of calls.
+            The size of a full batch; 0 if it is not a number of calls.
         """
         if self._vain is None or not wait_s:
             return
@@ -82,7 +82,7 @@ class Presence:
         if len(self._vain) >= VAIN:
             logger.warning(
                 "No call came in the wait of %s s of %s, in any of the last %d batches that waited. They had "
-                "%s of %s calls on average. Lower the wait, or set max_batch_size to what they had.",
+                "%s of %s calls on average. Lower the wait, or set max_batch_size to this average.",
                 shown(wait_s),
                 self._name,
                 VAIN,

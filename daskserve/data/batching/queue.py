@@ -2,8 +2,8 @@
 
 `daskserve.data.replica.requests.accept_batch` (the classic ``accept_batch``) queues the requests of a
 replica, on the worker's loop. `daskserve.data.batching.decorator` (``batch``) queues calls, on the loop where
-they are made. A queue has no background task that could fail. It acts when an item is added, when a wait is
-over and when a batch has ended. Each item gets a result or an error, whatever user code does.
+they are made. A queue has no background task. It acts when an item is added, when a wait is over and when a
+batch has ended. Each item gets a result or an error, whatever user code does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from daskserve.common.clock import LoopClock
@@ -32,32 +32,22 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(eq=False, slots=True)
 class BatchEntry(Generic[ItemT, ResultT]):
     """An item in a queue or in a batch, and its result."""
 
-    __slots__ = ("added_at", "item", "key", "number", "priority", "result")
-
-    def __init__(
-        self,
-        item: ItemT,
-        key: Hashable,
-        added_at: float,
-        number: int,
-        result: asyncio.Future[ResultT],
-        priority: int = 0,
-    ) -> None:
-        self.item = item
-        self.key = key
-        self.priority = priority
-        self.added_at = added_at
-        self.number = number
-        self.result = result
+    item: ItemT
+    key: Hashable
+    added_at: float
+    number: int
+    result: asyncio.Future[ResultT]
+    priority: int = 0
 
 
 class _KeyQueue(Generic[ItemT, ResultT]):
-    """Entries of one key, in order; with ``size_of``, also how many of the first entries fit a batch.
+    """Entries of one key, by priority and then by arrival.
 
-    The order is that of priorities, and that of arrival within each.
+    With ``size_of``, it also holds how many of the first entries fit into a batch.
     """
 
     __slots__ = ("entries", "fitting", "is_full", "measured_for")
@@ -67,7 +57,7 @@ class _KeyQueue(Generic[ItemT, ResultT]):
         self.forget(0)
 
     def put(self, entry: BatchEntry[ItemT, ResultT]) -> None:
-        """Add an entry at its place."""
+        """Insert an entry behind those of the same priority."""
         entries = self.entries
         if not entries or entries[-1].priority >= entry.priority:
             entries.append(entry)
@@ -101,17 +91,17 @@ class BatchQueue(Generic[ItemT, ResultT]):
         Takes a list of items and returns one result per item; an exception is raised for its item.
     limits : BatchLimits
     max_running : int, optional
-        Maximum number of batches that run at a time; further items wait. With two or more, those of batch
-        jobs leave one free.
+        Maximum number of batches that run at a time; further items wait. If it is 2 or more, the items of
+        batch jobs use all but one.
     size_of : callable, optional
         Takes a list of items and returns the size of their batch; default: the number of items.
     on_batch : callable, optional
         Called when a batch starts, with the waiting time of each of its items in seconds, and with the
-        maximum number of items; 0 if ``size_of`` says what a batch may hold.
+        maximum number of items, which is 0 with ``size_of``.
     on_end : callable, optional
         Called when a batch has ended, with the seconds that it ran.
     tuner : BatchTuner, optional
-        Is told of each batch, and changes the limits.
+        Observes each batch, and changes the limits.
     presence : Presence, optional
         Decides when a batch has no more callers to wait for; without it, each batch waits.
     """
@@ -155,10 +145,6 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return sum(len(key_queue.entries) for key_queue in key_queues)
 
     @property
-    def is_idle(self) -> bool:
-        return not self._key_queues and not self._tasks
-
-    @property
     def running(self) -> dict[asyncio.Task[None], float]:
         """The tasks of running batches, with their start times in seconds since the epoch."""
         return {task: began for task, (began, _) in self._tasks.items()}
@@ -175,9 +161,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
             del entry  # else an error's traceback holds this frame, and this frame the error
 
     def add(self, item: ItemT, key: Hashable = None, priority: int = 0) -> BatchEntry[ItemT, ResultT]:
-        """Add an item and return its entry, which holds its result; only items of equal keys share a batch.
+        """Add an item and return its entry, which holds its result.
 
-        Those of the greatest ``priority`` go first.
+        Items with different keys never share a batch. Items with a greater ``priority`` go first.
 
         Raises
         ------
@@ -201,9 +187,9 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return entry
 
     def _joins_a_wait(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
-        """Return whether a new entry makes no batch due, and the end of the wait is set already.
+        """Return whether a new entry only joins a batch that waits already.
 
-        So it is for most entries of a batch, and `reconsider` takes longer than all else that `add` does.
+        This is true of most entries, and `reconsider` takes longer than everything else in `add`.
         """
         limits, presence = self._limits, self._presence
         return (
@@ -249,7 +235,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return self._max_running is not None and len(self._tasks) >= self._max_running
 
     def _may_run(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
-        """Return whether a batch of these entries may run now: those of batch jobs leave room for others."""
+        """Return whether a batch of these entries may run now: batch jobs leave one batch to live calls."""
         if self._max_running is None or self._max_running < 2 or len(self._tasks) < self._max_running - 1:
             return True
         return key_queue.entries[0].priority > BATCH_PRIORITY
@@ -257,7 +243,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def _next_key_queue(self) -> tuple[Hashable, int] | None:
         """Return the key and size of the next batch; None if none is due.
 
-        Of those that are due, the one with the greatest priority, and that has waited longest.
+        If several are due, the one with the greatest priority is next, then the one that has waited longest.
         """
         found: tuple[int, int, Hashable, int] | None = None
         now = asyncio.get_running_loop().time()
@@ -275,7 +261,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return None if found is None else found[2:]
 
     def _has_all(self) -> bool:
-        """Return whether no batch runs, and no caller is left to wait for."""
+        """Return whether no batch runs, and no more calls are expected."""
         presence = self._presence
         return presence is not None and not self._tasks and presence.has_all(self.queued())
 
@@ -301,7 +287,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                     # Each item is valid alone, so the next one goes into another batch.
                     key_queue.is_full = True
                 else:
-                    _settle(entries.pop(0).result, error)  # the limit was lowered meanwhile
+                    _settle([entries.pop(0)], [error])  # the limit was lowered meanwhile
             else:
                 key_queue.fitting += 1
                 key_queue.is_full = size >= limit
@@ -372,7 +358,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             raise
         finally:
             del batch  # as in submit()
-        # Before the callers know, who may send their next items at once.
+        # Before the callers get their results: they may send their next items at once.
         self._ended_at = now = LoopClock().now()
         if tuner is not None:
             tuner.ended(now, waits_s, now - began, self.queued())
@@ -397,30 +383,17 @@ class BatchQueue(Generic[ItemT, ResultT]):
             if all(entry.result.done() for entry in batch):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
-        if self._presence is not None:  # before the callers know, who may send their next items at once
+        if self._presence is not None:  # before the callers get their results, as above
             self._presence.ended(self.queued() + sum(len(each) for _, each in self._tasks.values()))
-        _settle_all(batch, results)
+        _settle(batch, results)
         del batch, results  # as in submit()
 
 
-def _settle_all(batch: list[BatchEntry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:
+def _settle(batch: list[BatchEntry[Any, ResultT]], results: Sequence[ResultT | BaseException]) -> None:
     for entry, result in zip(batch, results, strict=True):
+        if entry.result.done():
+            continue
         if isinstance(result, BaseException):
-            _settle(entry.result, result)
-        elif not entry.result.done():  # as `_settle`, without a call for each item
+            entry.result.set_exception(raisable(result))
+        else:
             entry.result.set_result(result)
-
-
-def _settle(future: asyncio.Future[ResultT], result: ResultT | BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(raisable(result))
-    else:
-        future.set_result(result)
-
-
-def reconsider_on(loop: asyncio.AbstractEventLoop, queue: BatchQueue[Any, Any]) -> None:
-    """Apply changed limits to a queue; may be called from any thread."""
-    with suppress(RuntimeError):  # the loop is closed, so no item waits there
-        loop.call_soon_threadsafe(queue.reconsider)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Mapping,
-    Sized,
-)
+from collections.abc import Iterable, Mapping, Sized
 from itertools import islice
 from typing import Any
 

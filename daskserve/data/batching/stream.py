@@ -1,7 +1,7 @@
 """Streams of a batch: an async generator yields a list at each step, and each position has a reader.
 
-All of them run on one event loop. A reader that falls `MAX_BUFFERED_RESULTS` behind blocks its batch until it
-has caught up or left. This bounds the number of buffered results.
+The generator and the readers run on one event loop. A reader that is `MAX_BUFFERED_RESULTS` behind blocks its
+batch until it reads or leaves. This bounds the number of buffered results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from daskserve.common.clock import LoopClock
 from daskserve.data.batching.results import as_results
 from daskserve.payload.packed_errors import raisable
 
-#: Maximum number of results that wait for a reader; large, so that a slow reader rarely blocks the others.
+#: Maximum number of results that wait for a reader. It is large, so that a slow reader rarely blocks others.
 MAX_BUFFERED_RESULTS = 1000
 
 
@@ -49,7 +49,7 @@ class BatchStream:
 
     @property
     def is_read(self) -> bool:
-        """Whether its reader still reads results."""
+        """Whether the reader wants more results."""
         return not self.has_left and self._outcome is not None and not self._outcome.done()
 
     async def put(self, result: Any) -> None:
@@ -96,7 +96,7 @@ class BatchStream:
 async def distribute(name: str, generator: AsyncGenerator[Any, Any], streams: Sequence[BatchStream]) -> None:
     """Distribute the lists that a batch's generator yields to the readers, by position.
 
-    Once no reader is left, the generator gets one more step to end, and is then closed.
+    Without readers, the generator may make one more step in order to end; then it is closed.
     """
     has_last_step = False
     try:

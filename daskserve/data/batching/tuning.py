@@ -1,16 +1,16 @@
 """A controller of the sizes and waits of batches, for ``batch(latency_target_s=...)``.
 
-Synchronous code without a clock of its own; it learns from the batches that have run.
+It is synchronous, gets the time as an argument, and learns from the batches that have run.
 
-Size: how long a batch of n items takes is close to ``a + c * n``, which is fitted to recent batches. The size
-is limited to the largest one that takes no longer than the target. A smaller limit would not help: under a
-load that needs large batches, small ones only let the queue grow.
+Size: a batch of n items takes about ``a + c * n`` seconds; both numbers are fitted to recent batches. The
+limit is the largest size that takes no longer than the target. A smaller limit would not help: under a load
+that needs large batches, small ones only let the queue grow.
 
-Wait: a batch that starts as soon as it can has the lowest latency. Where each caller sends its next item once
-it has an answer, though, a batch that waits for all of them gets more done, up to twice as much: otherwise
-the callers form two groups that take turns. No model tells the one load from the other, so the wait is found
-by trial: another wait has to answer more items in time than the present one. A wait that has lost is tried
-less often, until the load changes.
+Wait: a batch that starts as soon as possible has the lowest latency. But if each caller sends its next item
+once it has an answer, a batch that waits for all callers has up to twice the throughput: without the wait,
+the callers form two groups that take turns. No model distinguishes these loads, so the wait is found by
+trial: a new wait has to answer more items in time than the present one. A wait that has lost is tried less
+often, until the load changes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from dataclasses import dataclass
 
 from daskserve.data.batching.limits import BatchLimits
 
-#: The waits that are tried, as shares of the time that the target leaves beside the batch itself.
+#: The waits to try, as shares of the target minus the duration of a batch.
 WAITS: Sequence[float] = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
 #: The share of the target that a batch may take, which leaves room for noise.
 SHARE = 0.9
-#: The share of the target that the longest wait has at least, since callers that are in step wait much less.
+#: The least share of the target for the longest wait: callers that send at the same time wait much less.
 LEAST_SLACK = 0.1
 #: Weight of older batches in the fit, per batch.
 DECAY = 0.97
-#: A period that is compared with others lasts until it has so many items, within these bounds.
+#: A period, which is compared with others, lasts until it has this many items, within these bounds.
 PERIOD_ITEMS = 100
 PERIOD_S, LONGEST_PERIOD_S = 0.3, 1.0
-#: How much better a longer wait has to be, and a shorter one at least as good as that.
+#: The throughput, compared with that of the present wait, with which a longer and a shorter wait win.
 BETTER, AS_GOOD = 1.03, 0.98
-#: Below this share of the best, a wait is clearly worse, and its next trial is a long time off.
+#: Below this share of the best throughput, a wait is clearly worse, and its next trial is much later.
 CLEAR = 0.9
-#: Most periods between two trials of the same wait.
+#: Maximum number of periods between two trials of the same wait.
 LONGEST_PAUSE = 64
-#: A change of the load by this share makes trials frequent again.
+#: Trials become frequent again when the load changes by this share.
 CHANGE = 0.3
-#: Below this share of time with a batch running, no longer wait can get more done.
+#: If batches run for less than this share of the time, a longer wait cannot raise the throughput.
 BUSY = 0.8
 
 
@@ -55,7 +55,7 @@ class ServiceTimes:
         self._noise = 0.0
 
     def add(self, size: int, took_s: float) -> None:
-        """Learn from a batch."""
+        """Add a batch to the fit."""
         if self._weight:
             error = took_s - self.predict(size)
             self._noise = DECAY * self._noise + (1 - DECAY) * error * error
@@ -72,12 +72,12 @@ class ServiceTimes:
     def predict(self, size: float) -> float:
         """Return how long a batch takes."""
         if self._slope is None:
-            # Nothing is known of other sizes than this one; assume no gain.
+            # Only one size is known; assume that the duration is proportional to the size.
             return self._mean_t * size / max(1.0, self._mean_n)
         return max(0.0, self._mean_t + self._slope * (size - self._mean_n))
 
     def largest(self, limit_s: float) -> float:
-        """Return the size that takes so long, or twice as long as one item if even that one takes longer."""
+        """Return the size that takes ``limit_s``, or twice the time of one item if one takes longer."""
         if not self._weight:
             return 1.0
         one = self.predict(1)
@@ -90,7 +90,7 @@ class ServiceTimes:
 
 @dataclass
 class _Period:
-    """What was done in a period; ``began`` is None until a batch ends, which ran under other limits."""
+    """The batches of a period. ``began`` is None until the last batch under other limits has ended."""
 
     began: float | None = None
     batches: int = 0
@@ -100,16 +100,16 @@ class _Period:
 
 
 class BatchTuner:
-    """Sets the limits of one queue, from what its batches have taken.
+    """Sets the limits of one queue, given the durations of its batches.
 
     Parameters
     ----------
     target_s : float
-        What an item should take, from its call to its result.
+        Maximum time of an item, from its call to its result.
     bounds : BatchLimits
         The largest size and wait.
     max_running : int
-        Batches that run at a time.
+        Maximum number of batches that run at a time.
     """
 
     def __init__(self, target_s: float, bounds: BatchLimits, max_running: int = 1) -> None:
@@ -121,7 +121,7 @@ class BatchTuner:
         self._max_running = max_running
         self._times = ServiceTimes()
         self._running = 0
-        #: The most items that were present at once: in this period and the one before.
+        #: The maximum number of items that waited and ran at once: in this period and the one before.
         self._peak = self._peak_before = 0
         self._wait = 0
         self._trial: int | None = None
@@ -135,15 +135,15 @@ class BatchTuner:
         self._period = _Period()
 
     def started(self, size: int) -> None:
-        """Note that a batch starts."""
+        """Record that a batch starts."""
         self._running += size
 
     def failed(self, size: int) -> None:
-        """Note that a batch was cancelled, or has raised an error: it says nothing about others."""
+        """Record that a batch was cancelled or has raised an error; its duration does not count."""
         self._running -= size
 
     def ended(self, now: float, waits_s: Sequence[float], took_s: float, queued: int) -> None:
-        """Note that a batch has ended, how long its items had waited, and how many wait now."""
+        """Record that a batch has ended, how long its items had waited, and how many items wait now."""
         size = len(waits_s)
         self._peak = max(self._peak, self._running + queued)
         self._running -= size
@@ -165,7 +165,7 @@ class BatchTuner:
     def _end_period(self, now: float, passed: float) -> None:
         period = self._period
         rate, late = period.items / passed, period.late / max(1, period.items)
-        # One item in a hundred may be late; beyond that, being in time counts more than anything else.
+        # One item in a hundred may be late; beyond that, the share of late items decides.
         score = rate if late <= 0.01 else rate * (0.5 - 0.49 * late)
         busy = period.busy_s / passed / self._max_running
         load = (rate, float(max(self._peak, self._peak_before)))
@@ -216,7 +216,7 @@ class BatchTuner:
         limits.max_batch_size = max(1, int(size))
         present = max(self._peak, self._peak_before) / self._max_running
         limits.enough = min(limits.max_batch_size, max(1, math.ceil(present)))
-        # An item may come while a batch runs, and wait for that as well.
+        # An item may arrive while a batch runs, and wait for its end as well.
         slack_s = SHARE * self._target_s - 2 * self._times.predict(limits.enough)
         slack_s = max(slack_s, LEAST_SLACK * self._target_s)
         share = WAITS[self._wait if self._trial is None else self._trial]

@@ -1,17 +1,17 @@
-"""Requests of batch jobs that one process has queued at a replica, which keeps its free slots for others."""
+"""Requests of batch jobs that wait for a replica which keeps its free slots for live requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 
-#: How many of them are in the replica's own queue at a time, which is enough to fill its slots at once and
-#: leaves room for those of other processes.
+#: Maximum number of these requests in the replica's own queue: enough to fill its slots at once, and few
+#: enough for the requests of other processes.
 MAX_SENT = 8
 
 
 class BatchTurns:
-    """The turns of these requests, in order: the first ones are sent to the replica, the others wait here."""
+    """Sends the first requests to the replica; the others wait here, in order."""
 
     def __init__(self) -> None:
         #: How many there are, sent or not.

@@ -7,14 +7,15 @@ from typing import TypeAlias
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
 from daskserve.errors import RequestCancelledError
-from daskserve.loops.event_loop import in_cell, running_loop
+from daskserve.internals.ipython import in_cell
+from daskserve.loops.event_loop import running_loop
 
 #: Blocks this thread for up to the given seconds, None for no limit; returns whether the wait ended before.
 Wait: TypeAlias = Callable[[float | None], bool]
 
-#: How long a Dask task waits before it leaves its thread to other tasks: leaving costs more than short calls.
+#: How long a Dask task waits before it frees its thread for other tasks, which costs more than a short call.
 BRIEF_S = 0.005
-#: How often a task that may not leave yet asks again.
+#: Interval at which a task that may not free its thread yet tries again.
 ASK_S = 0.05
 
 
@@ -35,7 +36,7 @@ def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> Non
 def wait_in_thread(
     connection: ClusterConnection, wait: Wait, timeout_s: float | None, cancel: Callable[[], object]
 ) -> bool:
-    """Wait in a thread; that of a Dask task is left to other tasks meanwhile.
+    """Wait in a thread; a Dask task frees its thread for other tasks meanwhile.
 
     ``cancel`` is called if Dask releases the task.
     """
@@ -55,12 +56,12 @@ def wait_in_thread(
 
 
 class TaskPlace:
-    """The place of one Dask task, in whose thread results are read one after the other.
+    """The slot of a Dask task in its worker's thread pool, for a task that reads results one after another.
 
     Parameters
     ----------
     limit : int, optional
-        The number of tasks of a worker that leave their place; see `PresentTask.leave`.
+        Maximum number of tasks of a worker that free their slot; see `PresentTask.leave`.
     """
 
     def __init__(self, task: PresentTask, limit: Callable[[], int | None]) -> None:
@@ -70,7 +71,7 @@ class TaskPlace:
         self._stop: Callable[[], None] | None = None
 
     def on_release(self, cancel: Callable[[], object]) -> None:
-        """Call back, until `end`, if Dask releases the task."""
+        """Call ``cancel`` if Dask releases the task before `end`."""
         self._stop = self._task.on_release(cancel)
 
     def check(self) -> None:
@@ -81,7 +82,7 @@ class TaskPlace:
             )
 
     def wait(self, wait: Wait, timeout_s: float | None) -> None:
-        """Wait in the thread of the task, which leaves its place the first time and until `end`."""
+        """Wait in the thread of the task; the first long wait frees its slot until `end`."""
         if self._has_left:
             wait(timeout_s)
         elif not wait(BRIEF_S if timeout_s is None else min(timeout_s, BRIEF_S)):
@@ -90,7 +91,7 @@ class TaskPlace:
             wait(longest_s if timeout_s is None else min(timeout_s, longest_s or timeout_s))
 
     def end(self) -> None:
-        """Take a place again."""
+        """Take a slot again."""
         if self._stop is not None:
             self._stop()
             self._stop = None

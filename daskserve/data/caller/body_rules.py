@@ -1,4 +1,4 @@
-"""How the bodies of HTTP requests are handled, as the backends of this process have it."""
+"""Rules for the bodies of HTTP requests, combined from the options of several backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.common.types import BodyUse
 def combined(
     rules: Iterable[tuple[BodyUse | None, int | None]], default_max_bytes: int
 ) -> tuple[BodyUse, int] | None:
-    """Return the rules of a request that any of several backends may get; None if one's are not known."""
+    """Return the rules for a request to any of several backends; None if those of one are not known."""
     uses, limits = set[BodyUse](), list[int]()
     for use, max_bytes in rules:
         if use is None:
@@ -24,7 +24,7 @@ def combined(
 
 
 class BodyLimits:
-    """The maximum sizes of all backends of a process, each of which may be published later than its route."""
+    """The maximum body sizes of all backends of a process."""
 
     def __init__(self) -> None:
         self._unknown: set[str] = set()
@@ -32,11 +32,11 @@ class BodyLimits:
 
     @property
     def largest_bytes(self) -> float:
-        """The largest one that a backend sets; 0 if none does, infinite while one may still be published."""
+        """The largest size that a backend sets; 0 if none does, infinity until all are published."""
         return math.inf if self._unknown else max(self._max_bytes.values(), default=0)
 
     def watched(self, key: str, note: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a function that passes on what is published by the key of an endpoint or backend."""
+        """Return a watcher of an endpoint or backend that records its size after calling ``note``."""
 
         def update(value: Mapping[str, Any] | None) -> None:
             note(value)

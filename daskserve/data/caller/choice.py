@@ -15,11 +15,11 @@ from daskserve.common.value_places import ValuePlaces
 
 #: The number of hash bits that a float in [0, 1) can hold exactly.
 _HASH_BITS = 53
-#: How values of Dask reach a worker that does not hold them, for `nearest`: a rate that processes of one host
-#: and a network of 10 Gbit/s both have, and the time of the questions and answers before.
+#: The assumed rate and latency for transfers of Dask's values between workers, for `nearest`. Processes of
+#: one host and a network of 10 Gbit/s both reach this rate.
 TRANSFER_BYTES_PER_S = 1e9
 TRANSFER_S = 0.002
-#: The assumed pace of a replica that is busy with its first request.
+#: The assumed pace of a replica without any answer so far.
 UNKNOWN_PACE_S = 0.05
 
 
@@ -27,6 +27,12 @@ def shard_draw(shard_key: str) -> float:
     """Return the number in [0, 1) that a shard key always draws."""
     digest = hashlib.sha256(shard_key.encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)) / (1 << _HASH_BITS)
+
+
+def hash_of(text: str) -> int:
+    """Return a number of 64 bits that is the same in all processes."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 class TrafficPolicy:
@@ -56,7 +62,7 @@ class TrafficPolicy:
         return self._backends[min(index, len(self._backends) - 1)]
 
     def shadows(self, rng: random.Random) -> list[BackendTag]:
-        """Return the backends that get a copy; each draw is independent of the others and of `draw`."""
+        """Return the backends that get a copy; they are drawn independently of each other and of `draw`."""
         return [tag for tag, proportion in self._shadows if rng.random() < proportion]
 
 
@@ -109,7 +115,7 @@ def nearest(candidates: Sequence[P], places: ValuePlaces, now: float, rng: rando
 
 
 def _ready_s(candidate: PlacedCandidate, missing: int, now: float) -> float:
-    """Return the estimated time until a candidate has done what it has to do, and has the missing bytes."""
+    """Return the estimated time until a candidate has finished its requests and fetched the missing bytes."""
     score = candidate.score(now)
     pace_s = UNKNOWN_PACE_S if candidate.pace_s == math.inf else candidate.pace_s
     return score * pace_s + (TRANSFER_S + missing / TRANSFER_BYTES_PER_S if missing > 0 else 0.0)

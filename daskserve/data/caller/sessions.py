@@ -1,10 +1,10 @@
-"""The session of an HTTP request, by the part of it that an option names."""
+"""The session of an HTTP request, read from the header or cookie that an option names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Maximum number of characters of a session's name that count.
+#: Longer names of sessions are cut.
 MAX_SESSION = 1024
 
 
@@ -22,7 +22,7 @@ def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
 def _cookie(header: str, name: str) -> str:
     """Return the value of a cookie.
 
-    Browsers send values that no RFC allows, such as JSON, with which `http.cookies` drops all the others.
+    Browsers send values that no RFC allows, such as JSON; because of one, `http.cookies` drops all others.
     """
     for part in header.split(";"):
         known, _, value = part.partition("=")

@@ -1,13 +1,13 @@
-"""Which models a replica keeps, and which of them makes room for the next one.
+"""Decides which models a replica keeps, and which one it drops for the next model.
 
-Problem: the least recently used model is the wrong one to drop if requests for rare models keep coming: each
-of them would push out a popular model that is only idle at the moment. Counts alone would be wrong, too: a
-model that was popular yesterday would stay for ever. Choice: the least recently used model goes, unless it
-is clearly more popular than an unused one. Popularity is a count of uses that halves with
-further uses of any model, and is remembered for a while after a model is dropped. As long as no model is
-used much more than the others, this is exactly LRU.
+Problem: if requests for rare models keep coming, dropping the least recently used model is wrong: each rare
+model would push out a popular one that is idle at the moment. Counts alone would be wrong, too: a model that
+was popular yesterday would stay for ever. Choice: the replica drops the least recently used model, unless
+that is clearly more popular than another unused one. Popularity is a count of uses. It halves with further
+uses of any model, and is remembered for a while after a model is dropped. As long as no model is used much
+more than the others, this is exactly LRU.
 
-Pure: neither time nor locks. A model that is being unloaded holds its room until that has ended.
+The code is pure: it uses neither clocks nor locks. A model keeps its place until it is unloaded.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 ModelState: TypeAlias = Literal["queued", "loading", "loaded", "leaving"]
-#: It waits for room; it is being loaded; it can be used; it is being unloaded.
+#: The model waits for a place; it is being loaded; it can be used; it is being unloaded.
 QUEUED: Final = "queued"
 LOADING: Final = "loading"
 LOADED: Final = "loaded"
 LEAVING: Final = "leaving"
 
-#: A model is plainly more popular than another one by these many uses and this factor.
+#: A model is clearly more popular than another one if it exceeds it by this number of uses and this factor.
 MARGIN: Final = 2.0
 FACTOR: Final = 1.25
-#: A count halves with this many uses of any model, for each model that is kept, and at least as many as for
-#: 8.
+#: A count halves with this number of uses for each model that is kept, or for 8 models if there are fewer.
 HALF_LIFE_USES: Final = 64
 #: How many of the least recently used models are compared.
 COMPARED: Final = 64
-#: How many counts of dropped models are remembered: for each model that is kept, at least, and at most.
+#: The number of counts of dropped models that are remembered: per kept model, at least, and at most.
 REMEMBERED: Final = (10, 256, 10_000)
 
 
 class CachedModel:
-    """One model, from when it is asked for until it is unloaded."""
+    """One model, from its first request until it is unloaded."""
 
     __slots__ = (
         "count",
@@ -55,13 +54,13 @@ class CachedModel:
     def __init__(self, model_id: str) -> None:
         self.id = model_id
         self.state: ModelState = QUEUED
-        #: What was loaded, which may be None, and whether it was.
+        #: The loaded object, which may be None, and whether there is one.
         self.model: Any = None
         self.has_model = False
         self.size_bytes = 0
         #: The numbers of the requests that use it.
         self.holders: set[int] = set()
-        #: How many callers wait for it to be loaded.
+        #: The number of callers that wait for its load.
         self.waiting = 0
         #: When it was last used, on the clock of the caller.
         self.used_at = 0.0
@@ -78,7 +77,7 @@ class ModelCache:
     Parameters
     ----------
     max_models, max_bytes
-        What may be loaded at a time; None for no limit.
+        The limits of loaded models; None for no limit.
     pinned : collection of str
         Ids of models that are never dropped.
     """
@@ -97,7 +96,7 @@ class ModelCache:
         #: Those that are being unloaded.
         self.leaving: list[CachedModel] = []
         self._uses = 0
-        #: How many of `models` have room, and their bytes.
+        #: How many of `models` have a place, and their bytes.
         self._kept = self._kept_bytes = 0
         #: The size of the model that was loaded last; None before the first.
         self._last_bytes: int | None = None
@@ -110,7 +109,7 @@ class ModelCache:
     # ---- uses
 
     def use(self, model_id: str, now: float) -> CachedModel | None:
-        """Count a use of a model; return it, or None if it is neither there nor on its way."""
+        """Count a use of a model; return it, or None if it is neither loaded nor expected."""
         self._uses += 1
         entry = self.models.get(model_id)
         if entry is None:
@@ -123,14 +122,14 @@ class ModelCache:
         return entry
 
     def expect(self, model_id: str, now: float) -> CachedModel:
-        """Add a model that is to be loaded; it waits for room."""
+        """Add a model that is to be loaded; it waits for a place."""
         entry = self.models[model_id] = CachedModel(model_id)
         entry.used_at = now
         entry.count, entry.size_bytes, entry.counted_at = self._dropped.pop(model_id, (1.0, 0, self._uses))
         return entry
 
     def popularity(self, entry: CachedModel) -> float:
-        """Return how often a model has been used lately."""
+        """Return the decayed number of uses of a model."""
         return self._decayed(entry.count, entry.counted_at)
 
     def _decayed(self, count: float, at: int) -> float:
@@ -147,14 +146,14 @@ class ModelCache:
     # ---- room
 
     def admit(self, entry: CachedModel) -> None:
-        """Give a model its room; it may be loaded once `must_wait` is False."""
+        """Give a model a place; it may be loaded once `must_wait` is False."""
         entry.size_bytes = (self._expected(entry) or 0) if self.max_bytes is not None else 0
         entry.state = LOADING
         self._kept += 1
         self._kept_bytes += entry.size_bytes
 
     def must_wait(self) -> bool:
-        """Return whether a model that leaves still has the room of another one."""
+        """Return whether models that are being unloaded still hold the places of others."""
         if not self.leaving:
             return False
         count = self._kept + len(self.leaving)
@@ -164,10 +163,7 @@ class ModelCache:
         )
 
     def _expected(self, entry: CachedModel) -> int | None:
-        """Return the size that a model had before, or else the mean of those that are loaded.
-
-        None if nothing is known yet of any size.
-        """
+        """Return the last known size of a model, or else the mean size of loaded models; None if unknown."""
         if entry.size_bytes:
             return entry.size_bytes
         sizes = [each.size_bytes for each in self.models.values() if each.state == LOADED]
@@ -175,14 +171,14 @@ class ModelCache:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the models have more bytes than they may have."""
+        """Whether the models exceed ``max_bytes``."""
         return self.max_bytes is not None and self._kept_bytes > self.max_bytes
 
     def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
-        """Return what to drop for a model that waits for room; None if it must wait, because all is in use.
+        """Return the models to drop for one that waits; None if it has to wait, because all are in use.
 
-        First go models that load without a waiting request, then unused ones, then those that are used only
-        by the requests that ask for this model.
+        The first candidates are models that load although no request waits for them. Unused models follow,
+        then those that only requests use which wait for this model.
         """
         count, size = self._kept, self._kept_bytes
         found: list[CachedModel] = []
@@ -195,7 +191,7 @@ class ModelCache:
         return found
 
     def surplus(self, *spared: CachedModel) -> list[CachedModel]:
-        """Return what to drop because models that are loaded turned out larger than expected."""
+        """Return the models to drop because loaded models are larger than expected."""
         size = self._kept_bytes
         found: list[CachedModel] = []
         while self.max_bytes is not None and size > self.max_bytes:
@@ -216,7 +212,7 @@ class ModelCache:
         return expected is not None and size + expected <= self.max_bytes
 
     def _victim(self, spared: Sequence[CachedModel], requesters: Collection[int] = ()) -> CachedModel | None:
-        # Who waits for a model that is loaded gets it next; nobody may wait for one that loads.
+        # A model with waiting callers stays, whether it is loaded or not.
         idle = [
             each
             for each in self.models.values()
@@ -255,7 +251,7 @@ class ModelCache:
             self._remember(entry.id, self.popularity(entry))
 
     def drop(self, entry: CachedModel) -> None:
-        """Stop offering a model; it keeps its room until `left`."""
+        """Stop offering a model; it keeps its place until `left`."""
         self._take_out(entry)
         self._remember(entry.id, self.popularity(entry), entry.size_bytes)
         entry.state = LEAVING

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar, overload
 
-from daskserve.common.formatting import as_whole
+from daskserve.data.batching.checks import check_seconds, check_whole
 from daskserve.data.multiplexing.function import MultiplexedFunction
 from daskserve.data.multiplexing.ids import check_model_id
 from daskserve.data.multiplexing.loader import ModelLimits
@@ -93,13 +93,13 @@ def multiplexed(
     """
     limits = ModelLimits(
         max_models=_max_models(max_num_models_per_replica),
-        max_bytes=_max_bytes(max_bytes),
+        max_bytes=None if max_bytes is None else check_whole("max_bytes", max_bytes, other=", or None"),
         size_of=_checked("size_of", size_of),
         unload=_checked("unload", unload),
         preload=_ids("preload", preload),
         pinned=_ids("pinned", pinned),
-        idle_timeout_s=_seconds("idle_timeout_s", idle_timeout_s),
-        load_timeout_s=_seconds("load_timeout_s", load_timeout_s),
+        idle_timeout_s=None if idle_timeout_s is None else check_seconds("idle_timeout_s", idle_timeout_s),
+        load_timeout_s=None if load_timeout_s is None else check_seconds("load_timeout_s", load_timeout_s),
     )
     _check_room(limits)
 
@@ -133,23 +133,7 @@ def _check_function(function: Any) -> None:
 
 
 def _max_models(value: Any) -> int | None:
-    number = as_whole(value)
-    if number is None:
-        raise TypeError(f"max_num_models_per_replica must be a whole number, got {value!r}")
-    if number < -1 or number == 0:
-        raise ValueError(f"max_num_models_per_replica must be at least 1, or -1 for no limit; got {value}")
-    return None if number == -1 else number
-
-
-def _max_bytes(value: Any) -> int | None:
-    if value is None:
-        return None
-    number = as_whole(value)
-    if number is None:
-        raise TypeError(f"max_bytes must be a whole number of bytes, or None; got {value!r}")
-    if number < 1:
-        raise ValueError(f"max_bytes must be at least 1, or None; got {value}")
-    return number
+    return None if value == -1 else check_whole("max_num_models_per_replica", value, other=", or -1")
 
 
 def _checked(name: str, function: Any) -> Any:
@@ -164,16 +148,6 @@ def _ids(name: str, ids: Any) -> tuple[str, ...]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise TypeError(f"{name} must be a list of ids of models; got {ids!r}")
     return tuple(dict.fromkeys(check_model_id(each) for each in ids))
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, or None; got {value!r}")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be more than 0 s, or None; got {value}")
-    return float(value)
 
 
 def _check_room(limits: ModelLimits) -> None:

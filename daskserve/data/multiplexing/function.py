@@ -9,24 +9,20 @@ from collections.abc import Coroutine
 from typing import Any
 
 from daskserve.context import current_replica
-from daskserve.data.batching.instances import is_importable
+from daskserve.data.batching.instances import FunctionLike
 from daskserve.data.multiplexing.loader import ModelLimits, ModelLoader
 from daskserve.errors import NotInReplicaError
 
 
-class MultiplexedFunction:
-    """A function or method that returns a model by its id, loading it first if need be.
+class MultiplexedFunction(FunctionLike):
+    """A function or method that returns a model by its id, and loads it first if necessary.
 
-    Each replica has its own models, and so has each object whose method this is. `inspect` and asyncio treat
-    it as a coroutine function.
+    Each replica has its own models, and each object has those of its methods. `inspect` and asyncio treat
+    this object as a coroutine function.
     """
-
-    __name__: str
-    __qualname__: str
 
     def __init__(self, function: Any, limits: ModelLimits) -> None:
         functools.update_wrapper(self, function)
-        self.function = function
         self.limits = limits
         self._signature = inspect.signature(function)
         #: A method takes its object first.
@@ -35,22 +31,8 @@ class MultiplexedFunction:
     def __repr__(self) -> str:
         return f"<multiplexed {self.__qualname__} {self.limits!r}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if is_importable(self):
-            return self.__qualname__
-        return MultiplexedFunction, (self.function, self.limits)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        return self.function.__code__  # type: ignore[no-any-return]
-
-    @property
-    def __defaults__(self) -> Any:
-        return self.function.__defaults__
-
-    @property
-    def __kwdefaults__(self) -> Any:
-        return self.function.__kwdefaults__
+    def _parts(self) -> tuple[Any, ...]:
+        return self.__wrapped__, self.limits
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -61,7 +43,7 @@ class MultiplexedFunction:
         return self._get(self._loader(args[0] if self._count > 1 else None), args)
 
     async def _get(self, loader: ModelLoader, args: tuple[Any, ...]) -> Any:
-        """Return a model. The call keeps the function and its object alive, which the loader does not."""
+        """Return a model. This call keeps the function and its object alive; the loader does not."""
         return await loader.get(args[-1])
 
     def _loader(self, instance: Any) -> ModelLoader:
@@ -72,5 +54,5 @@ class MultiplexedFunction:
                 "A thread of your own needs the replica's context: "
                 "Thread(target=contextvars.copy_context().run, ...)."
             )
-        found: ModelLoader = replica.multiplexer.loader(self.function, instance, self.limits)
+        found: ModelLoader = replica.multiplexer.loader(self.__wrapped__, instance, self.limits)
         return found

@@ -14,7 +14,7 @@ _KEPT = 47
 
 
 def check_model_id(model_id: Any) -> str:
-    """Return a model id; raise `WrongTypeError` or `BadRequestError` if it is none."""
+    """Return a valid model id; raise `WrongTypeError` or `BadRequestError` for any other value."""
     if type(model_id) is not str:
         raise WrongTypeError(f"The model ID must be a string; got {model_id!r}.")
     if not model_id:
@@ -26,7 +26,7 @@ def check_model_id(model_id: Any) -> str:
 
 
 def short_id(model_id: str) -> str:
-    """Return a model id, or its beginning and a digest if it is long: always the same for the same id."""
+    """Return a model id, or its beginning and a digest if it is long. The result depends on the id only."""
     if len(model_id) <= MAX_SHOWN:
         return model_id
     digest = hashlib.blake2b(model_id.encode("utf-8", "surrogatepass"), digest_size=16)
@@ -34,7 +34,7 @@ def short_id(model_id: str) -> str:
 
 
 def model_named_in(head: Mapping[str, Any]) -> str:
-    """Return the id of the model that a request names in the head of its envelope; empty if it names none."""
+    """Return the model id in the head of a request's envelope; empty without one."""
     facts = head.get("facts")
     if facts is not None:
         return str(facts.get("multiplexed_model_id", ""))

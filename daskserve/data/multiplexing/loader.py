@@ -1,8 +1,8 @@
 """Loads and unloads the models of one multiplexed function in one replica.
 
-Each model has a load of its own: a slow one delays no request for another model. Callers of the same
-model share its load, which is a task of its own, so a caller that leaves ends nothing. What is kept and what
-goes is decided by `daskserve.data.multiplexing.cache`.
+Each load is a separate task: a slow load delays no request for another model. Callers of the same model
+share its load, which continues when one of them leaves. `daskserve.data.multiplexing.cache` decides which
+models stay loaded.
 
 A replica's requests may run on several event loops, and end on yet another one. So a lock protects the
 state; it is never held while user code runs.
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a request waits for room while other requests use all models that could make it.
+#: How long a request waits while other requests use all models that could be dropped for it.
 ROOM_TIMEOUT_S = 60.0
-#: How many models that load are named in a trace.
+#: Maximum number of loading models that a span names.
 MAX_NAMED = 8
-#: How long the models of an object that is gone may be idle.
+#: How long the models of a deleted object may be idle.
 RETIRED_IDLE_S = 1.0
 #: The weight of the newest load in the mean duration of loads.
 LOAD_WEIGHT = 0.2
@@ -90,27 +90,25 @@ class ModelLoader:
         self.cache = ModelCache(limits.max_models, limits.max_bytes, limits.pinned)
         self._lock = threading.RLock()
         self._loads: dict[str, Load] = {}
-        #: Those of them that wait for room, in order.
+        #: The loads that wait for a place, in order.
         self._queue: dict[str, Load] = {}
-        #: The numbers of the requests that hold models, each with how many.
+        #: How many models each request holds, by the ``id`` of the request.
         self._holding: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         #: The loads that wait until a model has left.
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._idle_timer: asyncio.TimerHandle | None = None
-        #: The loop of the latest load, and its context, for what begins elsewhere.
+        #: The loop of the latest load, and its context, for work that other threads request.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context()
         self._is_closed = False
-        #: Counts the changes of what is loaded, or on its way.
-        self.version = 0
         #: The mean seconds of a load.
         self.load_s = 0.0
 
     # ---- for user code
 
     async def get(self, model_id: str) -> Any:
-        """Return a model, loading it first if need be."""
+        """Return a model; load it first if necessary."""
         check_model_id(model_id)
         requests, loop = requests_here(), asyncio.get_running_loop()
         self.metrics.requests += 1
@@ -127,10 +125,9 @@ class ModelLoader:
                     entry = self.cache.expect(model_id, loop.time())
                     self._loads[model_id] = self._queue[model_id] = added = Load(entry, loop)
                     self._loop, self._context = loop, added.context
-                    self.version += 1
                 load = self._loads[model_id]
                 ready: asyncio.Future[Any] = loop.create_future()
-                load.waiters.append((loop, ready))
+                load.waiters[ready] = loop
                 numbers = Counter(map(id, requests))
                 load.requesters += numbers
                 load.priority = max([load.priority, *(each.priority_number for each in requests)])
@@ -150,12 +147,13 @@ class ModelLoader:
                 if span is not None:
                     span.end()
                 with self._lock:
+                    load.waiters.pop(ready, None)
                     entry.waiting -= 1
                     load.requesters -= numbers
                     _use_room(self)
 
     def _span_of_wait(self, entry: CachedModel) -> RecordedSpan | None:
-        """Begin the span of a wait for a model, for room or for its load; None outside of a sampled trace."""
+        """Begin the span of a wait for a model or its place; None outside of a sampled trace."""
         above = recorded_span()
         if above is None:
             return None
@@ -182,7 +180,7 @@ class ModelLoader:
                 give_back()
 
     def _let_go(self, entry: CachedModel, number: int, clock: Callable[[], float]) -> None:
-        """Record that a request has ended that has used a model; any thread may call this."""
+        """Record the end of a request that has used a model; any thread may call this."""
         with self._lock:
             entry.holders.discard(number)
             entry.used_at = max(entry.used_at, clock())
@@ -206,31 +204,31 @@ class ModelLoader:
     # ---- room
 
     def _admit(self) -> None:
-        """Begin the loads for which there is room, or a model that can make it. Holds the lock."""
+        """Start the loads for which there is a place, or a model to drop. The caller holds the lock."""
         is_full = False
-        # Those of the greatest priority first, in the order of their arrival.
+        # By priority, then by arrival.
         for load in sorted(self._queue.values(), key=lambda each: -each.priority):
-            if all(ready.done() for _, ready in load.waiters):
+            if all(ready.done() for ready in load.waiters):
                 self._forget(load)  # no caller waits any more
                 continue
-            # A request that holds a model may give that up for another one.
+            # A request that holds models may free one of them for another.
             if is_full and not any(each in self._holding for each in load.requesters):
                 continue
             victims = self.cache.victims(load.entry, load.requesters)
             if victims is None:
                 is_full = True
                 continue
-            for victim in victims:
-                self._drop(victim)
             del self._queue[load.entry.id]
             self.cache.admit(load.entry)
-            if not start_load(load.loop, self._load, load, victims):
+            if start_load(load.loop, self._load, load, victims):
+                for victim in victims:
+                    self._drop(victim)
+            else:
                 self._forget(load)
                 self._settle(load, Again())
 
     def _drop(self, entry: CachedModel) -> None:
         self.cache.drop(entry)
-        self.version += 1
         if (load := self._loads.pop(entry.id, None)) is not None:
             load.cancel()  # no caller waits for it
 
@@ -239,7 +237,6 @@ class ModelLoader:
             del self._loads[load.entry.id]
             self._queue.pop(load.entry.id, None)
         self.cache.failed(load.entry)
-        self.version += 1
 
     # ---- loads
 
@@ -256,7 +253,7 @@ class ModelLoader:
                 raise asyncio.CancelledError
             model, size_bytes = await self._loaded_model(load.entry.id)
         except asyncio.CancelledError as raised:
-            # One that user code has raised itself is an error like others.
+            # A cancellation that user code raised itself is an error like others.
             error = Again() if load.is_cancelled or is_cancelling() else raised
         except BaseException as raised:  # SystemExit of user code, too, goes to the callers
             error = raised
@@ -273,7 +270,6 @@ class ModelLoader:
                 surplus = []
                 self.cache.failed(load.entry)
                 self.cache.left(load.entry)
-            self.version += 1
             self._settle(load, error, model)
             self._admit()
         self._wake()
@@ -321,14 +317,14 @@ class ModelLoader:
         return model, size_bytes
 
     def _note_late(self, model_id: str, loading: asyncio.Future[Any]) -> None:
-        """Unload a model whose load has ended after it was given up."""
+        """Unload a model whose load has ended after its timeout."""
         if not loading.cancelled() and loading.exception() is None:
             self._spawn(self._call_unload(model_id, loading.result()))
 
     def _settle(self, load: Load, error: BaseException | None, model: Any = None) -> None:
-        """Tell those who wait for a load how it ended."""
+        """Give the outcome of a load to its callers."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Any]]] = {}
-        for loop, ready in load.waiters:
+        for ready, loop in load.waiters.items():
             by_loop.setdefault(loop, []).append(ready)
         for loop, each in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed
@@ -341,7 +337,7 @@ class ModelLoader:
 
     async def _unload_all(self, victims: Sequence[CachedModel]) -> None:
         if victims:
-            # Tasks of their own: if this one is cancelled, the models are unloaded nevertheless.
+            # Separate tasks: if this one is cancelled, the models are unloaded nevertheless.
             tasks = [self._spawn(self._unload(each)) for each in victims]
             await asyncio.wait(tasks)
 
@@ -353,7 +349,7 @@ class ModelLoader:
 
     async def _unload(self, entry: CachedModel) -> None:
         model = entry.model
-        if not entry.has_model:  # its load ends, and leaves
+        if not entry.has_model:  # its cancelled load drops the entry
             return
         try:
             if not self._is_shared(model):
@@ -388,7 +384,7 @@ class ModelLoader:
             await woken
 
     def _wake(self) -> None:
-        """Let the loads go on that wait for the end of a model."""
+        """Resume the loads that wait until a model is unloaded."""
         with self._lock:
             sleepers, self._sleepers = self._sleepers, []
         for loop, woken in sleepers:
@@ -396,7 +392,7 @@ class ModelLoader:
                 loop.call_soon_threadsafe(_end_all, [woken], None)
 
     def _watch_idle(self) -> None:
-        """Unload the models that have not been used for long, now and later."""
+        """Unload the models that have been idle for too long, and schedule the next check."""
         idle_s = self.limits.idle_timeout_s
         if idle_s is None or self._is_closed:
             return
@@ -414,7 +410,7 @@ class ModelLoader:
             self._spawn(self._unload(each))
 
     def retire(self) -> None:
-        """Unload the models once no request uses them; no new request can name them.
+        """Unload the models once no request uses them; there are no new requests.
 
         Any thread may call this, even while it holds the lock.
         """
@@ -426,7 +422,7 @@ class ModelLoader:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are no models, nor any on their way, or their loop is closed."""
+        """Whether there are no models and no loads, or their loop is closed."""
         is_empty = not self.cache.models and not self.cache.leaving
         return is_empty or (self._loop is not None and self._loop.is_closed())
 
@@ -455,9 +451,9 @@ class ModelLoader:
 
 
 def _use_room(loader: ModelLoader) -> None:
-    """Begin the loads that may begin once a model is less in use, or unload what is too much.
+    """Start waiting loads, or unload surplus models, because a request has freed a model.
 
-    The caller, on any thread, holds the lock.
+    Any thread may call this; the caller holds the lock.
     """
     if loader._queue:
         loader._admit()

@@ -1,4 +1,4 @@
-"""A model on its way: who waits for it, and the task that loads it."""
+"""The load of one model: its task, and the callers that wait for it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from daskserve.loops.event_loop import running_loop
 
 
 class Again(Exception):
-    """The load ended with the event loop of another caller. Try again."""
+    """The load ended because its caller or event loop did. Try again."""
 
 
 class Load:
-    """A model on its way: who waits for it, and its task."""
+    """The load of one model."""
 
     __slots__ = ("context", "entry", "is_cancelled", "loop", "priority", "requesters", "task", "waiters")
 
     def __init__(self, entry: CachedModel, loop: asyncio.AbstractEventLoop) -> None:
         self.entry = entry
         self.loop = loop
-        #: That of user code in the replica. The load may begin in any, such as when another request ends.
+        #: The context of user code in the replica. Other code may start the load, such as the end of a
+        #: request.
         self.context = context_of(entry.id)
         self.task: asyncio.Task[None] | None = None
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = []
-        #: The numbers of the requests that wait, each with how often; a number may be another one's later.
+        #: The future of each caller, with the caller's event loop.
+        self.waiters: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
+        #: How often each request waits, by the ``id`` of the request, which Python may use again later.
         self.requesters: Counter[int] = Counter()
-        #: The greatest of their priorities.
+        #: The greatest priority of these requests.
         self.priority: float = -math.inf
         self.is_cancelled = False
 
@@ -68,14 +70,14 @@ def start_load(
 
 
 def context_of(model_id: str) -> Context:
-    """Return the context of the caller without its request, for code that loads or unloads a model."""
+    """Return a copy of the present context, without the request, for code that loads or unloads a model."""
     context = copy_context()
     context.run(_enter, model_id)
     return context
 
 
 def _enter(model_id: str) -> None:
-    """Leave the request that began a load; the code that loads sees the model's id."""
+    """Replace the current request by one that only has the model's id."""
     context = RequestContext()
     context.add_facts({"multiplexed_model_id": model_id})
     current_request.set(context)

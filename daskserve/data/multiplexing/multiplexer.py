@@ -1,4 +1,4 @@
-"""The multiplexed models of one replica: the loaders of its functions, and what others may know of them."""
+"""The multiplexed models of one replica: the loaders of its functions, and facts for routers and status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.data.multiplexing.loader import ModelLimits, ModelLoader
 from daskserve.telemetry.models import ModelMetrics
 from daskserve.telemetry.table import MetricSample
 
-#: How many models of a replica are published to routers and in its status, the most recently used first.
+#: Maximum number of models that a replica reports to routers and in its status, most recently used first.
 MAX_PUBLISHED = 1000
 
 
@@ -24,12 +24,12 @@ class Multiplexer:
 
     def __init__(self) -> None:
         self.metrics = ModelMetrics()
-        #: By the numbers of the function and of the object whose method it is, as long as that is alive, with
-        #: a reference to it. Names would not do: all functions that a factory makes have the same one.
+        #: The loaders, with a reference to the function or object that owns each. The keys are the ``id`` of
+        #: the function and of the object, because all functions that a factory makes have the same name.
         self._loaders: dict[tuple[int, int], tuple[Callable[[], Any], ModelLoader]] = {}
-        #: Those whose object is gone, while they have models.
+        #: The loaders of deleted objects, while they have models.
         self._retired: dict[int, ModelLoader] = {}
-        #: Whether the replica has multiplexed functions, so that its requests hold the models that they use.
+        #: Whether the replica has multiplexed functions; then its requests hold the models that they use.
         self.is_used = False
 
     def loader(self, function: Any, instance: Any, limits: ModelLimits) -> ModelLoader:
@@ -50,7 +50,7 @@ class Multiplexer:
         return found[1]
 
     def _retire(self, key: tuple[int, int], ref: weakref.ref[Any]) -> None:
-        """Forget the loader of an object that is gone; any thread may call this, at any time."""
+        """Forget the loader of a deleted object; any thread may call this, at any time."""
         found = self._loaders.get(key)
         if found is not None and found[0] is ref:
             del self._loaders[key]
@@ -69,25 +69,25 @@ class Multiplexer:
         return [*self._present(), *list(self._retired.values())]
 
     def find(self, target: Any) -> bool:
-        """Look for multiplexed functions in what a replica serves; return whether to preload models."""
+        """Find the multiplexed functions of a replica's object; return whether to preload models."""
         for function, instance in _functions_of(target):
             self.is_used = True
             if function.limits.preload:
-                self.loader(function.function, instance, function.limits)
+                self.loader(function.__wrapped__, instance, function.limits)
         return bool(self._loaders)
 
     async def preload(self) -> None:
-        """Load the models that the replica starts with; raise if one fails."""
+        """Load the models of ``preload``; raise if one fails."""
         wanted = [(loader, each) for loader in self._present() for each in loader.limits.preload]
         for loader, model_id in wanted:
             await loader.get(model_id)
 
     async def close(self) -> None:
-        """Unload all models; to be called on the event loop of user code."""
+        """Unload all models. Call this on the event loop of user code."""
         await asyncio.gather(*(each.close() for each in self._all()))
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what routers and the status say of the models; empty without any."""
+        """Return the facts about the models for routers and the status; empty without loaders."""
         if not self._loaders:
             return {}
         found: dict[str, str] = {}
@@ -116,7 +116,7 @@ def _same(owner: Any) -> Any:
 
 
 def _load_by(ref: Callable[[], Any], *args: Any) -> Any:
-    """Call a function that is referred to, or a function with the object that is; then the id of a model."""
+    """Load a model: ``args`` are its id, preceded by the function if ``ref`` refers to its object."""
     owner = ref()
     if owner is None:
         raise ReferenceError("what loads the model is gone")
@@ -125,9 +125,9 @@ def _load_by(ref: Callable[[], Any], *args: Any) -> Any:
 
 
 def _functions_of(target: Any) -> Iterator[tuple[MultiplexedFunction, Any]]:
-    """Return the multiplexed methods of an object, and the multiplexed functions of its module.
+    """Yield the multiplexed methods of an object, and the multiplexed functions of its module.
 
-    An application may be pickled by value: then its functions know the names of the module.
+    The globals of its functions are searched, because an application may be pickled by value.
     """
     kind = type(target)
     functions = [target] if inspect.isfunction(target) else []

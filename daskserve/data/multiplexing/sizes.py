@@ -1,4 +1,4 @@
-"""How many bytes a model takes."""
+"""The size of a model in bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def size_of_model(model: Any, size_of: Callable[[Any], float] | None) -> int:
     Raises
     ------
     WrongTypeError
-        There is neither, or it is no number of bytes.
+        The model has no size, or it is not a number of bytes.
     """
     size: Any = size_of(model) if size_of is not None else getattr(model, "nbytes", None)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 <= size < float("inf"):

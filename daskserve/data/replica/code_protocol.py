@@ -16,8 +16,8 @@ from daskserve.telemetry.user import UserSample
 if TYPE_CHECKING:  # a child process does not load what starts children
     from daskserve.cluster.worker.child import ChildProcess
 
-#: The time for user code to handle its cancellation, and again for the end of its threads. Its destructor has
-#: as long, or what is left of the grace period.
+#: How long user code may take to handle its cancellation, and how long its threads may take to end. The
+#: destructor has this time, or the rest of the grace period if that is longer.
 CLOSE_GRACE_S = 1.0
 
 
@@ -31,11 +31,11 @@ class UserCode(Protocol):
 
     @property
     def models(self) -> Models:
-        """What it has loaded from its ``model_repository``."""
+        """The models that the code has loaded."""
 
     @property
     def inspection(self) -> Inspection:
-        """Looks into it from outside."""
+        """Profiles and stacks of the code."""
 
     @property
     def loss(self) -> str:
@@ -43,7 +43,7 @@ class UserCode(Protocol):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its process has got SIGTERM, so that another replica is to take its place."""
+        """Whether its process has received SIGTERM, so that another replica has to replace it."""
 
     @property
     def abandoned(self) -> int:
@@ -51,11 +51,11 @@ class UserCode(Protocol):
 
     @property
     def loop_blocks(self) -> int:
-        """How many times user code was found blocking its event loop."""
+        """How many times user code has blocked its event loop."""
 
     @property
     def process(self) -> ChildProcess | None:
-        """Its own process; None if it has none of its own, or none yet."""
+        """Its child process; None if it has none, or none yet."""
 
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
@@ -71,22 +71,22 @@ class UserCode(Protocol):
         rank_info: RankInfo,
         patience_s: float,
     ) -> None:
-        """Take over changed options, and the rank.
+        """Apply changed options, and the rank.
 
-        The user's ``reconfigure`` runs once no request does, or after ``patience_s``.
+        The user's ``reconfigure`` runs once no requests run, or after ``patience_s``.
         """
 
     async def probe(self) -> None:
         """Return if user code can run and is healthy."""
 
     async def statistics(self) -> dict[str, Any]:
-        """Return the counts that only the user code's side has."""
+        """Return the counts that only the user code has."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the controller reads every second for autoscaling."""
+        """Return the metrics that the controller reads every second for autoscaling."""
 
     def routing_stats(self) -> Mapping[str, Any]:
-        """Return what the user's ``record_routing_stats`` returned last."""
+        """Return the last result of the user's ``record_routing_stats``."""
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
         """Return the replica's metrics; ``own`` are those that the replica itself counts."""

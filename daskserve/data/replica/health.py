@@ -1,10 +1,10 @@
 """Health probes: whether a replica's user code can still run.
 
-A replica whose loop is blocked, or whose slots are all held by abandoned calls, looks alive from outside:
-its process answers. So each replica probes itself where its user code runs, and the controller only reads
-the outcome. A single late probe proves nothing, because code that computes for a while is late too. So there
-is a probe every ``period_s``, from start to start, each with a deadline, and the replica is unhealthy after
-several failures in a row. With the default options that takes at most 35 s.
+If the loop of user code is blocked, or abandoned calls hold all slots, the process of the replica still
+answers. So each replica runs probes where its user code runs, and the controller only reads the outcome. A
+single late probe proves nothing, because code that computes for a while is late too. So a probe with a
+deadline starts every ``period_s``, and the replica is unhealthy after several failures in a row. With the
+default options, this takes at most 35 s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class HealthWatch:
-    """Probes at an interval, and records the outcomes.
+    """Runs a probe at an interval, and records the outcomes.
 
     Parameters
     ----------
@@ -69,13 +69,14 @@ class HealthWatch:
         """Return the state of health in plain values."""
         return {"is_healthy": self.is_healthy, "failures": self._failures, "detail": self._detail}
 
-    async def configure(self, period_s: float, timeout_s: float, threshold: int) -> None:
+    def configure(self, period_s: float, timeout_s: float, threshold: int) -> None:
         """Change the options; with another period, the next probe starts one period from now."""
         self._timeout_s, self._threshold = timeout_s, threshold
         if period_s != self._period_s:
             self._period_s = period_s
             if self._task is not None:
-                await self.stop()
+                # Do not wait for its end: `stop` may be called meanwhile, and no task may start after it.
+                self._task.cancel()
                 self._task = None
                 self.start()
 

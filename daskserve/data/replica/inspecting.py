@@ -1,4 +1,4 @@
-"""The verbs of a replica that look into its code, at any time of its life."""
+"""The verbs of a replica that profile its code, or return its stacks, in any state of the replica."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class InspectingVerbs:
 
     @early_verb
     async def profile(self, seconds: float, memory: bool = False) -> dict[str, Any]:
-        """Return what user code did for some time."""
+        """Return a profile of user code over ``seconds``."""
         return {**self._place(), **await self._code.inspection.profile(seconds, memory)}
 
     @early_verb
     async def stacks(self) -> dict[str, Any]:
-        """Return what user code does now, also while it starts, stops, or is stuck."""
+        """Return the stacks of user code, even while it starts, stops, or is stuck."""
         stage = "" if self._code.slots.is_open else self._code.stage.doing
         return {**self._place(), "stage": stage, **await self._code.inspection.stacks()}
 

@@ -1,32 +1,28 @@
-"""Looks into running user code from outside: profiles, and the stacks of a replica that is stuck.
+"""Profiles of user code, and the stacks of a replica that may be stuck.
 
-The work is done in threads of its own, so that it does not hold up the worker's loop, and does not wait for
-the replica's.
+Separate threads do the work, so that it neither blocks the worker's loop nor waits for that of the replica.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from daskserve.common.formatting import shown
 from daskserve.common.types import ReplicaTag, short_tag
 from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.errors import BadRequestError, InspectionError
-from daskserve.loops.threads import start_daemon
+from daskserve.loops.threads import in_daemon
 from daskserve.telemetry.profiling.memory import trace_memory
 from daskserve.telemetry.profiling.sampling import THREADS, CodeThread, sample_threads
 from daskserve.telemetry.profiling.stacks import stacks_of_tasks, stacks_of_threads
 from daskserve.telemetry.profiling.threads import stack_frames
 
-T = TypeVar("T")
-
-#: How long a profile may take.
+#: Maximum duration of a profile.
 MAX_SECONDS = 60.0
-#: How long the rest of a profile of the memory may take: of a large process it is much work.
+#: How long a memory profile may take in addition to its duration; a large process needs much time.
 MEMORY_S = 30.0
 #: Threads of Dask, of daskserve and of other replicas.
 _OTHERS = ("daskserve-", "Dask-", "IO loop", "Profile", "TCP-Executor")
@@ -34,20 +30,20 @@ _NUMBER = re.compile(r"[-_ ]?\(?\d+\)?$")
 
 
 class Inspection(Protocol):
-    """Looks into the user code of one replica."""
+    """Profiles and stacks of the user code of one replica."""
 
     async def profile(self, seconds: float, memory: bool = False) -> dict[str, Any]:
-        """Return what user code did for some time.
+        """Return a profile of user code over ``seconds``.
 
         See `daskserve.telemetry.profiling.sampling.sample_threads`.
         """
 
     async def stacks(self) -> dict[str, Any]:
-        """Return what the threads and tasks of user code do now, also if they are stuck."""
+        """Return the stacks of the threads and tasks of user code, even if they are stuck."""
 
 
 def checked_seconds(seconds: float) -> float:
-    """Return the length of a profile, if it is one."""
+    """Return the duration of a profile; raise `BadRequestError` if it is not valid."""
     if not 0 < seconds <= MAX_SECONDS:
         raise BadRequestError(
             f"seconds={shown(seconds)} must be more than 0 and at most {shown(MAX_SECONDS)}."
@@ -55,47 +51,15 @@ def checked_seconds(seconds: float) -> float:
     return seconds
 
 
-async def in_own_thread(name: str, function: Callable[[threading.Event], T]) -> T:
-    """Return the result of a function that runs in a new thread; it gets what is set if this is cancelled."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-    stop = threading.Event()
-
-    def tell(value: T | None, error: Exception | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = function(stop)
-        except Exception as error:  # all errors go to the caller
-            failure = error
-        try:
-            loop.call_soon_threadsafe(tell, value, failure)
-        except RuntimeError:
-            pass  # the loop has ended
-
-    start_daemon(name, run)
-    try:
-        return await result
-    finally:
-        stop.set()
-
-
 class LocalInspection:
-    """Looks into user code in this process.
+    """Profiles and stacks of user code in this process.
 
     Parameters
     ----------
     find_executor : callable
         Returns the executor of the replica; None before it starts and after its end.
     owns_process : bool
-        Whether threads that no one knows are those of replicas: otherwise they may be of a user's program.
+        Whether unknown threads belong to replicas; otherwise they may belong to the user's program.
     """
 
     def __init__(
@@ -116,9 +80,9 @@ class LocalInspection:
         self._is_profiling = True
         try:
             if memory:
-                traced = await in_own_thread("daskserve-profile", lambda stop: trace_memory(seconds, stop))
+                traced = await in_daemon("daskserve-profile", lambda stop: trace_memory(seconds, stop))
                 return {"seconds": seconds, "memory": traced}
-            return await in_own_thread(
+            return await in_daemon(
                 "daskserve-profile", lambda stop: sample_threads(self._threads, seconds, stop)
             )
         finally:
@@ -134,7 +98,7 @@ class LocalInspection:
             tasks, more = ([], 0) if loop is None else stacks_of_tasks(loop)
             return {"threads": found, "tasks": tasks, "more_tasks": more}
 
-        return await in_own_thread("daskserve-stacks", look)
+        return await in_daemon("daskserve-stacks", look)
 
     def _executor(self) -> UserExecutor:
         executor = self._find_executor()
@@ -143,9 +107,9 @@ class LocalInspection:
         return executor
 
     def _threads(self) -> Mapping[int, CodeThread]:
-        """Return the threads of the replica's code, and those that the code may have started.
+        """Return the threads of the replica's code, and the threads that the code may have started.
 
-        If a process has several replicas, threads that any of them may have started are left out.
+        In a process with several replicas, the latter are left out: any replica may have started them.
         """
         executor = self._find_executor()
         if executor is None:
@@ -155,7 +119,7 @@ class LocalInspection:
         for each in threading.enumerate():
             if each.ident is None or each.ident in found or each is main or each.name.startswith(_OTHERS):
                 continue
-            # AnyIO's threads run the plain functions of FastAPI's and Starlette's applications.
+            # The threads of AnyIO run the plain functions of FastAPI and Starlette applications.
             its_loop = getattr(each, "loop", None)
             if its_loop is None and self._owns_process:
                 label = f"thread {_NUMBER.sub('', each.name)}"

@@ -119,12 +119,12 @@ class LocalCode:
             start.replica_tag, lambda: self._executor, owns_process=context.owns_process
         )
         self.stage = LOADING
-        #: How many threads the application's event loop has for this replica, beside its own.
+        #: The number of AnyIO's threads that were added for this replica.
         self._app_threads = 0
         self._routing = StatsRecorder(
             start.replica_tag, self._parts, context.clock, routing_hook(start.config.request_router_config)
         )
-        #: The pickled argument with which the user's `reconfigure` was called last.
+        #: The pickled argument of the last call of the user's ``reconfigure``.
         self._user_config: bytes | None = None
         self._stats = StatsRecorder(start.replica_tag, self._parts, context.clock, AUTOSCALING)
         self._failures = FailureLog(start.replica_tag)
@@ -233,9 +233,7 @@ class LocalCode:
             "pid": os.getpid(),
             "metadata": metadata,
         }
-        self._serving.has_method_header = start.config.method_header
-        self._serving.on_disconnect = start.config.on_disconnect
-        self._serving.note_call = self._logs.note
+        self._serving.configure(start.config, self._logs.note)
 
     def _set_current_replica(self, servable_object: Any) -> None:
         assert self._executor is not None
@@ -264,12 +262,12 @@ class LocalCode:
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
         known = known_of(error)
-        if isinstance(known, ServeError) and known.user_traceback:  # of the application's own account
+        if isinstance(known, ServeError) and known.user_traceback:  # reported by the application itself
             summary, text = str(known), known.user_traceback
         else:
             summary, text = packed_here(error).summary, packed_here(raised or error).text
         what = capitalized(self._start.display_name)
-        # A process that cannot be reached now says nothing about the code.
+        # A process that is not reachable at present is not an error of the code.
         is_code = stage is LOADING and not (isinstance(error, ServeError) and error.is_retryable)
         kind = CodeLoadError if is_code else ReplicaStartError
         return kind(f"{what} {stage.failed}: {summary}{rule_in(text)}", user_traceback=text)
@@ -352,15 +350,13 @@ class LocalCode:
         self._batches.reconfigure(options.max_batch_size, options.batch_wait_timeout)
         await self._logs.configure(config)
         if self._serving is not None:
-            self._serving.has_method_header = options.method_header
-            self._serving.on_disconnect = options.on_disconnect
-            self._serving.note_call = self._logs.note
+            self._serving.configure(options, self._logs.note)
 
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout. A
-        ``construction`` that has just run shows whether they are.
+        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout. With
+        a ``construction``, it waits for that instead of running code there again.
 
         Raises
         ------
@@ -392,11 +388,11 @@ class LocalCode:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the controller reads every second for autoscaling."""
+        """Return the metrics that the controller reads every second for autoscaling."""
         return self._metrics.brief(self.slots.load, partial(autoscaling_metrics, self._stats))
 
     def routing_stats(self) -> Mapping[str, Any]:
-        """Return what the user's ``record_routing_stats`` returned last."""
+        """Return the last result of the user's ``record_routing_stats``."""
         return self._routing.values()
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
@@ -452,7 +448,7 @@ class LocalCode:
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
         if servable is not None:
             try:
-                if executor.is_on_worker_loop:  # which others use
+                if executor.is_on_worker_loop:  # other code uses this loop, too
                     await self._allow_app_threads(executor, servable, 0)
                 await destruct(executor, servable)
             except PackedError as error:
@@ -470,10 +466,10 @@ class LocalCode:
 
 
 async def _add_app_threads(count: int) -> None:
-    """Let the plain functions of an application have more threads on this loop, or fewer if negative.
+    """Change the number of threads for the plain functions of applications on this loop.
 
-    AnyIO allows FastAPI and Starlette 40 for each event loop, whatever a replica may run at a time. Each slot
-    adds one, so a request that has a slot never waits for a thread of another one.
+    AnyIO allows FastAPI and Starlette 40 threads for each event loop. Each slot of a replica adds one, so a
+    request with a slot never waits for the thread of another request.
     """
     current_default_thread_limiter().total_tokens += count
 

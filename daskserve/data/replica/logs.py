@@ -1,4 +1,4 @@
-"""How a replica logs: its settings in the logs of its process, the lines of its calls, its payload log."""
+"""The logs of a replica: its settings in the logs of the process, its access log and its payload log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from daskserve.telemetry.logs.settings import LogSettings
 
 
 class ReplicaLogs:
-    """Tells the logs of the process how one replica logs.
+    """Configures how the process logs for one replica.
 
     Attributes
     ----------
     note : callable or None
-        ``note(method, request_id, status, seconds)`` takes a call that has ended; None without access log.
+        ``note(method, request_id, status, seconds)`` writes a line to the access log; None without one.
     payloads : ReplicaPayloads
         Samples its requests.
     """
@@ -53,7 +53,7 @@ class ReplicaLogs:
         self._logs.access((now, "CALL", name, b"", status, seconds, None, "", *ids))
 
     async def close(self) -> None:
-        """Write what is left, and forget the replica; idempotent."""
+        """Write the remaining records, and forget the replica; idempotent."""
         await self.payloads.configure(None)
         if self._logs is not None:
             self._logs.forget(self._replica)
@@ -61,7 +61,7 @@ class ReplicaLogs:
 
 @contextmanager
 def speaking_for(start: ReplicaStart, context: ContextWith[Any]) -> Iterator[None]:
-    """Have records that name a replica written as its own were, whose process has ended."""
+    """Write records that name a replica by its settings, although its process has ended."""
     logs, config = context.logs, getattr(start.config, "logging_config", None)
     if logs is None:
         yield

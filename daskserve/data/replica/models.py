@@ -1,8 +1,8 @@
-"""The models that a replica has loaded from its ``model_repository``, and those that it should have.
+"""The models that a replica loads from its ``model_repository``.
 
-The controller says which versions are wanted, as often as it likes. A replica loads what is missing, one
-after another and while it serves, then changes the default versions, then unloads the rest. A version that
-fails to load is not tried again until the controller counts another attempt.
+The controller sends the wanted versions, perhaps repeatedly. A replica loads missing versions one after
+another, while it serves, then changes the default versions, then unloads the others. A version that fails to
+load is not tried again until the controller sends a higher attempt number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from daskserve.payload.packed_errors import packed_here
 logger = logging.getLogger("daskserve.replica")
 
 LOAD, UNLOAD = "load_model", "unload_model"
-#: How many calls of `load_model` may hang before others wait for their thread.
+#: The number of hanging calls of ``load_model`` that additional threads replace.
 MAX_STUCK = 3
 
 
@@ -42,17 +42,17 @@ class Models(Protocol):
     """The models of user code, in this process or in a child process."""
 
     async def want(self, wanted: Mapping[str, Any]) -> None:
-        """Take note of the wanted versions; return before they are loaded.
+        """Load and unload models until they are the wanted ones; return before that is done.
 
-        They are ``{name: {"versions": {version: attempt}, "default": version}}``. During a rollout,
+        ``wanted`` is ``{name: {"versions": {version: attempt}, "default": version}}``. During a rollout,
         ``"split"`` has the ``key`` of its step, the new ``version`` and its ``share`` of the requests.
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what is loaded, the defaults, and the errors with their attempts; empty without models."""
+        """Return the loaded versions, the defaults, and the errors with their attempts; empty without any."""
 
     def multiplexed(self) -> Mapping[str, Any]:
-        """Return what multiplexed functions have loaded; see `Multiplexer.facts`."""
+        """Return the models of multiplexed functions; see `Multiplexer.facts`."""
 
 
 class ReplicaModels(Models):
@@ -61,7 +61,7 @@ class ReplicaModels(Models):
     def __init__(self, loaded: LoadedModels, repository: Mapping[str, Any] | None, clock: Clock) -> None:
         self._loaded = loaded
         self._clock = clock
-        #: Since when versions load.
+        #: The start time of each load.
         self._loading: dict[str, float] = {}
         self._repository = repository
         self._parts: tuple[UserExecutor, Servable] | None = None
@@ -70,7 +70,7 @@ class ReplicaModels(Models):
         self._task: asyncio.Task[None] | None = None
         #: The models that user code loads by its multiplexed functions.
         self.multiplexer = Multiplexer()
-        #: Descriptors that keep downloads.
+        #: File descriptors whose locks keep downloads.
         self._held: dict[str, int] = {}
 
     async def start(
@@ -78,7 +78,7 @@ class ReplicaModels(Models):
     ) -> None:
         """Load the models with which the replica starts; raise if one fails.
 
-        ``wanted`` is None if the controller does not know of any yet: then the repository is read here.
+        ``wanted`` is None if the controller does not know the models yet; then the repository is read here.
         """
         if self.multiplexer.find(servable.target):
             await executor.run_async(self.multiplexer.preload)
@@ -130,7 +130,7 @@ class ReplicaModels(Models):
     async def _apply(self, executor: UserExecutor, servable: Servable) -> None:
         while (wanted := self._wanted) is not None:
             self._wanted = None
-            self._split(wanted)  # first: what is taken back does not wait for what loads
+            self._split(wanted)  # first, because a rollback must not wait for loads
             await self._load_missing(executor, servable, wanted)
             for name, each in wanted.items():
                 if each["default"] in self._loaded.versions.get(name, {}):
@@ -141,7 +141,7 @@ class ReplicaModels(Models):
                     await self._unload(executor, servable, name, version)
 
     def _split(self, wanted: Mapping[str, Any]) -> None:
-        """Divide the requests of models that are rolled out; what was counted of the same step stays."""
+        """Set the splits of models that are rolled out; the counts of an unchanged step stay."""
         splits, before = {}, self._loaded.splits
         for name, each in wanted.items():
             if (found := each.get("split")) is not None:
@@ -177,13 +177,13 @@ class ReplicaModels(Models):
                 self._errors.pop(key, None)
 
     async def _load(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
-        """Load a version within ``load_timeout_s``; code that does not end then is left in its thread."""
+        """Load a version within ``load_timeout_s``; code that hangs stays in its thread."""
         assert self._repository is not None
         url, limit_s = self._repository["url"], self._repository["load_timeout_s"]
         self._loading[f"{name}/{version}"] = self._clock.now()
         try:
             doing = "the files of the version were not fetched"
-            path, held = await self._clock.wait_for(asyncio.to_thread(fetched, url, name, version), limit_s)
+            path, held = await _fetched_within(limit_s, self._clock, url, name, version)
             if held is not None:
                 self._release(name, version)
                 self._held[f"{name}/{version}"] = held
@@ -208,7 +208,7 @@ class ReplicaModels(Models):
 
     async def _unload(self, executor: UserExecutor, servable: Servable, name: str, version: str) -> None:
         versions = self._loaded.versions[name]
-        del versions[version]  # new requests do not find it any more
+        del versions[version]  # first, so that new requests do not use it
         if self._loaded.defaults.get(name) == version:
             del self._loaded.defaults[name]
         if not versions:
@@ -216,7 +216,7 @@ class ReplicaModels(Models):
         if servable.has_hook(UNLOAD):
             try:
                 await _call(executor, servable, UNLOAD, name, version)
-            except Exception as error:  # of user code; the version is not used any more
+            except Exception as error:  # of user code; no request uses the version
                 packed = packed_here(error)
                 logger.error(
                     "unload_model() failed for version %s of model %s\n%s", version, name, packed.text
@@ -226,14 +226,14 @@ class ReplicaModels(Models):
         logger.info("Version %s of model %s is unloaded", version, name)
 
     def _release(self, name: str, version: str) -> None:
-        """Let a downloaded version be deleted some day."""
+        """Unlock a downloaded version, so that it may be deleted later."""
         held = self._held.pop(f"{name}/{version}", None)
         if held is not None:
             os.close(held)
 
 
 async def _call(executor: UserExecutor, servable: Servable, hook: str, *args: str) -> Any:
-    """Call a method of the user's class beside its requests."""
+    """Call a method of the user's class, outside of the threads for requests."""
     method = servable.hook(hook)
     if is_async(method):
         return await executor.run_async(method, *args)
@@ -253,11 +253,28 @@ def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
-    """Return the local path of a version, which is downloaded if it is elsewhere; this may take long.
+async def _fetched_within(limit_s: float, clock: Clock, *place: str) -> tuple[str, int | None]:
+    """As `fetched`; raise `TimeoutError` if it takes longer. A download that ends later is not held."""
+    fetching = asyncio.ensure_future(asyncio.to_thread(fetched, *place))
+    try:
+        return await clock.wait_for(asyncio.shield(fetching), limit_s)
+    except BaseException:
+        fetching.add_done_callback(_let_go)
+        raise
 
-    Downloads are kept with the environments of replicas, and deleted like them. The descriptor that comes
-    with the path keeps a download from that until it is closed.
+
+def _let_go(fetching: asyncio.Future[tuple[str, int | None]]) -> None:
+    if not fetching.cancelled() and fetching.exception() is None:
+        _, held = fetching.result()
+        if held is not None:
+            os.close(held)
+
+
+def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
+    """Return the local path of a version; download it if it is remote, which may take long.
+
+    Downloads are kept and deleted like the environments of replicas. The returned descriptor protects a
+    download from deletion until it is closed.
     """
     files, root = file_system(url)
     place = f"{root}/{name}/{version}"

@@ -1,4 +1,4 @@
-"""The payload log of a replica: which of its requests are sampled, and the thread that writes them."""
+"""The payload log of a replica: it samples requests, and a thread writes the samples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReplicaPayloads:
             )
 
     async def configure(self, config: Mapping[str, Any] | None) -> None:
-        """Sample by other options from now on; None: not at all. Idempotent."""
+        """Use other options from now on; None turns sampling off. Idempotent."""
         if (config or {}) == self._config:
             return
         writer, self._writer = self._writer, None
@@ -74,7 +74,7 @@ class ReplicaPayloads:
     def sampled(
         self, request: LocalRequest, counted: Callable[[LocalRequest], ActorRequest] | None
     ) -> ActorRequest:
-        """Return a request, of which a sample is taken by chance."""
+        """Return a request, from which a sample is taken at random."""
         whole = request if counted is None else counted(request)
         writer, ratio = self._writer, self._config["sampling_ratio"]
         if writer is None or (ratio < 1 and self._rng.random() >= ratio):
@@ -86,7 +86,7 @@ class ReplicaPayloads:
         if writer is self._writer:
             writer.offer(sample)
         else:
-            # It began before the options changed: it must not be written without the new ``redact``.
+            # The options have changed since the request began, so the sample lacks the new ``redact``.
             self._ended["payload_log_dropped", (*self._labels, "stop")] += 1
 
     def samples(self) -> list[MetricSample]:

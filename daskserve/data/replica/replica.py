@@ -61,20 +61,20 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._labels = start.labels(context.spec.instance)
         self._code = place(context, start, self._metrics)
-        #: Takes a request; user code answers it.
+        #: Returns the `ActorRequest` of an envelope, which user code answers.
         self.handle = self._code.handle
         self.slots = self._code.slots
         self._tasks = ReplicaTasks(context, start, self._code)
         self.slots.rank_info = as_rank_info(start.rank_info)
         self._reconfiguring = asyncio.Lock()
-        #: Since when `reconfigure` runs; None while it does not.
+        #: The start time of `reconfigure`; None while it does not run.
         self._reconfigures_since: float | None = None
         self._ending: asyncio.Task[None] | None = None
-        #: The time limit of the destructor while that runs.
+        #: The time limit of the destructor, while it runs.
         self._limit: asyncio.Timeout | None = None
-        #: Whether it stops although it is healthy.
+        #: Whether it stops while it is healthy.
         self._is_planned = True
-        #: The file with its logs, which its child process writes if it has one.
+        #: The file with its logs, written by its child process if it has one.
         self._log_file = _log_file_of(start, getattr(start.config, "logging_config", None))
         self._health = HealthWatch(
             short_tag(start.replica_tag),
@@ -96,7 +96,7 @@ class Replica:
         )
 
     def stage(self) -> tuple[str, float]:
-        """Return what the start does now, and since when.
+        """Return the present stage of the start, and when its time limit began.
 
         See `daskserve.cluster.protocols.base.ReportsStart`.
         """
@@ -141,15 +141,15 @@ class Replica:
     ) -> None:
         """Apply changed options without a restart.
 
-        A changed ``user_config`` goes to the user's ``reconfigure``, and so does a changed rank if it takes
-        one. In the meantime the replica takes no requests, so that none sees half of the change.
+        The user's ``reconfigure`` is called if ``user_config`` has changed, or the rank if it takes one.
+        Meanwhile the replica takes no requests, so that none sees an incomplete change.
 
         Parameters
         ----------
         config
             The options of the backend, as `daskserve.options.start_messages.dump_config` returns them.
         rank_info
-            The replica's rank, and how many replicas are wanted.
+            The replica's rank, and the number of wanted replicas.
         patience_s
             How long ``reconfigure`` waits for the running requests.
 
@@ -174,7 +174,7 @@ class Replica:
             self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
             if self.slots.is_open:  # it may have been stopped meanwhile
-                await self._health.configure(
+                self._health.configure(
                     options.health_check_period_s,
                     options.health_check_timeout_s,
                     options.health_check_threshold,
@@ -182,7 +182,7 @@ class Replica:
 
     @verb
     async def want_models(self, wanted: Mapping[str, Any]) -> None:
-        """Load the wanted versions of models and unload others, after this has returned.
+        """Start to load the wanted versions of models and to unload others.
 
         See `daskserve.data.replica.models.Models`.
         """
@@ -243,14 +243,14 @@ class Replica:
         return self._code.user_samples()
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the controller reads every second for autoscaling."""
+        """Return the metrics that the controller reads every second for autoscaling."""
         return self._code.metrics()
 
     def health(self) -> dict[str, Any]:
         """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
         load, loss = self.load(), self._code.loss
         facts = {**self._health.facts(), "rank_info": self.slots.rank_info}
-        # Cancelled calls that run on have no caller who waits.
+        # Abandoned calls have no waiting callers.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:
             facts["is_leaving"] = True
@@ -285,9 +285,9 @@ class Replica:
         await self._code.send_away()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse requests, let the running ones finish for ``grace_s``, cancel the rest, destruct.
+        """Refuse requests, let running requests finish for ``grace_s``, cancel the others, destruct.
 
-        The destructor has what is left of the grace period, and one second at least.
+        The destructor has the rest of the grace period, and one second at least.
         """
         ends_at = self._context.clock.now() + grace_s
         self._tasks.pause()
@@ -313,7 +313,7 @@ class Replica:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._tear_down(ends_at))
         elif self._limit is not None and ends_at < (self._limit.when() or 0):
-            self._limit.reschedule(ends_at)  # this caller is more impatient
+            self._limit.reschedule(ends_at)  # this caller has an earlier limit
         await asyncio.shield(self._ending)
 
     async def _tear_down(self, ends_at: float) -> None:

@@ -1,7 +1,7 @@
-"""The tasks of a replica: it takes them from a queue, and answers them like calls of its own.
+"""The tasks of a replica, which it takes from a queue and answers like calls.
 
-Each task is a request to the replica, so it has a slot, and runs, is logged, traced, counted, drained and
-cancelled as a call by a handle is, also in a child process. Its id is the id of the request.
+Each task is a request to the replica. So it has a slot, and is logged, traced, counted, drained and cancelled
+like a call by a handle, also in a child process. The id of the task is that of the request.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:  # they take long to import, and few replicas consume tasks
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a task waits for a slot that a request took first; then another replica may have it.
+#: How long a task waits for a slot; then it returns to the queue, for any replica.
 SLOT_PATIENCE_S = 2.0
-#: The same for a task that cannot be given back, because the adapter is not daskserve's.
+#: The same for a task that cannot return to the queue, because the adapter is not daskserve's.
 LONG_PATIENCE_S = 3600.0
-#: The longest time that a task is credited with in the line for a slot.
+#: The maximum waiting time of a task that counts in the queue for a slot.
 LONGEST_WAIT_S = 3600.0
-#: How long requests may leave tasks less than their share.
+#: How long requests may take slots from the share of tasks.
 SHORT_S = 1.0
 #: The pause after a task found no slot.
 BUSY_PAUSE_S = 0.2
@@ -57,10 +57,9 @@ BUSY_PAUSE_S = 0.2
 class TaskRoom:
     """How many tasks a replica may run beside its requests.
 
-    Requests come first, but constant ones would leave no slot at all. So once they have left fewer than the
-    tasks' share for `SHORT_S`, tasks wait for the next slots of that share as requests do: who has waited
-    longer is first. If the share is all that there is, requests have the slots to themselves for as long
-    after each task.
+    Requests come first, but constant requests would leave no slot at all. So once tasks have had fewer slots
+    than their share for `SHORT_S`, they wait for slots of that share like requests, in the order of their
+    waiting times. If the share covers all slots, only requests get slots for `SHORT_S` after each task.
     """
 
     def __init__(self, share: float) -> None:
@@ -68,7 +67,7 @@ class TaskRoom:
         self._short_since: float | None = None
 
     def __call__(self, concurrency: int, ongoing: int, running: int, now: float) -> int:
-        """Return the number, given how many slots there are and are taken, and how many tasks run or wait."""
+        """Return the number, given the slots, the taken slots, and the tasks that run or wait for a slot."""
         left = max(0, concurrency - max(0, ongoing - running))
         least = max(1, int(self._share * concurrency)) if self._share else 0
         if running and least >= concurrency:
@@ -83,7 +82,7 @@ class TaskRoom:
 
 
 class ReplicaTasks:
-    """What one replica consumes; nothing until `start` is called."""
+    """The consumer of one replica's tasks; idle until `start` is called."""
 
     def __init__(self, context: ContextWith[HasConnection], start: ReplicaStart, code: UserCode) -> None:
         self._context, self._code = context, code
@@ -106,7 +105,7 @@ class ReplicaTasks:
         concurrency = self._code.slots.concurrency
         failure: ReplicaStartError | None = None
         durable: DurableAdapter | None = None
-        # Threads of its own: a queue that does not answer must not hold those of the worker.
+        # Separate threads, because a queue that does not answer must not block those of the worker.
         self._threads = ThreadPoolExecutor(2, "daskserve-task-queue")
         call = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         try:
@@ -163,7 +162,7 @@ class ReplicaTasks:
         return checked_result(task, joined(payload), adapter.config.adapter_config)
 
     async def _begun(self, *parts: Any) -> Payload:
-        """As `_call`, but raise `Released` or `Lost` if the replica is the reason that a task has no end."""
+        """As `_call`, but raise `Released` or `Lost` if the replica cannot finish the task."""
         try:
             return await self._call(*parts)
         except ReplicaBusyError:
@@ -236,12 +235,12 @@ class ReplicaTasks:
                 logger.exception("Replica %s could not pause its consumer", short_tag(self._tag))
 
     async def close(self, grace_s: float) -> None:
-        """Give back what still runs, and close the queue."""
+        """Return the running tasks to the queue, and close it."""
         self.pause()
         adapter = self._adapter
         if self._threads is None:
             return
-        # The others may wait for a queue that does not answer.
+        # The other threads may wait for a queue that does not answer.
         closing = ThreadPoolExecutor(1, "daskserve-task-queue")
         call = partial(asyncio.get_running_loop().run_in_executor, closing)
         try:
@@ -259,7 +258,7 @@ class ReplicaTasks:
 
 
 def _opened(packed: bytes) -> tuple[ConsumerSpec, TaskProcessorAdapter, DurableAdapter | None]:
-    """Return what a pickled `ConsumerSpec` says, its adapter, and that again if its queue is daskserve's."""
+    """Return a pickled `ConsumerSpec`, its adapter, and the adapter again if its queue is daskserve's."""
     from daskserve.data.tasks.adapter import made_adapter
     from daskserve.data.tasks.durable import DurableAdapter
 

@@ -23,7 +23,7 @@ from daskserve.payload.importing import import_definition
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How often the state of an awaited task is read.
+#: Interval at which the status of an awaited task is read.
 POLL_S = 0.1
 
 
@@ -38,7 +38,7 @@ class AsyncCapability(enum.Enum):
 
 
 class TaskProcessorAdapter(ABC):
-    """Submits tasks, asks for them, and, in a replica, consumes them."""
+    """Submits tasks, reads their status and, in a replica, consumes them."""
 
     def __init__(self) -> None:
         self._async_capabilities: set[AsyncCapability] = set()
@@ -58,7 +58,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def initialize(self, consumer_concurrency: int = 1) -> None:
-        """Connect. A consumer runs up to so many tasks at a time."""
+        """Connect. A consumer runs up to ``consumer_concurrency`` tasks at a time."""
 
     @abstractmethod
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
@@ -72,7 +72,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def get_task_status_sync(self, task_id: str) -> TaskResult:
-        """Return what is known of a task."""
+        """Return the status of a task."""
 
     @abstractmethod
     def cancel_task_sync(self, task_id: str) -> bool:
@@ -83,7 +83,7 @@ class TaskProcessorAdapter(ABC):
         """Begin to consume tasks."""
 
     def pause_consumer(self) -> None:  # noqa: B027 - most need none
-        """Take no more tasks, without waiting for anything: the replica drains, and then stops."""
+        """Take no more tasks, and return at once: the replica drains before it stops."""
 
     @abstractmethod
     def stop_consumer(self, timeout: float = 10.0) -> None:
@@ -95,7 +95,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def get_metrics_sync(self) -> dict[str, Any]:
-        """Return numbers of the queue."""
+        """Return metrics of the queue."""
 
     @abstractmethod
     def health_check_sync(self) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ class TaskProcessorAdapter(ABC):
         return await _in_thread(self, AsyncCapability.ENQUEUE_TASK, function)
 
     async def get_task_status_async(self, task_id: str) -> TaskResult:
-        """Return what is known of a task."""
+        """Return the status of a task."""
         return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
 
     def wait_for_task_sync(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
@@ -139,7 +139,7 @@ class TaskProcessorAdapter(ABC):
         return await _in_thread(self, AsyncCapability.CANCEL_TASK, self.cancel_task_sync, task_id)
 
     async def get_metrics_async(self) -> dict[str, Any]:
-        """Return numbers of the queue."""
+        """Return metrics of the queue."""
         return await _in_thread(self, AsyncCapability.GET_METRICS, self.get_metrics_sync)
 
     async def health_check_async(self) -> list[dict[str, Any]]:

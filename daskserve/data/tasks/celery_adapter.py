@@ -1,9 +1,8 @@
 """The adapter of queues at any broker that Celery speaks to, with the options of Ray Serve's adapter.
 
 Celery's worker runs in a thread of the replica, with a pool of threads, in which each handler waits for the
-replica. A task is acknowledged after its end, so a killed consumer loses none. What a queue of daskserve's
-own promises beyond that, Celery does not: an id does not make a task run once, and a task that waits is
-cancelled only when a consumer gets it.
+replica. A task is acknowledged after its end, so a killed consumer loses none. Unlike queues of daskserve's
+own, an id does not make a task run once, and a task that waits is cancelled only when a consumer gets it.
 
 A worker of Celery usually owns its process: it handles signals, and its event loop is global. Replicas may
 share a process, so this one has neither.
@@ -29,7 +28,7 @@ from daskserve.errors import BadRequestError, ServeError
 
 logger = logging.getLogger("daskserve.tasks")
 
-#: How long consumers have to answer questions about themselves, in seconds.
+#: Timeout for consumers to answer pings and inspections, in seconds.
 ASK_S = 1.0
 #: How long the loop of a worker waits for a message, and a little more.
 LOOP_S = 4.0
@@ -37,7 +36,7 @@ LOOP_S = 4.0
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
 #: The longest pause before a task that its replica cannot begin goes back, in seconds.
 RETURN_S = 0.2
-#: How often a task may lose its process, as in queues of daskserve's own; then that is an error of the task.
+#: Number of times that a task may lose its process; after one more, the task has failed.
 MAX_LOSSES = 10
 #: The header of a message that counts these losses.
 LOSSES = "daskserve_losses"
@@ -154,7 +153,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         return TaskResult(id=id, status="PENDING")
 
     def get_task_status_sync(self, task_id: str) -> TaskResult:
-        """Return what Celery knows of a task: an unknown one is ``PENDING``."""
+        """Return the status of a task in Celery; an unknown task is ``PENDING``."""
         found = _called(self.app.backend.get_task_meta, task_id)
         status, result = str(found["status"]), found.get("result")
         if isinstance(result, BaseException):
@@ -168,7 +167,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         )
 
     def cancel_task_sync(self, task_id: str) -> bool:
-        """Ask consumers to drop a task; one that runs is not stopped. Return whether it has not begun."""
+        """Revoke a task, without stopping one that runs; return whether it has not begun."""
         status = self.get_task_status_sync(task_id).status
         _called(self.app.control.revoke, task_id)
         return status in ("PENDING", "RETRY", "REVOKED")

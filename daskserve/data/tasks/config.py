@@ -1,4 +1,4 @@
-"""The options of queues of tasks, each defined once, and what a program learns of a task."""
+"""The options of queues of tasks, and the result of a task."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ _ADAPTERS: Mapping[type, str] = {
 
 
 class TaskSchedule(Options):
-    """A task that is made again and again, once each time, however many consumers there are."""
+    """A task that is submitted at regular times, once each time, however many consumers there are."""
 
     task: str = Field(min_length=1, description="The handler.")
     cron: str | None = Field(
@@ -215,7 +215,7 @@ class TaskSchedule(Options):
 
 
 class TaskProcessorConfig(Options):
-    """A queue of tasks: which it is, and how its tasks are run. Consumers and submitters share it."""
+    """A queue of tasks: its name, where it is, and how its tasks run. Consumers and submitters share it."""
 
     queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
     adapter: str | Callable[..., Any] | None = Field(
@@ -286,7 +286,7 @@ class TaskProcessorConfig(Options):
 
 
 class TaskResult(BaseModel):
-    """What is known of a task.
+    """The status and the result of a task.
 
     Attributes
     ----------
@@ -298,9 +298,9 @@ class TaskResult(BaseModel):
     result : object
         What the handler returned; with ``FAILURE`` and ``REJECTED``, the error as text.
     attempts : int
-        How often it was begun.
+        Number of runs.
     progress : object
-        What the handler reported last, while it runs.
+        The value that the handler reported last, while it runs.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

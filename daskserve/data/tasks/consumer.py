@@ -51,7 +51,7 @@ BATCH = 500
 MAX_PAUSE_S = 5.0
 
 
-#: The id of a task, and its revision once claimed: one that was given back has the same attempt again.
+#: The id of a task, and its revision when claimed: a task that was given back keeps its attempt number.
 Key: TypeAlias = tuple[str, int]
 
 
@@ -62,7 +62,7 @@ class Held:
     task: Task
     #: What runs it; None if it is only given back.
     run: asyncio.Task[None] | None = None
-    #: Whether its end could not be written, and another one is written instead.
+    #: Whether its end could not be written, so that an error is written instead.
     is_replaced: bool = False
     #: Whether another consumer has it: its end is not written.
     is_dropped: bool = False
@@ -148,8 +148,7 @@ class TaskConsumer:
     def start(self) -> None:
         """Begin to take tasks."""
         self._claiming = self._loops.spawn(self._supervised(self._claim), "tasks-claim")
-        loops = (self._write, self._renew, self._keep_up)
-        for loop in loops:
+        for loop in (self._write, self._renew, self._keep_up):
             self._loops.spawn(self._supervised(loop), f"tasks-{loop.__name__.strip('_')}")
         for name, schedule in self._config.schedules.items():
             make = partial(self._follow, name, schedule)
@@ -258,7 +257,7 @@ class TaskConsumer:
         except Released:
             after = states.released(task, now(), rules)
         except asyncio.CancelledError:
-            # Nothing waits for this run, so it may end in its own way.
+            # Not raised again, because nothing awaits this run.
             after = states.released(self._held[key].task, now(), rules)
         except Exception as error:  # of the replica, or of a result that cannot be kept
             logger.exception("Queue %r: task %r has no end", self._name, task.id)
@@ -336,13 +335,13 @@ class TaskConsumer:
                 self._ended[key] = _without_end(held.task, error, self._clock.wall(), self._rules)
 
     def _forget(self, key: Key) -> None:
-        """Have room for another task: the end of this one is written, or has become another's."""
+        """Drop a task whose end is written, or which another consumer has; there is room for another one."""
         self._ended.pop(key, None)
         self._held.pop(key, None)
         self._has_room.set()
 
     async def _end_changed(self, key: Key, after: Task) -> None:
-        """End a task otherwise that has changed meanwhile, if it was only cancelled."""
+        """End a task that has changed in the queue: as cancelled if it was; else its end is dropped."""
         (kept,) = await self._call(self._queue.get, self._name, [after.id])
         if kept is None or not self._is_held(key, kept) or kept.state is not TaskState.RUNNING:
             _log_discarded(after)
@@ -352,7 +351,7 @@ class TaskConsumer:
         self._ended[key] = states.released(kept, self._clock.wall(), self._rules)
 
     def _is_held(self, key: Key, kept: Task) -> bool:
-        """Return whether a task, as the queue keeps it, is the one that this consumer has."""
+        """Return whether the queue's copy of a task belongs to the same run as that of this consumer."""
         # One that was given back, and claimed here again, has changed twice; a cancellation is one change.
         return key in self._held and kept.owner == self._owner and kept.revision <= key[1] + 1
 

@@ -1,4 +1,4 @@
-"""The task that the current code runs, and how far it is."""
+"""The task that the current code runs, and its progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TaskContext:
     Attributes
     ----------
     id : str
-        With it, code can make what it writes elsewhere happen once, although a task may run again.
+        A key that makes external writes idempotent, because a task may run again.
     attempt : int
         1 for the first run.
     """
@@ -44,9 +44,9 @@ class TaskContext:
     _writer: ProgressWriter | None = field(default=None, repr=False, compare=False)
 
     def report_progress(self, value: Any) -> None:
-        """Let those who ask for the task see this value, such as a number or a dict; returns at once.
+        """Publish the progress of the task, such as a number or a dict; returns at once.
 
-        Of many values within a tenth of a second, the last one is seen.
+        If values follow each other within a tenth of a second, only the last one is published.
         """
         if self._writer is not None:
             self._writer.report(self.id, self.attempt, value)
@@ -97,7 +97,7 @@ class ProgressWriter:
         self._pause = threading.Event()
 
     def report(self, id: str, attempt: int, value: Any) -> None:
-        """Have a value written soon."""
+        """Write a value soon."""
         with self._lock:
             self._values[id, attempt] = value
             if self._is_writing:

@@ -47,7 +47,7 @@ from daskserve.options.fields.priority import MAX_PRIORITY
 from daskserve.payload.packed_errors import packed_here
 from daskserve.payload.pickling import dump
 
-#: How often a change of a task is tried again, if others change it at the same moment.
+#: Number of attempts to change a task that others change at the same time.
 TRIES = 20
 #: The options of a task; see `DurableAdapter.enqueue_task_sync`.
 OPTIONS = frozenset({"id", "delay_s", "at", "priority", "result_ttl_s"})
@@ -57,7 +57,7 @@ class DurableAdapter(TaskProcessorAdapter):
     """The adapter of a queue of daskserve's own."""
 
     options_class: type[DurableOptions]
-    #: Returns the queue of these options.
+    #: Returns the queue for some options.
     queue_of: Callable[[Any], TaskQueue]
 
     def __init__(self, config: TaskProcessorConfig) -> None:
@@ -101,14 +101,13 @@ class DurableAdapter(TaskProcessorAdapter):
         Parameters
         ----------
         id : str, optional
-            Makes the task run once: with an id that is known, the task is the one that has it.
+            Makes the task run once: if the queue has a task with this id, that task is returned.
         delay_s, at
-            When it may begin: after so many seconds, or at a time (with a time zone, or seconds since the
-            epoch).
+            The earliest start: a delay in seconds, or a time (with a time zone, or seconds since the epoch).
         priority : int
             Tasks with a higher one run first.
         result_ttl_s : float, optional
-            Instead of the option of the queue.
+            Overrides the option of the queue.
 
         Raises
         ------
@@ -142,31 +141,26 @@ class DurableAdapter(TaskProcessorAdapter):
         return task
 
     def get_task_status_sync(self, task_id: str) -> TaskResult:
-        """Return what is known of a task; raise `NotFoundError` if it is unknown or forgotten."""
+        """Return the status of a task; raise `NotFoundError` if it is unknown or was removed."""
         return result_of(self.find(task_id))
 
     def cancel_task_sync(self, task_id: str) -> bool:
-        """Cancel a task: one that waits at once, async code that runs within a second.
+        """Cancel a task: at once if it waits, and within a second if it runs async code.
 
-        Returns False if the task has ended otherwise. A plain function cannot be stopped: it runs to its end,
-        but its result is dropped if the task was not done yet.
+        Returns False if the task has already ended. A plain function cannot be stopped: it runs to its end,
+        and its result is dropped.
         """
-        for _ in range(TRIES):
-            task = self.find(task_id)
+
+        def cancelled(task: Task) -> Task | None:
             if task.has_ended or task.is_cancelled:
-                return task.is_cancelled or task.state is TaskState.CANCELLED
-            after = states.cancelled(task, time_of_day(), self._rules)
-            if self.queue.write([Change(after)])[0]:
-                return True
-        raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
+                return None
+            return states.cancelled(task, time_of_day(), self._rules)
+
+        return _changed(self, task_id, cancelled).is_cancelled
 
     def retry_task_sync(self, task_id: str) -> TaskResult:
-        """Queue a task again that has failed, was cancelled, or could not be run."""
-        for _ in range(TRIES):
-            after = states.requeued(self.find(task_id), time_of_day())
-            if self.queue.write([Change(after)])[0]:
-                return result_of(after)
-        raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
+        """Queue a task again that has failed, was cancelled, or could not run."""
+        return result_of(_changed(self, task_id, lambda task: states.requeued(task, time_of_day())))
 
     def get_metrics_sync(self) -> dict[str, Any]:
         """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
@@ -197,12 +191,16 @@ class DurableAdapter(TaskProcessorAdapter):
             thread.stop(timeout)
 
 
-def _instance_queue(options: InstanceAdapterConfig) -> TaskQueue:
-    return InstanceQueue(synchronous=options.synchronous)
-
-
-def _sqlite_queue(options: SQLiteAdapterConfig) -> TaskQueue:
-    return SqliteQueue(options.file, synchronous=options.synchronous)
+def _changed(adapter: DurableAdapter, task_id: str, change: Callable[[Task], Task | None]) -> Task:
+    """Change a task in its queue; return it, unchanged if ``change`` returns None."""
+    for _ in range(TRIES):
+        task = adapter.find(task_id)
+        after = change(task)
+        if after is None:
+            return task
+        if adapter.queue.write([Change(after)])[0]:
+            return after
+    raise TaskConflictError(f"Task {task_id!r} changes all the time; try again.")
 
 
 def _redis_queue(options: RedisAdapterConfig) -> TaskQueue:
@@ -215,14 +213,14 @@ class InstanceTaskProcessorAdapter(DurableAdapter):
     """The adapter of a queue that the instance keeps."""
 
     options_class = InstanceAdapterConfig
-    queue_of = staticmethod(_instance_queue)
+    queue_of = staticmethod(lambda options: InstanceQueue(synchronous=options.synchronous))
 
 
 class SQLiteTaskProcessorAdapter(DurableAdapter):
     """The adapter of a queue in an SQLite file."""
 
     options_class = SQLiteAdapterConfig
-    queue_of = staticmethod(_sqlite_queue)
+    queue_of = staticmethod(lambda options: SqliteQueue(options.file, synchronous=options.synchronous))
 
 
 class RedisTaskProcessorAdapter(DurableAdapter):
@@ -307,7 +305,7 @@ def new_consumer(
     room: Callable[[], int],
     **parts: Any,
 ) -> TaskConsumer:
-    """Return a consumer of an adapter's queue; see there for the parameters."""
+    """Return a consumer of an adapter's queue; the parameters are those of `TaskConsumer`."""
     return TaskConsumer(adapter.queue, adapter.config, f"{owner}:{new_id()}", handlers, run, room, **parts)
 
 
@@ -323,7 +321,7 @@ def checked_result(task: Task, result: bytes, options: DurableOptions) -> bytes:
 
 
 def result_of(task: Task, *, is_new: bool = True) -> TaskResult:
-    """Return what a program learns of a task."""
+    """Return the public view of a task."""
     summary, traceback = error_parts(task.error)
     result = load(task.result) if task.result else summary or None
     progress = load(task.progress) if task.progress else None

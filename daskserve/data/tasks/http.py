@@ -1,9 +1,10 @@
-"""Tasks over HTTP: an ASGI application that submits tasks, asks for them, streams progress, and cancels."""
+"""Tasks over HTTP: an ASGI application that submits, shows and cancels tasks, and streams their progress."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -24,10 +25,11 @@ from daskserve.errors import BadRequestError, BodyTooLargeError, NotFoundError, 
 from daskserve.options.fields.priority import MAX_PRIORITY
 
 MAX_WAIT_S = 300.0
-#: How often a stream of events without news has a comment, so that nothing takes it for dead.
+#: Interval of comments in a stream without events, so that proxies do not close it.
 HEARTBEAT_S = 15.0
 #: The limit of a body if the queue has none.
 MAX_BODY = 1_048_576
+_SCALARS = (str, int, float, type(None))
 
 
 class _UnsupportedMediaTypeError(BadRequestError):
@@ -92,7 +94,8 @@ class TaskAPI:
         if "delay_s" in request.query_params:
             options["delay_s"] = _number(request, "delay_s", 0.0, 10**9)
         if "priority" in request.query_params:
-            options["priority"] = int(_number(request, "priority", -MAX_PRIORITY, MAX_PRIORITY))
+            priority = _number(request, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+            options["priority"] = int(priority) if priority.is_integer() else priority
         args, kwargs = await self._arguments(request)
         found = await self._adapter.enqueue_task_async(name, args, kwargs, **options)
         if wait_s:
@@ -169,15 +172,15 @@ def task_api(consumer: type[Any] | TaskProcessorConfig | TaskProcessorAdapter) -
     - ``POST /tasks/{handler}`` with a JSON object (or array) of arguments submits a task: 202, with its
       ``id`` and a ``Location``. The header ``Idempotency-Key`` is the id, which makes it run once. The
       query may have ``delay_s``, ``priority`` and ``wait_s``.
-    - ``GET /tasks/{id}`` returns its status and result; ``?wait_s=30`` waits for its end so long.
+    - ``GET /tasks/{id}`` returns its status and result; ``?wait_s=30`` waits up to 30 s for its end.
     - ``GET /tasks/{id}/events`` streams its status and progress as server-sent events.
     - ``DELETE /tasks/{id}`` cancels it.
 
     Parameters
     ----------
     consumer : type, TaskProcessorConfig or TaskProcessorAdapter
-        The class with `task_consumer`, whose handlers are known then, or the config of the queue. In a
-        program outside of the instance that keeps the queue, the adapter that
+        The class with `task_consumer`, or the config of the queue. With a class, unknown handlers are
+        refused. In a program outside of the instance that keeps the queue, pass the adapter that
         `instantiate_adapter_from_config` returns.
 
     Examples
@@ -236,7 +239,7 @@ def _has_ended(found: TaskResult) -> bool:
 
 
 def _shown(found: TaskResult) -> dict[str, Any]:
-    """Return a task as JSON shows it; tracebacks are for programs with access to the queue."""
+    """Return the JSON form of a task, without its traceback, which may contain internals."""
     shown = {
         "id": found.id,
         "status": found.status,
@@ -252,16 +255,19 @@ def _shown(found: TaskResult) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON: arrays as lists, and what JSON does not have as text."""
-    return json.loads(json.dumps(value, default=_as_plain))
-
-
-def _as_plain(value: Any) -> Any:
+    """Return a value in types that JSON has: arrays as lists, NaN and infinity as null, others as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, dict):
+        names = ((key if isinstance(key, _SCALARS) else str(key), each) for key, each in value.items())
+        return {name: _plain(each) for name, each in names}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
     if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    return list(value) if isinstance(value, set | frozenset) else str(value)
+        return _plain(value.tolist())
+    return _plain(value.model_dump(mode="json")) if hasattr(value, "model_dump") else str(value)
 
 
 def _error(error: ServeError) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def next_time(schedule: TaskSchedule, after: float) -> float:
 
 
 def last_time(schedule: TaskSchedule, after: float, now: float) -> float:
-    """Return the last time of a schedule after a time and until now; without one, the next one.
+    """Return the latest time of a schedule after a time and up to now; if there is none, the next time.
 
     Its cost grows with the logarithm of the time between, not with the number of times.
     """

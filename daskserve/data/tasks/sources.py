@@ -2,8 +2,8 @@
 
 The reader belongs to the user's object: it starts with the constructor and stops with the destructor, which
 waits for the items that are handled, within the grace period of the replica. An item is acknowledged after
-its handler has returned. What is not acknowledged is the business of where it comes from, which delivers it
-again, to this replica or to another one.
+its handler has returned. An item that is not acknowledged should be delivered again by its origin, to this
+replica or to another one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger("daskserve.sources")
 READERS = "__daskserve_readers__"
 #: How many items are handled at a time outside of a replica.
 OUTSIDE = 10
-#: A source that has read for so long begins again with the shortest pause.
+#: After reading for this long, a source that fails restarts after the shortest pause.
 STEADY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SourceItem:
-    """An item of a source, with what is called once it was handled.
+    """An item of a source, with functions to call after it was handled.
 
     Attributes
     ----------
@@ -227,7 +227,7 @@ class SourceReader:
         items: Any = self._read()
         async with aclosing(items):
             while True:
-                # First room, then an item: none is held that nothing handles.
+                # First room, then an item, so that no item waits here.
                 await self._room.acquire()
                 try:
                     item = await anext(items)
@@ -251,7 +251,7 @@ class SourceReader:
                 self.handled += 1
                 await _called(item.ack)
         except Exception:
-            # It is delivered again by where it comes from.
+            # Its origin should deliver it again.
             logger.exception("An item of source %s%s was not acknowledged", self._name, self._place)
         finally:
             self._room.release()

@@ -1,9 +1,8 @@
 """The life of a task, as a table of states and events.
 
-A queue keeps tasks, consumers run them. Every queue, in whatever it keeps its tasks, applies the same
-functions of this module to a `Task` and writes the result on the condition that the task's ``revision`` is
-still the one that was read. So of two consumers that run the same task, because the first was taken for dead,
-only one ends it.
+A queue stores tasks, and consumers run them. All kinds of queues apply the functions of this module to a
+`Task`, and write the result only if the task's ``revision`` is still the one that was read. So if two
+consumers run the same task, because the first one seemed dead, only one of them ends it.
 
 Times are seconds since the epoch, because tasks outlive processes; they are arguments.
 """
@@ -21,7 +20,7 @@ MAX_BACKOFF_S = 60.0
 
 
 class TaskState(enum.StrEnum):
-    """The state of a task, in the words of Celery, which Ray Serve's programs compare with."""
+    """The state of a task, with the names of Celery, which programs for Ray Serve compare with."""
 
     #: Waits for a consumer, or for its time.
     QUEUED = "PENDING"
@@ -86,17 +85,17 @@ class Task:
     payload : bytes
         The pickled arguments.
     digest : str
-        Tells whether a second task with the same id is the same.
+        A hash of the arguments, to compare tasks with the same id.
     revision : int
         Grows with each transition.
     attempts, retries, losses : int
-        How often it was begun, has failed, and has lost its consumer.
+        Number of runs, of failures, and of lost consumers.
     due_at : float
-        Not begun before.
+        When it may begin.
     owner : str
-        The consumer that runs it, until ``lease_until`` at least.
+        The consumer that runs it; its lease ends at ``lease_until``.
     expires_at : float
-        When it is forgotten, once it has ended.
+        When a task that has ended is removed.
     """
 
     id: str
@@ -127,27 +126,26 @@ class Task:
         return self.state in ENDED
 
 
-#: The fields that a task has from its beginning, beside the payload; what a transition may change, beside the
-#: progress.
+#: The fields that never change, without the payload, and those that transitions change, without the progress.
 FIXED = ("id", "queue", "name", "created_at", "priority", "digest", "result_ttl_s")
 CHANGED = tuple(each.name for each in fields(Task) if each.name not in {*FIXED, "payload", "progress"})
 
 
 @dataclass(frozen=True, slots=True)
 class RetryRules:
-    """When a task that failed is tried again, and how long its end is remembered."""
+    """When failed tasks are retried, and how long tasks are kept after their end."""
 
     max_retries: int = 3
     backoff_s: float = 1.0
     max_backoff_s: float = MAX_BACKOFF_S
-    #: Up to this part of a delay is taken off at random, so that tasks that failed together do not return
-    #: together.
+    #: The largest share that is subtracted from a delay at random, so that tasks that failed together are not
+    #: retried together.
     jitter: float = 0.5
     max_losses: int = 10
     result_ttl_s: float = 86_400.0
 
     def delay_s(self, retries: int, chance: float) -> float:
-        """Return the delay before the next attempt, after so many; ``chance`` is in [0, 1)."""
+        """Return the delay after a number of retries; ``chance`` is a random number in [0, 1)."""
         longest = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(retries, 60))
         return longest * (1.0 - self.jitter * chance)
 
@@ -191,7 +189,7 @@ def done(task: Task, result: bytes, now: float, rules: RetryRules) -> Task:
 def failed(
     task: Task, error: str, now: float, chance: float, rules: RetryRules, *, is_final: bool = False
 ) -> Task:
-    """Return the task after a failed attempt: to be tried again, or failed for good."""
+    """Return the task after a failed attempt: waiting for a retry, or failed for good."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     retries = task.retries + 1
@@ -203,14 +201,14 @@ def failed(
 
 
 def released(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return the task for another consumer, as if this one had not begun it."""
+    """Return the task that its consumer gives back, as if it had not begun."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     return move(task, TaskEvent.RELEASED, now, attempts=task.attempts - 1)
 
 
 def lost(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return the task after its consumer was lost: for another one, or dead if that happens too often."""
+    """Return the task after its consumer was lost: queued again, or dead if that happens too often."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     losses = task.losses + 1
@@ -227,18 +225,18 @@ def unprocessable(task: Task, error: str, now: float, rules: RetryRules) -> Task
 
 
 def cancelled(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return the task cancelled, or if it runs, marked for its consumer."""
+    """Return the task cancelled; if it runs, it is marked, and its consumer cancels the run."""
     expiry = 0.0 if task.state is TaskState.RUNNING else _expiry(task, now, rules)
     return move(task, TaskEvent.CANCELLED, now, is_cancelled=True, expires_at=expiry)
 
 
 def stopped(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return a task that was cancelled while it ran, now that its run has ended."""
+    """Return a task that was cancelled while it ran, after the end of its run."""
     return move(task, TaskEvent.STOPPED, now, expires_at=_expiry(task, now, rules))
 
 
 def requeued(task: Task, now: float) -> Task:
-    """Return a task that has failed, to be tried again from the beginning."""
+    """Return a task that has ended without success, queued again with all its retries."""
     return move(
         task,
         TaskEvent.REQUEUED,

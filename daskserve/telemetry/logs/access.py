@@ -1,12 +1,11 @@
 """The lines of the access log of a process, from the request that ends to the sink that writes them.
 
-Problem: a thread that formats lines takes the interpreter lock from the event loops for as long as it has
-lines, and finds the objects of requests that have ended in no cache of the processor: formatting takes twice
-as long there.
+Problem: a thread that formats lines takes the interpreter lock from the event loops. It also takes twice as
+long, because the objects of ended requests have left the processor's caches.
 
-Choice: whoever adds the last line of a batch formats it there and then, while it is in the caches. The log
-thread gets texts, and only joins and writes them; it also formats what is left when nothing more comes. Who
-adds a line waits neither for a file nor for another thread.
+Choice: the caller that adds the last line of a batch formats the batch at once, while it is in the caches.
+The log thread only joins and writes texts; it also formats the rest when no more lines arrive. Adding a line
+never waits for a file or for another thread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Target = TypeVar("Target", bound=Hashable)
 
 
 class AccessLines(Generic[Target]):
-    """See the module.
+    """Access lines that wait to be written.
 
     Parameters
     ----------
@@ -99,7 +98,7 @@ class AccessLines(Generic[Target]):
             return
         self._keep(taken)
         if self._count + len(taken) > MAX_READY:
-            # A handler hangs, maybe; who asks for the logs still sees the lines.
+            # A handler may hang; the lines are still in the logs that `keep` has.
             self.dropped += len(taken)
             return
         self._count += len(taken)

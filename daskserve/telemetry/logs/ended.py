@@ -1,4 +1,4 @@
-"""The logs of child processes that have ended: what one logged last is what explains its end."""
+"""The logs of child processes that have ended: their last records often explain why."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class ProcessFile(NamedTuple):
 class EndedFiles:
     """Keeps the files of the last child processes that have ended. All calls are of one thread."""
 
-    def __init__(self, max_files: int = MAX_FILES) -> None:
-        self._max_files = max_files
+    def __init__(self) -> None:
         self._files: deque[ProcessFile] = deque()
 
     def add(self, file: ProcessFile) -> None:
@@ -37,7 +36,7 @@ class EndedFiles:
                 os.pwrite(own, kept, 0)
                 os.ftruncate(own, len(kept))
         self._files.append(file._replace(descriptor=own))
-        while len(self._files) > self._max_files:
+        while len(self._files) > MAX_FILES:
             os.close(self._files.popleft().descriptor)
 
     def __iter__(self) -> Iterator[ProcessFile]:

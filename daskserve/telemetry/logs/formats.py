@@ -47,7 +47,7 @@ def _second(whole: int) -> str:
 
 
 def place_of(application: str, deployment: str, replica: str) -> str:
-    """Return the replica or what else logs, briefly: ``app/Model#abc``."""
+    """Return the source of a record in short form: ``app/Model#abc``."""
     if not replica:
         return "/".join(filter(None, (application, deployment)))
     return f"{application}/{deployment}#{replica.rpartition('#')[2]}"
@@ -148,7 +148,7 @@ def _client_json(client: tuple[str, int]) -> tuple[str, str]:
 
 @lru_cache(1024)
 def _around_target_json(method: str, version: str, status: int) -> tuple[str, str, str, str]:
-    """Return what stands before and after the target in a message, before the path, and after that."""
+    """Return the parts of a JSON line around the target in its message, and before and after the path."""
     before, after = around_target(method, version, status)
     return (
         _quoted(before)[1:-1],

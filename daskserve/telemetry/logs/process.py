@@ -1,4 +1,4 @@
-"""The logs of one process: what is written where, for each replica, the proxies and the controller.
+"""The logs of one process: what each replica, proxy and controller logs, and where.
 
 The thread of `daskserve.cluster.worker.log_thread` writes; everything else only adds records and settings.
 """
@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from daskserve.common.clock import stopwatch
 from daskserve.telemetry.logs.access import AccessLines, Format
 from daskserve.telemetry.logs.ended import EndedFiles
 from daskserve.telemetry.logs.formats import access_json, access_text, as_record, json_of, text_of
@@ -48,7 +47,7 @@ class _Source:
 
 
 class ProcessLogs:
-    """See the module.
+    """The settings, files and last records of one process.
 
     Parameters
     ----------
@@ -75,7 +74,6 @@ class ProcessLogs:
     def __init__(
         self,
         stdout: Sink | None = None,
-        now: Callable[[], float] = stopwatch,
         default_level: int | None = DEFAULT_LEVEL,
     ) -> None:
         self.ring = Ring()
@@ -85,7 +83,6 @@ class ProcessLogs:
         self.before_end: Callable[[str], object] = lambda source: None
         self.dropped: dict[str, int] = defaultdict(int)
         self.keep_access: Callable[[Sequence[AccessLine]], object] = self.ring.add_access
-        self._now = now
         self._default_level = default_level
         self._stdout = stdout or StreamSink()
         self._files: dict[Path, FileSink] = {}
@@ -119,7 +116,7 @@ class ProcessLogs:
         return found
 
     def forget(self, source: str) -> None:
-        """Drop the settings of an actor that is gone, once its last records are written; idempotent."""
+        """Drop the settings of an actor that has ended, once its last records are written; idempotent."""
         known = self._sources.get(source)
         if known is not None:
             self.before_end(source)
@@ -127,11 +124,11 @@ class ProcessLogs:
             self.wake(known)
 
     def _settle(self, gone: Sequence[_Source]) -> None:
-        """Drop the settings of actors that are gone, and have the files as the settings of the others say."""
+        """Drop the settings of actors that have ended, and adapt the open files to those of the others."""
         self._has_changed = False
         if gone:
             with self._changing:
-                # An actor of the same name may have come meanwhile.
+                # Another actor of the same name may have started meanwhile.
                 self._sources = {
                     name: each
                     for name, each in self._sources.items()
@@ -181,7 +178,7 @@ class ProcessLogs:
     # ---- where code logs
 
     def only_replica(self) -> Tags | None:
-        """Return where code comes from that runs in a thread of its own, if there is only one replica."""
+        """Return the tags of the only replica, for threads that user code has started; None without one."""
         found = None
         for each in self._sources.values():
             if each.tags.replica:
@@ -192,7 +189,7 @@ class ProcessLogs:
 
     def is_below_level(self, record: logging.LogRecord, tags: Tags) -> bool:
         """Return whether a record of daskserve's loggers is below the level of its replica or instance."""
-        settings = self._settings(tags)
+        settings = self.settings_of(tags)
         return settings is not None and record.levelno < settings.level and record.name.startswith(LOGGERS)
 
     def _wake(self) -> None:
@@ -201,13 +198,9 @@ class ProcessLogs:
             self.wake()
 
     def tags_of(self, replica: str) -> Tags:
-        """Return where the records of a replica come from that has no request; of one that is gone, less."""
+        """Return the tags of a replica's records outside requests; fewer tags once it has ended."""
         source = self._sources.get(replica)
         return Tags(replica=replica, component="replica") if source is None else source.tags
-
-    def has_prefix(self, tags: Tags) -> LogSettings | None:
-        """Return the settings of a replica, if what it prints is to be marked."""
-        return self._settings(tags)
 
     # ---- in the thread that writes
 
@@ -215,7 +208,7 @@ class ProcessLogs:
         self, record: logging.LogRecord, tags: Tags, *, has_handlers: bool, is_print: bool = False
     ) -> bool:
         """Write a record; return whether standard output has it, so that no other handler is needed."""
-        settings = self._settings(tags)
+        settings = self.settings_of(tags)
         if settings is None:
             return False
         to_stdout = settings.to_stdout and not has_handlers and not is_print
@@ -230,7 +223,7 @@ class ProcessLogs:
         return to_stdout
 
     def drain(self, gone: Sequence[_Source] = ()) -> None:
-        """Write the lines of the access log that wait, and drop the settings of actors that are gone."""
+        """Write the waiting lines of the access log, and drop the settings of actors that have ended."""
         self._is_awake = False
         ready, for_handlers = self._lines.take()
         for target, texts in ready.items():
@@ -260,12 +253,13 @@ class ProcessLogs:
     def _has_access_handlers(self) -> bool:
         return self.call_handlers is not None and bool(logging.getLogger(ACCESS).handlers)
 
-    def _settings(self, tags: Tags) -> LogSettings | None:
+    def settings_of(self, tags: Tags) -> LogSettings | None:
+        """Return the settings that apply to a record; None without any."""
         source = self._sources.get(tags.replica) if tags.replica else None
         if source is not None:
             return source.settings
-        # A record of the worker, or of a replica that is gone, is as those of the proxies or of the
-        # controller in it. One that belongs to no instance is as those of any.
+        # Records of the worker, or of a replica that has ended, have the settings of the proxies or of the
+        # controller in this process; without an instance, those of any instance.
         first = "proxy" if tags.replica else tags.component
         for component in dict.fromkeys((first, "proxy", "controller")):
             for each in self._sources.values():
@@ -277,7 +271,7 @@ class ProcessLogs:
     def _file(self, path: Path, settings: LogSettings) -> FileSink:
         sink = self._files.get(path)
         if sink is None:
-            sink = FileSink(path, settings.max_file_bytes, settings.max_files, self._now)
+            sink = FileSink(path, settings.max_file_bytes, settings.max_files)
             self._files[path] = sink
         return sink
 

@@ -1,9 +1,9 @@
 """A log record with the fields of its replica and request, and one line of the access log.
 
-Both are made within the code that logs, or on the loop of a proxy, so making one takes less than a
-microsecond: the reader formats the text. A line of the access log is a plain tuple until then.
-Python's garbage collector visits objects of any class at each collection, but drops plain tuples of texts and
-numbers from its lists. Of `Access` itself, a busy proxy has so many that full collections hold its requests.
+Both are made within the code that logs, or on the loop of a proxy. Making one takes less than a microsecond,
+because the text is formatted later. Until then, a line of the access log is a plain tuple: Python's garbage
+collector stops tracking plain tuples of texts and numbers, but visits instances of `Access` at each
+collection. A busy proxy has so many lines that full collections would delay its requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TAG_NAMES = (
 
 
 class Tags(NamedTuple):
-    """Where a record comes from; every field is empty if it is not known."""
+    """The source of a record; unknown fields are empty."""
 
     application: str = ""
     deployment: str = ""
@@ -189,7 +189,7 @@ class Access(NamedTuple):
 
     @property
     def tags(self) -> Tags:
-        """Where it comes from."""
+        """The source of the line."""
         application, deployment = split_deployment_tag(self.backend) if self.backend else ("", "")
         component = "replica" if self.replica else "proxy"
         return Tags(
@@ -260,7 +260,7 @@ def _message(msg: Any, args: Any) -> str:
 
 
 def printable(text: bytes) -> str:
-    """Return text of a client as it may stand in a line."""
+    """Return text from a client in a form that is safe in a log line."""
     found = text.decode("latin-1")
-    # A client must not write lines of its own, nor control a terminal.
+    # A client must not be able to add lines, or to control a terminal.
     return found if found.isascii() and found.isprintable() else found.encode("unicode_escape").decode()

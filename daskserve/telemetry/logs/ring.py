@@ -18,8 +18,8 @@ from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, T
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
 #: The size of an entry without its text.
 _OVERHEAD = 400
-#: How many lines of the access log make one entry: even if all are as long as a server takes, the ring has
-#: room for several such entries.
+#: How many lines of the access log make one entry: few enough that the ring has room for several entries even
+#: of lines of maximum length.
 _LINES = 64
 
 
@@ -123,10 +123,10 @@ class Ring:
         self._entries: deque[Entry | _AccessEntry] = deque()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._count = self._bytes = 0
-        # A destructor may log within `_append`, too. Numbers are given with the lock held, so that whoever
-        # has read one has missed none below it.
+        # Reentrant, because a destructor may log within `_append`. Numbers are given with the lock held, so
+        # that a reader of one number has not missed a lower one.
         self._lock = threading.RLock()
-        #: That of the next record: higher than those of a process that had this address before.
+        #: The number of the next record, higher than those of an earlier process at this address.
         self._number = int(time_of_day() * 1e6)
 
     def add(self, record: logging.LogRecord, tags: Tags) -> Entry:

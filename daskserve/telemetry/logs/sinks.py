@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol, TextIO
 
+from daskserve.common.clock import stopwatch
+
 #: Time after which a sink that failed is tried again.
 RETRY_S = 1.0
 
@@ -61,7 +63,9 @@ class FileSink:
         How many old files are kept.
     """
 
-    def __init__(self, path: Path, max_bytes: int, max_files: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, max_files: int, now: Callable[[], float] = stopwatch
+    ) -> None:
         self.path = path
         self.lost = 0
         self.max_bytes = max_bytes

@@ -31,12 +31,12 @@ class Body:
     def __init__(self, max_bytes: int) -> None:
         self.left = max_bytes
         self.data = bytearray()
-        #: Of Python calls: their pickled values, which only are of use whole.
+        #: The pickled values of Python calls, which are useful only whole.
         self.payloads: list[Payload] = []
         self.size = 0
 
     def add(self, part: Any) -> None:
-        """Keep a part of it, as far as there is room."""
+        """Keep a part of the body, as far as there is room."""
         found = part.encode("utf-8", "replace") if isinstance(part, str) else part
         self.size += len(found)
         if self.left > 0:
@@ -113,7 +113,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The replica that samples come from."""
+    """The replica whose requests are sampled."""
 
     instance: str
     application: str

@@ -1,10 +1,10 @@
 """The thread that writes the sampled requests of a replica to its sink.
 
-Problem: a sink may hang, be full or be away for hours, and a redacting function is user code. Neither may
-be noticed by a request. Choice: the loop only adds samples to a bounded queue. A thread takes them, and keeps
-what it could not write until it can; meanwhile the queue fills, and further samples are dropped and counted.
-Object stores cannot append, so what is gathered in some seconds becomes one file, whose name is the same if
-the write is repeated.
+Problem: a sink may hang, be full or be absent for hours, and a redacting function is user code. Neither may
+delay a request. Choice: the loop only adds samples to a bounded queue. A thread takes them, and retries what
+it could not write; meanwhile the queue fills, and further samples are dropped and counted. Object stores
+cannot append, so the samples of some seconds become one file, whose name stays the same if the write is
+repeated.
 """
 
 from __future__ import annotations

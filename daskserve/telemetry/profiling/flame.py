@@ -1,7 +1,7 @@
 """Flame graphs of profiles as SVG and as a page of HTML, without anything from elsewhere. Pure.
 
-The page has one script of its own, which its Content-Security-Policy names by its digest; what users have
-named is escaped everywhere.
+The page contains one script, which its Content-Security-Policy allows by digest. Names from user code are
+escaped everywhere.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def flame_svg(profile: Mapping[str, Any], *, is_alone: bool = True) -> str:
     Parameters
     ----------
     is_alone : bool
-        Whether it is a file of its own, or part of the page, which adds what its script needs.
+        Whether it is a separate file; otherwise it has the attributes that the script of the page needs.
     """
     root = tree_of(profile)
     boxes = _boxes(root)

@@ -44,8 +44,8 @@ _TRACING = _Tracing()
 def trace_memory(seconds: float, stop: threading.Event) -> dict[str, Any]:
     """Return what the lines of this process have allocated and not freed, after some time.
 
-    If tracemalloc is not on, it is on for that time only: then what was allocated before is unknown. Call
-    this in a thread of its own.
+    If tracemalloc is off, it is switched on for that time, so earlier allocations are unknown. This blocks;
+    call it in a separate thread.
     """
     was_on = _TRACING.begin()
     try:

@@ -141,18 +141,17 @@ def sample_threads(
     stop: threading.Event,
     *,
     interval_s: float = INTERVAL_S,
-    frames: Callable[[], Mapping[int, FrameType]] = stack_frames,
 ) -> dict[str, Any]:
     """Read stacks for some time, or until ``stop`` is set; return the profile in plain values.
 
-    Call this in a thread of its own.
+    This blocks; call it in a separate thread.
     """
     samples, ticks = Samples(), 0
     began = last = stopwatch()
     cost_s = spent_s = processor_time()
     pause_s = interval_s
     while not stop.wait(pause_s) and (now := stopwatch()) - began < seconds:
-        found = frames()
+        found = stack_frames()
         for ident, thread in find_threads().items():
             samples.add(thread, found.get(ident), now - last)
         del found  # frames keep the values of user code alive

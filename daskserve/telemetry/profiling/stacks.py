@@ -41,8 +41,7 @@ def stacks_of_threads(
 def stacks_of_tasks(loop: asyncio.AbstractEventLoop) -> tuple[list[dict[str, Any]], int]:
     """Return the tasks of an event loop that wait in user code, and how many more there are.
 
-    This may be called from another thread: then the loop goes on meanwhile, so that a stack may be of two
-    moments.
+    If this is called from another thread, the loop keeps running, so a stack may mix two moments.
     """
     found: list[dict[str, Any]] = []
     for task in asyncio.all_tasks(loop):

@@ -17,7 +17,7 @@ TRACE: Final = "daskserve.trace"
 Carrier: TypeAlias = Sequence[str]
 #: The length of a ``traceparent``.
 LENGTH = 55
-#: Stands for a ``traceparent`` where a program without spans of its own calls: the replica begins the trace.
+#: In place of a ``traceparent`` in calls of a program that records no spans: the replica begins the trace.
 NEW: Final = "new"
 
 TRACEPARENT = b"traceparent"

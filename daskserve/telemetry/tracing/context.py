@@ -50,7 +50,7 @@ def outgoing() -> Carrier | None:
     """Return the trace context for a call of the current code; None without one."""
     if not context.get_current():
         return None
-    parent, state = current_parent()
+    parent, state = _parent_of(trace.get_current_span())
     carried: dict[str, str] = {}
     if baggage.get_all():
         W3CBaggagePropagator().inject(carried)
@@ -58,9 +58,8 @@ def outgoing() -> Carrier | None:
     return [traceparent(parent), state, text] if parent.trace_id or text else None
 
 
-def current_parent() -> tuple[Parent, str]:
-    """Return the current span as the parent of others, and its ``tracestate``."""
-    span = trace.get_current_span()
+def _parent_of(span: Span) -> tuple[Parent, str]:
+    """Return a span as the parent of others, and its ``tracestate``."""
     if isinstance(span, RecordedSpan):
         return Parent(span.trace_id, span.span_id, SAMPLED), span.tracestate
     found = span.get_span_context()
@@ -76,11 +75,8 @@ def is_empty() -> bool:
 
 def carrier_of(span: Span, baggage_text: str) -> Carrier:
     """Return the trace context of requests that a span causes."""
-    if isinstance(span, RecordedSpan):
-        return [span.traceparent, span.tracestate, baggage_text]
-    found = span.get_span_context()
-    parent = Parent(found.trace_id, found.span_id, int(found.trace_flags))
-    return [traceparent(parent), found.trace_state.to_header(), baggage_text]
+    parent, state = _parent_of(span)
+    return [traceparent(parent), state, baggage_text]
 
 
 def program_span(carrier: Carrier, name: str, attributes: Mapping[str, Any], kind: SpanKind) -> Span | None:

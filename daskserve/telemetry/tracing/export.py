@@ -48,7 +48,7 @@ class Batches:
     form : callable
         Returns a span as it waits: bytes take a fifth of the memory.
     send : callable
-        Exports such spans, and returns whether that has succeeded.
+        Exports spans in this form, and returns whether that has succeeded.
     shutdown : callable
         Ends the exporter, and its repetitions.
     """
@@ -87,7 +87,7 @@ class Batches:
             self._wakes.set()
 
     def _work(self) -> None:
-        # A trace that is not sampled. Else libraries that trace HTTP requests make spans of each export.
+        # A trace that is not sampled. Otherwise libraries that trace HTTP would make a span of each export.
         nothing = NonRecordingSpan(SpanContext(1, 1, is_remote=False))
         context.attach(trace.set_span_in_context(nothing))
         while True:
@@ -158,7 +158,7 @@ class Export:
         return readable_of(span, self._resource, self._scope)
 
     def add(self, exporter: SpanExporter) -> None:
-        """Export by this, too."""
+        """Add an exporter."""
         post = self._post_of(exporter)
         if post is None:
             readable = self.readable_of
@@ -179,7 +179,7 @@ class Export:
         self.batches.append(batches)
 
     def put(self, spans: Sequence[RecordedSpan]) -> None:
-        """Pass spans on."""
+        """Pass spans to all exporters and processors."""
         for batches in self.batches:
             batches.put(spans)
         for processor in self.processors:

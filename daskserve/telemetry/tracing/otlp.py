@@ -150,7 +150,7 @@ def _before(key: str, length: int) -> bytes:
 
 
 def _attribute(key: str, value: Any, kind: type) -> bytes:
-    """Return one attribute; its ``kind`` tells 1, 1.0 and True apart where attributes are kept."""
+    """Return one attribute; ``kind`` distinguishes 1, 1.0 and True in the cache of attributes."""
     if kind is str:
         encoded = _text(b"\x0a", value)
     elif kind is bool:

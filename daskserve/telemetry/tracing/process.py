@@ -4,10 +4,9 @@ A request only makes plain records. A thread turns them into spans of OpenTeleme
 its processors, which export them in batches. So neither the import of an exporter nor a collector that is
 away, slow or full delays a request. Spans beyond `MAX_PENDING` are dropped, and counted.
 
-In a busy process the thread finds the objects of a request in no cache of the processor, and their memory,
-which the next requests would use again, is taken for a tenth of a second. So whoever ends a span exports some
-there and then, unless that means code of the user's, or the SDK's slow encoder: the bytes wait for their
-connection.
+In a busy process, the objects of a request have left the processor's caches when the thread reads them, and
+their memory is not free for the next requests. So the code that ends a span also encodes some ended spans,
+unless this would call user code or the SDK's slow encoder. The bytes wait for the thread of the exporter.
 """
 
 from __future__ import annotations
@@ -120,28 +119,25 @@ class Tracing:
         name: str,
         parent: Parent,
         attributes: dict[str, Any] | None,
-        kind: Any = None,
         tracestate: str = "",
     ) -> RecordedSpan:
-        """Begin a span with attributes of its own; without a parent, it is the first one of a new trace."""
+        """Begin a span with these attributes; without a parent, it is the first one of a new trace."""
         trace = trace_head(parent.trace_id or self.bits(128) | 1)
-        found = self.begin(SpanTemplate(name, kind or self._internal_kind), trace, parent.span_id)
+        found = self.begin(SpanTemplate(name, self._internal_kind), trace, parent.span_id)
         if attributes is not None:
             found.own = attributes
         if tracestate:
             found.tracestate = tracestate
         return found
 
-    def under(
-        self, carrier: Carrier, name: str, own: dict[str, Any] | None = None, kind: Any = None
-    ) -> RecordedSpan | None:
+    def under(self, carrier: Carrier, name: str, own: dict[str, Any] | None = None) -> RecordedSpan | None:
         """Begin a span under the one in a carrier; None if its trace is not sampled."""
         if carrier and carrier[0] == NEW:
-            found = self.span(name, NO_PARENT, own, kind)
+            found = self.span(name, NO_PARENT, own)
             found.start_ns = int(carrier[3])
             return found
         parent = parent_in(carrier)
-        return self.span(name, parent, own, kind, carrier[1]) if parent.is_sampled else None
+        return self.span(name, parent, own, carrier[1]) if parent.is_sampled else None
 
     def export_some(self) -> None:
         """Export the ended spans that are encoded quickly, unless another thread does it."""

@@ -1,4 +1,4 @@
-"""The spans of a request's way to a replica: where it waited, for what, and which replicas refused it."""
+"""The spans of a request's way to a replica: where and why it waited, and which replicas refused it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Way:
     """One request on its way to a replica of a deployment, and back."""
 
-    #: The trace context with which the request goes on.
+    #: The trace context that the request passes on.
     carrier: Carrier
     _attempts = 0
 

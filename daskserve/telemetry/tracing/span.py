@@ -117,7 +117,7 @@ class RecordedSpan(Span):
         attributes: dict[str, Any] | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> RecordedSpan:
-        """Begin a span under this one, by a template or a name, with attributes of its own."""
+        """Begin a span under this one, by a template or a name, with further attributes."""
         template = SpanTemplate(name, kind) if isinstance(name, str) else name
         found = RecordedSpan(self.tracing, template, self.trace, self.span_id)
         if attributes is not None:
@@ -235,7 +235,7 @@ class RecordedSpan(Span):
 
 
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes of user code without what no exporter takes, as it is now."""
+    """Return a copy of attributes of user code, without the values that no exporter accepts."""
     found: dict[str, Any] = {}
     for key, value in itertools.islice(attributes.items(), MAX_ATTRIBUTES):
         if isinstance(value, PLAIN):

@@ -32,7 +32,7 @@ class SpanTemplate:
 
 
 class SpanTemplates:
-    """The templates of an instance, by what tells them apart. Any thread may call this."""
+    """The templates of an instance, by key. Any thread may call this."""
 
     def __init__(self) -> None:
         self._known: dict[Any, SpanTemplate] = {}

@@ -1,8 +1,8 @@
 """Spans of user code: the tracers that ``opentelemetry.trace.get_tracer`` returns in the workers.
 
 OpenTelemetry has one global provider for each process, which can be set once. A worker may serve several
-instances one after another, so the provider set here looks for the present one when a span begins: the one
-whose request the code answers, else the latest. If the process has a provider already, it stays.
+instances one after another. So the provider set here finds the instance when a span begins: the one whose
+request the code answers, otherwise the latest. If the process already has a provider, it stays.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class UserTracerProvider(TracerProvider):
         return UserTracer(self, instrumenting_module_name)
 
     def add(self, tracing: SpanMaker) -> None:
-        """Consider an instance."""
+        """Add an instance."""
         with self._lock:
             self._all.pop(id(tracing), None)
             self._all[id(tracing)] = tracing

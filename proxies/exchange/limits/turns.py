@@ -1,9 +1,9 @@
 """Shares the turns of an event loop among the connections that have much to do.
 
 What a client sends may take long to read: a kilobyte becomes a megabyte when it is decompressed, or holds
-hundreds of frames or chunks. One connection does a small slice at a time. What is left waits here, in the
-order of arrival, and a bounded part of it is done in each turn of the loop, so that everything else on the
-loop (other connections, user code, health probes) has its turn in between.
+hundreds of frames or chunks. One connection does a small slice at a time. The rest waits here, in the order
+of arrival. Each turn of the loop does a bounded part of it, so that other connections, user code and health
+probes on the loop run in between.
 
 The model is Linux' NAPI: devices that are ready are polled in turns, each for at most 64 packets, and all for
 at most 300 packets or 2 ms before others run.

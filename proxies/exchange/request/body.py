@@ -121,7 +121,7 @@ class RequestBody:
         return self._gathered is not None and self._gathered.size_bytes < (self._length or 0)
 
     def room(self) -> memoryview | None:
-        """Return the memory for the next part of a body that is gathered; None if it goes elsewhere."""
+        """Return the memory for the next part; None if the body is not gathered, or longer than announced."""
         return None if self._gathered is None else self._gathered.room()
 
     def fill(self, size_bytes: int) -> None:
@@ -241,7 +241,7 @@ class RequestBody:
 
 
 class BodyOnDemand(RequestBody):
-    """A body whose client waits to be asked for it; ``ask`` is called when the application first reads."""
+    """A body whose client waits for 100 Continue; ``ask`` sends it when the application first reads."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__(is_ended=False)

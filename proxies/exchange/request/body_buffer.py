@@ -1,4 +1,4 @@
-"""Joins the parts of a body whose size may be known."""
+"""Joins the parts of a body, whose size may be announced."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class BodyBuffer:
         self.size_bytes = size_bytes
 
     def room(self) -> memoryview | None:
-        """Return memory for what comes next, to be noted by `filled`; None beyond the announced size.
+        """Return memory for the next bytes, to be reported by `filled`; None beyond the announced size.
 
-        The view must be gone before the next call of a method other than `filled`.
+        Release the view before you call a method other than `filled`.
         """
         if self.size_bytes >= self._length_bytes:
             return None

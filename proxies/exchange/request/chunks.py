@@ -32,8 +32,8 @@ class ChunkReader:
     is_ended = False
 
     def __init__(self) -> None:
-        self._left = 0  # bytes of data that are still to come in the current chunk
-        self._is_in_data = False  # the CR LF at the end of the current chunk is still to come
+        self._left = 0  # remaining bytes of data in the current chunk
+        self._is_in_data = False  # the CR LF at the end of the current chunk was not read yet
         self._is_in_trailers = False
         self._trailer_bytes = 0
         self._kept = b""  # the begin of a line

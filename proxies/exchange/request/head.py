@@ -69,7 +69,7 @@ class RefusedRequestError(ValueError):
     cause : str
         The cause, for the metrics.
     method : str
-        The method, as far as it is known; a HEAD gets no body.
+        The method, if it is known: the response to a HEAD has no body.
     """
 
     def __init__(self, text: str, status: int = 400, *, cause: str = MALFORMED, method: str = "") -> None:
@@ -266,5 +266,5 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
 
 
 def _named(scheme: str, host: str) -> str:
-    """Return a host as it is compared: in lower case, without the port that its scheme implies."""
+    """Return a host in the form for comparisons: in lower case, without the default port of its scheme."""
     return host.lower().removesuffix(_DEFAULT_PORTS[scheme.lower()]).removesuffix(":")

@@ -239,10 +239,12 @@ def has_stray_control(head: bytes, ends: int) -> bool:
 
 
 def as_buffer(body: Any) -> BodyPart:
-    """Return a part of a body in a form that can be written without another copy."""
+    """Return a part of a body in a form that can be written, without a copy if possible."""
     if isinstance(body, bytes):
         return body
     if isinstance(body, memoryview):
+        if not body.c_contiguous:
+            return body.tobytes()
         return body if body.format == "B" and body.ndim == 1 else body.cast("B")
     if isinstance(body, bytearray):
         return bytes(body)  # the application may change it later

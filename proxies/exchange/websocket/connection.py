@@ -411,7 +411,7 @@ class WebSocketConnection:
             self._late.append(function)
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        """Close the connection with code 1001 once it is open. Idempotent."""
         self._is_leaving = True
         self.close(*GOING_AWAY)
 
@@ -458,8 +458,8 @@ class WebSocketConnection:
         """Start to close an open connection, and notify the application; idempotent."""
         if self.is_gone or self.is_closing or not self.is_accepted:
             return
+        self._writer.post(CloseConnection(code=code, reason=reason[:120]))  # raises if the code is invalid
         self.is_closing = True
-        self._writer.post(CloseConnection(code=code, reason=reason[:120]))
         self._disconnect(code, reason)
 
     def _deny(self, start: Any, body: bytes, *, more_body: bool) -> asyncio.Future[None]:

@@ -1,10 +1,10 @@
 """Compression of WebSocket messages (permessage-deflate, RFC 7692), decompressed in small steps.
 
-wsproto negotiates most of it, and compresses. It also decompresses, but whole frames at a time: a few
-kilobytes become megabytes before anything sees their size, and everything else on the loop waits. So here
-compressed frames pass wsproto as they are (`MessageDeflate`), and `Inflation` decompresses them, a slice at
-a time. Three more things are mended: offers that are not valid are declined, a ping between the frames of a
-message does not end its compression, and a message may end its deflate stream (RFC 7692, 7.2.3.4).
+wsproto negotiates the extension and compresses. It also decompresses, but whole frames at a time: a few
+kilobytes become megabytes before their size is checked, while all other work on the loop waits. So compressed
+frames pass wsproto unchanged (`MessageDeflate`), and `Inflation` decompresses them, a slice at a time. Three
+faults of wsproto are corrected, too: invalid offers are declined, a ping between the frames of a message does
+not end its compression, and a message may end its deflate stream (RFC 7692, 7.2.3.4).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MessageDeflate(PerMessageDeflate):
         return RsvBits(begins, False, False)
 
     def frame_inbound_payload_data(self, proto: FrameDecoder | FrameProtocol, data: bytes) -> bytes:
-        """Return the data as it is; wsproto must not take it for text while it is compressed."""
+        """Return the data unchanged. wsproto must not decode it as text while it is compressed."""
         assert isinstance(proto, FrameDecoder)
         if self.is_compressed and proto.effective_opcode is Opcode.TEXT:
             proto.effective_opcode = Opcode.BINARY
@@ -82,7 +82,7 @@ class MessageDeflate(PerMessageDeflate):
 
 
 class InflationError(Exception):
-    """What a client has sent is not decompressed, and its connection has to be closed.
+    """A message cannot be decompressed, or exceeds a limit; its connection must be closed.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ class WebSocketIntake:
     inflation : Inflation, optional
         Decompresses the messages that are compressed.
     close : callable
-        ``close(code, reason)`` ends the inbox, after which no more is taken.
+        ``close(code, reason)`` closes the connection, which ends the inbox.
     max_message_bytes : int
         Maximum size of a message.
     """

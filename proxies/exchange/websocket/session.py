@@ -5,7 +5,7 @@ a `WebSocketConnection` carries the messages, and the `WebSocketSession` runs th
 in one of these ways:
 
 1. The application closes it: with its own code, or with 403 if it never accepted the handshake.
-2. The application answers the handshake with a response of its own (for example a 404 of the ingress).
+2. The application answers the handshake with an HTTP response (for example a 404 of the ingress).
 3. The application returns: 1000. It fails: 500 before the connection was accepted, 1011 after.
 4. The client closes it or disconnects: the application receives the disconnect, and is cancelled after
    `DISCONNECT_GRACE_S`.
@@ -171,7 +171,7 @@ class WebSocketSession:
         return self._task
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is open. Idempotent."""
+        """Close the connection with code 1001 once it is open. Idempotent."""
         self._call(self.connection.leave)
 
     def close(self) -> None:

@@ -219,6 +219,23 @@ async def test_a_body_is_one_message_ahead_of_a_handler_that_does_not_read() -> 
     assert client.given == 1
 
 
+async def test_an_error_while_the_body_is_received_ends_the_request() -> None:
+    """A middleware of the user's may raise, for example because a body is too large."""
+
+    async def read_all(receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    async def receive() -> Message:
+        raise ValueError("too large")
+
+    client = Client()
+    client.receive = receive  # type: ignore[method-assign]
+    async with connected(read_all) as pair:
+        with pytest.raises(ValueError, match="too large"):
+            await asyncio.wait_for(pair.ask(client), 60)
+
+
 async def test_an_upload_is_at_most_a_window_ahead_of_a_slow_reader() -> None:
     read = 0
     chunk = b"x" * 65536

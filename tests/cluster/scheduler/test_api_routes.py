@@ -469,6 +469,24 @@ async def test_events_are_streamed_from_where_a_client_has_left_off(
     assert (await site.ask("/daskserve/one/api/serve/events", **stream)).code == 503
 
 
+async def test_a_stream_of_logs_waits_for_slow_workers_as_a_single_answer_does(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    answers: list[Any] = [{"records": [{"message": "late"}], "next": "c"}, NotFoundError("the end")]
+
+    async def answer(_: int) -> Any:
+        await asyncio.sleep(0.2)
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    site.hosts.answer = answer
+    monkeypatch.setattr(access, "PATIENCE_S", 0.1)
+    reply = await site.ask("/daskserve/one/api/serve/logs", Accept="text/event-stream")
+    assert (reply.code, b'"late"' in reply.body) == (200, True)
+
+
 async def test_the_document_names_every_operation_and_the_page_needs_no_other_site(site: Site) -> None:
     found = json.loads((await site.ask("/daskserve/openapi.json")).body)
     assert found["openapi"] == "3.1.0"

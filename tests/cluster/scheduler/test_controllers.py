@@ -81,8 +81,8 @@ class Hosts:
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._registries
 
-    def infos(self) -> list[dict[str, Any]]:
-        return [_info(worker) for worker in self._registries]
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        return [_info(worker) for worker in of or self._registries if worker in self._registries]
 
     def join(self, worker: WorkerAddress) -> None:
         self._registries[worker] = ActorRegistry(worker, 1, LoopClock(), self._make)
@@ -104,11 +104,12 @@ class Site:
         self.hosts = Hosts("w1", "w2")
         self.published: list[Mapping[str, Any]] = []
         self.entry = Instance("shop", None, False, 5.0, b"settings", MemoryStore())
+        self.instances = {"shop": self.entry}
         self.tasks = TaskSet(logging.getLogger(__name__))
         self.may_move = True
         self.keeper = ControllerKeeper(
             self.hosts,  # type: ignore[arg-type]
-            {"shop": self.entry},
+            self.instances,
             publish=lambda _, message: self.published.append(message),
             spawn=self.tasks.spawn,
             may_move=lambda: self.may_move,
@@ -136,6 +137,22 @@ async def test_a_controller_that_does_not_answer_pings_is_replaced_and_stopped()
     assert site.entry.controller == ActorAddress("shop/controller", "w1", 2)
     assert [controller.is_stopped for controller in site.hosts.made] == [True, False]
     assert not site.hosts.suspects, "the worker's Host answers, so the worker is used again"
+    await site.tasks.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_hanging_controller_is_replaced_although_one_of_the_same_epoch_answers() -> None:
+    """Each instance counts its own epochs, so the controllers of two instances may have the same one."""
+    site = Site()
+    site.instances["other"] = Instance("other", None, False, 5.0, b"", MemoryStore())
+    for entry in site.instances.values():
+        await site.keeper.start(entry)
+    hanging, other = site.hosts.made
+    assert hanging.spec.incarnation == other.spec.incarnation
+    hanging.hangs = True
+    site.tasks.spawn(site.keeper.watch())
+    await wait_until(lambda: hanging.is_stopped)
+    assert not other.is_stopped
     await site.tasks.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +94,40 @@ def test_a_worker_without_network_is_not_restarted_when_the_network_is_back(
 ) -> None:
     with pytest.raises(UnavailableError, match="its nanny does not answer, either"):
         run_virtual(lambda: restarted(monkeypatch, hangs, has_network=False))
+
+
+@each_case("end", [lambda registry: registry.end_instance("shop"), HostRegistry.close])
+def test_a_host_that_closes_at_the_same_time_does_not_prevent_the_end(
+    end: Callable[[HostRegistry], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker retires while the instance ends."""
+
+    async def is_closing(*arguments: Any) -> Any:
+        raise UnavailableError("The Host is not open.")
+
+    monkeypatch.setattr(hosts, "call_actor", is_closing)
+    scheduler: Any = NannyScheduler()
+    scheduler.tasks, scheduler.workers = {}, {}
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
+    registry.open(SimpleNamespace())  # type: ignore[arg-type]
+    future: Any = SimpleNamespace(status="finished", release=lambda: None)
+    registry._entries[WORKER] = _HostEntry("key", future=future, is_open=True)
+    run_virtual(lambda: end(registry))
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_leaves_while_all_hosts_close_does_not_prevent_the_others() -> None:
+    scheduler: Any = NannyScheduler()
+    scheduler.tasks, scheduler.workers = {}, {}
+    registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
+    released: list[str] = []
+    future: Any = SimpleNamespace(status="pending", release=lambda: released.append("future"))
+    registry._entries[WORKER] = _HostEntry("key", future=future)
+    closing = asyncio.ensure_future(registry.close())
+    await asyncio.sleep(0)
+    registry.forget(WORKER)
+    await closing
+    assert released == ["future"]
 
 
 GO = threading.Event()

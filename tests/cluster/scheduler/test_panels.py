@@ -8,12 +8,14 @@ import math
 from typing import Any
 
 import pytest
+from bokeh.document import Document
 from distributed import Scheduler
 from test_api_routes import Site
 from tornado.httpclient import AsyncHTTPClient
 
 from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
 from daskserve.cluster.scheduler.http.panels import feed as feeds
+from daskserve.cluster.scheduler.http.panels.documents import documents
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.install import Panels
 from daskserve.cluster.scheduler.http.panels.series import MAX_LINES, OTHERS, Series, label
@@ -101,6 +103,19 @@ def test_controllers_are_asked_only_while_somebody_looks() -> None:
         assert feed.series.busiest() == ["one: a"]
 
     run_virtual(main)
+
+
+async def test_a_document_is_filled_on_the_event_loop_from_any_thread() -> None:
+    feed = PanelFeed(list, no_metrics, LoopClock())
+    for fill in documents(feed, {}).values():
+        await asyncio.to_thread(fill, document := Document())  # bokeh 3.10 calls it in a thread
+        assert document.roots
+        assert document.session_destroyed_callbacks
+    feed.close()
+
+
+async def no_metrics(name: str) -> dict[str, Any]:
+    return live()
 
 
 async def test_panels_come_to_a_dashboard_that_runs_and_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ class NextScheduler:
         self.started: list[tuple[float, dict[str, Any]]] = []
         self.ends: list[str] = []
         self.fails = False
+        #: After each attempt to start an instance, whether the supervisor has none.
+        self.unused: list[bool] = []
         self.owner: str | None = None
         scheduler: Any = self
         self.reconnects = ReconnectingInstances(
@@ -47,6 +49,7 @@ class NextScheduler:
             self._start,
             lambda entry, delay_s: self.ends.append(entry.name),
             TaskSet(logging.getLogger()).spawn,
+            lambda: self.unused.append(not self.reconnects.are_pending and not self.instances),
         )
 
     async def _start(self, back: KnownInstance, **message: Any) -> None:
@@ -149,6 +152,7 @@ async def test_a_start_that_fails_is_tried_again_when_a_worker_asks_again() -> N
     scheduler.fails = True
     await scheduler.reconnects.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
     await asyncio.sleep(0.1)
+    assert scheduler.unused == [True], "the supervisor unregisters unless a worker asks again"
     scheduler.fails = False
     assert not await scheduler.reconnects.bring_back(LOST, "w1", workers=["w1"], epoch=7, records=RECORDS)
     await asyncio.sleep(0.1)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
+import socket
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +43,14 @@ def test_a_start_that_is_cancelled_again_and_again_leaves_no_process(
         gc.collect()
     assert [str(each.message) for each in found] == []
     assert caplog.records == []
+
+
+async def test_a_start_without_free_descriptors_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(socket, "socketpair", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        await ChildProcess.start("b#1", Interpreter(sys.executable, sys.prefix), "child:make")
+    assert set(os.listdir("/proc/self/fd")) == before

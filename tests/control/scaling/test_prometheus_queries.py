@@ -43,6 +43,8 @@ def test_a_vector_of_one_and_a_scalar_have_a_value() -> None:
         (b'{"status": "error", "error": "parse error"}', "refused the query: parse error"),
         (b"[]", "refused the query: no reason given"),
         (b"<html>", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (answer("scalar", [0, 10**400]), "too large"),
         (b"\xff", "not JSON"),
     ],
 )

@@ -194,7 +194,7 @@ def test_an_invalid_option_is_named_with_its_value() -> None:
 
 
 def test_a_whole_float_is_a_whole_number() -> None:
-    batched = batch(max_batch_size=8.0, max_concurrent_batches=2.0)(square._function)
+    batched = batch(max_batch_size=8.0, max_concurrent_batches=2.0)(square.__wrapped__)
     assert batched._get_max_batch_size() == 8
     batched.set_max_batch_size(4.0)
     assert batched._get_max_batch_size() == 4
@@ -796,6 +796,26 @@ def test_replicas_that_share_a_function_and_a_loop_do_not_share_batches() -> Non
             ]
             await asyncio.gather(*tasks)
         assert seen == [("b#A", [0, 1]), ("b#B", [0, 1])] * 3
+
+    run(scenario)
+
+
+def test_replicas_that_share_a_function_and_a_loop_keep_what_their_batches_have_shown() -> None:
+    @batch(batch_wait_timeout_s=1)
+    async def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        replicas = [ReplicaContext("i", "b", tag, slots=lambda: (1, 8)) for tag in ("b#A", "b#B")]
+        waits: list[float] = []
+        for replica in replicas * 3:
+            began = loop.time()
+            context = contextvars.copy_context()
+            context.run(current_replica.set, replica)
+            await asyncio.create_task(echo(1), context=context)
+            waits.append(round(loop.time() - began, 3))
+        assert waits == [1, 1, 0, 0, 0, 0]
 
     run(scenario)
 

@@ -21,6 +21,7 @@ from daskserve.common.types import ActorAddress, Envelope, Load, Message, OnAnsw
 from daskserve.data.caller.calls.handle import Handle
 from daskserve.data.caller.routing.replica_set import UNREACHABLE_BACKOFF_S
 from daskserve.data.caller.routing.router import Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import (
     ActorLostError,
     RemoteTraceback,
@@ -123,6 +124,8 @@ class Process:
             self.clock,
             random.Random(1),
             ScriptedRoutes(),
+            WaitingCalls(),
+            {},
         )
         self.shared = {"routers": self.routers}
 

@@ -24,6 +24,7 @@ from daskserve.data.caller.routing.load_reports import (
     LoadReports,
 )
 from daskserve.data.caller.routing.router import Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import NotRunningError, ReplicaBusyError, UnavailableError
 
 
@@ -162,6 +163,8 @@ async def test_requests_to_a_backend_without_replicas_are_reported_together_at_o
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),
+        WaitingCalls(),
+        {},
     )
     replicas = routers.replica_set("b")
     if is_known:
@@ -210,6 +213,8 @@ async def test_a_request_queued_at_a_replica_is_reported_once_as_waiting() -> No
         LoopClock(),
         random.Random(1),
         ScriptedRoutes(),
+        WaitingCalls(),
+        {},
     )
     replicas = routers.replica_set("b")
     replicas.update(NOTHING | {"replicas": [["r", "worker", 1]]})

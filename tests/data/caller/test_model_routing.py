@@ -18,13 +18,14 @@ from daskserve.common.clock import LoopClock
 from daskserve.common.types import Envelope, EnvelopeKind, Load
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
+from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.multiplexing.demand import WINDOW, ModelDemand
 from daskserve.data.caller.routing.multiplexing.model_routing import (
     ASSUMED_S,
     ModelRouting,
 )
 from daskserve.data.caller.routing.multiplexing.placement import hash_of
-from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests
+from daskserve.data.caller.routing.multiplexing.waiting import WaitingRequests, WatchFacts
 from daskserve.data.multiplexing.cache import CachedModel, ModelCache
 
 pytestmark = pytest.mark.smoke
@@ -181,7 +182,7 @@ def test_how_long_a_request_waits_for_its_model_is_an_option() -> None:
 async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
     backend = Backend()
     watched: dict[str, Any] = {}
-    waiting = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, watched.__setitem__)
+    waiting = waiting_of(backend, watched.__setitem__, ToldCluster())
     waiting.choose_by({"router": "RoundRobin"})
     replica = waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a"))
     assert replica is not None
@@ -194,6 +195,7 @@ async def test_a_router_of_an_option_gets_to_know_the_models() -> None:
     shown = {each.replica_id.unique_id: each.multiplexed_model_ids for each in waiting.routing._replicas}
     assert shown[replica.tag] == {"a", "b", "c"}
     assert waiting.take(Envelope(EnvelopeKind.CALL, {})) is not None
+    waiting.close()
 
 
 class ToldCluster:
@@ -211,11 +213,17 @@ class ToldCluster:
         self.told.append(replicas)
 
 
+def waiting_of(backend: Backend, watch: WatchFacts, cluster: Any) -> WaitingRequests:
+    clock = LoopClock()
+    reports = LoadReports(cluster, clock, {})
+    return WaitingRequests("d", backend.pool, clock, backend.rng, watch, cluster, reports)
+
+
 @each_case("is_closed", [False, True])
 def test_the_controller_is_told_of_models_that_load_until_the_backend_is_closed(is_closed: bool) -> None:
     async def tell() -> list[list[str]]:
         backend, cluster = Backend(), ToldCluster()
-        waiting: Any = WaitingRequests("d", backend.pool, LoopClock(), backend.rng, None, cluster)  # type: ignore[arg-type]
+        waiting = waiting_of(backend, lambda kind, note: None, cluster)
         assert waiting.take(Envelope(EnvelopeKind.CALL, {}, model_id="a")) is not None
         (telling,) = asyncio.all_tasks() - {asyncio.current_task()}
         if is_closed:

@@ -206,6 +206,8 @@ def test_options_with_and_without_effect_are_accepted_and_others_listed(echo: se
     assert handle.remote(1).result(DEADLINE_S) == 1
     with pytest.raises(TypeError, match=r"no option 'by_reference'.*multiplexed_model_id.*_by_reference"):
         echo.options(by_reference=False)
+    with pytest.raises(ValueError, match="shard_key must be a string; got 7"):
+        echo.options(shard_key=7)
     with pytest.raises(ValueError, match="session_id must be a string; got 7"):
         echo.options(session_id=7)
 
@@ -375,6 +377,20 @@ def test_a_chosen_replica_keeps_a_slot_for_one_call(client: Client) -> None:
             with pytest.raises(StreamOptionError):
                 handle.dispatch(selection)
             assert [each async for each in counting.dispatch(selection, handle.remote(3))] == [0, 1, 2]
+
+    run(main())
+
+
+def test_a_chosen_replica_is_that_of_the_session_and_waits_with_its_priority(client: Client) -> None:
+    config = {"request_router_class": "ConsistentHash"}
+    echo = serve.deployment(num_replicas=4, request_router_config=config)(Echo)
+    handle = client.run(echo.bind(), name="sessions", route_prefix=None)
+
+    async def main() -> None:
+        for session in ("a", "b", "c"):
+            same = handle.options(session_id=session)
+            async with same.choose_replica() as selection:
+                assert await same.who.dispatch(selection) == await same.who.remote()
 
     run(main())
 

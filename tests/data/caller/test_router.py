@@ -42,7 +42,7 @@ from daskserve.data.caller.routing.replica_set import (
     UNREACHABLE_BACKOFF_S,
     ReplicaSet,
 )
-from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, Router, Routers
+from daskserve.data.caller.routing.router import ENDPOINT_TIMEOUT_S, MAX_DELETED, Router, Routers
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.requests.slots import Slots
 from daskserve.errors import (
@@ -137,6 +137,7 @@ class Stage:
             random.Random(1),
             self.routes,
             self.waiting_calls,
+            {},
         )
 
     def publish(
@@ -1382,6 +1383,24 @@ async def test_all_replicas_that_return_at_the_same_time_are_used(stage: Stage) 
     await asyncio.gather(*sent)
 
 
+async def test_only_the_last_deleted_endpoints_and_backends_are_remembered(stage: Stage) -> None:
+    """A process that lives long sees any number of applications come and go."""
+    stage.endpoint({"b": 1.0})
+    for number in range(2 * MAX_DELETED):
+        endpoint, backends = f"endpoint/a{number}", [f"backend/a{number}", f"backend/new{number}"]
+        stage.routers.router(f"a{number}")
+        for each in (f"a{number}", f"new{number}"):  # the second one takes the place of the first
+            stage.listener.tell(endpoint, {"traffic": {each: 1.0}, "shadows": {}, "legacy": True})
+            stage.publish("r", backend=each)
+        for key in (backends[0], endpoint, backends[1]):
+            stage.listener.tell(key, None)
+    with pytest.raises(NotFoundError):
+        await stage.send(stage.routers.router(f"a{2 * MAX_DELETED - 1}"))
+    watched = [key for key, watchers in stage.listener.watchers.items() if watchers]
+    assert {"endpoint/e", "backend/b"} <= set(watched)
+    assert len(watched) < MAX_DELETED + 20
+
+
 async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
     router = stage.endpoint({"b": 1.0}, {"s": 1.0})
     stage.listener.tell("backend/b", None)
@@ -1396,6 +1415,32 @@ async def test_a_shadow_ends_with_its_original(stage: Stage) -> None:
         await stage.send(router, POST)
     await asyncio.sleep(60)
     assert stage.replicas.running["shadow"] == 0
+
+
+async def test_an_answer_that_its_caller_gave_up_is_not_compared(stage: Stage) -> None:
+    """The copy may have its whole answer by then, and half an answer would be a difference."""
+    router = stage.endpoint({"b": 1.0})
+    new = {"replicas": [["new", "worker-of-new", 1]], "concurrency": 9, "max_queued": 9}
+    rollout = {"key": "k/0", "share": 0.0, "names": ["2", "1"], "sticky": None, "shadow": 1.0}
+    stage.publish("old", rollout={**rollout, "new": {**new, "max_crash_retries": 1}})
+
+    async def answer(tag: str, envelope: Envelope, receive: Receive, send: Send) -> Load:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if tag == "old":
+            await asyncio.get_running_loop().create_future()
+        await send({"type": "http.response.body", "body": b"all"})
+        return Load()
+
+    stage.replicas.handler = answer
+    call = stage.send(router, Envelope(EnvelopeKind.HTTP, {**GET.head, "path": "/"}))
+    await quiet()
+    assert stage.replicas.running == {"old": 1, "new": 0}
+    call.cancel()
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    versions = stage.routers.replica_set("b").versions
+    assert versions is not None
+    assert versions.comparer.plain() == [0, 0, [], 0, ""]
 
 
 # ---- metrics

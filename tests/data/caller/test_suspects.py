@@ -18,6 +18,7 @@ from daskserve.cluster.protocols.base import Cluster, Listener
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.data.caller.routing.contact import ControllerContact
+from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.replica_set import ReplicaSet
 from daskserve.data.caller.routing.suspects.suspects import (
     REFUSAL_S,
@@ -27,6 +28,7 @@ from daskserve.data.caller.routing.suspects.suspects import (
     Suspects,
     target_of,
 )
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.errors import ActorLostError, QuarantinedError, UserCodeError
 from daskserve.proxies.ingress.errors import reply_to
 
@@ -71,7 +73,16 @@ class Workers:
         routes = ScriptedRoutes()
         contact = ControllerContact(cast(Listener, Silence()), LoopClock(), list)
         found = ReplicaSet(
-            tag, cast(Cluster, self), LoopClock(), rng, routes, suspects=self.suspects, contact=contact
+            tag,
+            cast(Cluster, self),
+            LoopClock(),
+            rng,
+            routes,
+            suspects=self.suspects,
+            waiting_calls=WaitingCalls(),
+            contact=contact,
+            reports=LoadReports(cast(Cluster, self), LoopClock(), {}),
+            watch_facts=lambda kind, note: None,
         )
         self.sets.append(found)
         return found

@@ -125,7 +125,7 @@ async def until(condition: Callable[[], Any]) -> None:
         ({"max_num_models_per_replica": 0}, ValueError, "at least 1, or -1"),
         ({"max_num_models_per_replica": -2}, ValueError, "at least 1, or -1"),
         ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1"),
-        ({"max_bytes": "1GB"}, TypeError, "whole number of bytes"),
+        ({"max_bytes": "1GB"}, TypeError, "a whole number, or None"),
         ({"size_of": 3}, TypeError, "size_of must be a function"),
         ({"preload": "abc"}, TypeError, "a list of ids"),
         ({"preload": [""]}, ValueError, "cannot be empty"),
@@ -336,6 +336,24 @@ def test_a_load_without_end_fails_after_its_timeout_and_blocks_nothing() -> None
             await models.get("hangs")
         await models.get("a")
         assert models.ids() == ["a"]
+
+    models.run(main())
+
+
+def test_a_load_forgets_the_callers_that_have_left() -> None:
+    models = Models()
+    models.gates["slow"] = asyncio.Event()
+
+    async def main() -> None:
+        first = asyncio.create_task(models.get("slow"))
+        await until(lambda: models.loaded)
+        for _ in range(10):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(models.get("slow"), 0.001)
+        loader = models.multiplexer.loader(models.load, None, models.get.limits)
+        assert len(loader._loads["slow"].waiters) == 1
+        models.gates["slow"].set()
+        await first
 
     models.run(main())
 
@@ -793,6 +811,29 @@ def test_thousands_of_ids_are_no_problem() -> None:
         assert facts["count"] == 2000
         assert len(facts["models"]) == 1000
         assert len(models.multiplexer.samples(("i", "d", "r"))) < 120
+
+    models.run(main())
+
+
+def test_a_load_whose_event_loop_has_ended_begins_on_that_of_another_caller() -> None:
+    models = Models(max_num_models_per_replica=1)
+
+    def wait_in_vain() -> None:
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(models.get("b"), 0.2))
+
+    async def main() -> None:
+        with Request() as request:
+            await models.get("a")  # which leaves no room for b
+            current_request.set(None)
+            first = asyncio.create_task(asyncio.to_thread(wait_in_vain))
+            await until(lambda: "b" in models.ids())
+            waiting = asyncio.create_task(models.get("b"))
+            await first
+            current_request.set(request)
+        await waiting
+        await until(lambda: models.unloaded == ["a"])
+        assert models.ids() == ["b"]
 
     models.run(main())
 

@@ -11,7 +11,6 @@ import pytest
 
 from daskserve.common.types import Payload
 from daskserve.data.replica.requests.accept_batch import (
-    Batch,
     BatchItem,
     accept_batch,
     answer_batch,
@@ -21,7 +20,7 @@ from daskserve.data.replica.user_code.definitions import ACCEPT_BATCH
 from daskserve.data.replica.user_code.responses import ConvertedResponse, Unfinished
 from daskserve.errors import ServeError, UserCodeError
 from daskserve.payload.packed_errors import PackedError
-from daskserve.payload.pickling import dump, load
+from daskserve.payload.pickling import dump
 
 
 def test_the_mark_is_where_the_classic_system_had_it() -> None:
@@ -84,7 +83,7 @@ def test_anything_but_one_result_per_request_fails_all_of_them(results: Any, mat
 def test_any_ordered_results_will_do() -> None:
     for results in ((1, 2), iter([1, 2])):
         outcomes = answer_batch_in_thread(lambda requests, r=results: r, "f", [call(), call()])  # type: ignore[misc]
-        assert [load(outcome) for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
+        assert [outcome.load() for outcome in outcomes if isinstance(outcome, Payload)] == [1, 2]
 
 
 def test_one_bad_result_or_argument_fails_one_request() -> None:
@@ -93,14 +92,14 @@ def test_one_bad_result_or_argument_fails_one_request() -> None:
 
     unreadable = BatchItem({"legacy": True}, payload=Payload(b"not a pickle"))
     outcomes = answer_batch_in_thread(function, "Method f", [call(1), unreadable, call(3)])
-    assert load(outcomes[0]) == 1  # type: ignore[arg-type]
+    assert outcomes[0].load() == 1  # type: ignore[union-attr]
     assert isinstance(outcomes[1], Exception)
-    assert load(outcomes[2]) == 3  # type: ignore[arg-type]
+    assert outcomes[2].load() == 3  # type: ignore[union-attr]
 
     generator = answer_batch_in_thread(lambda r: [(n for n in r), 2], "Method f", [call(), call()])
     assert isinstance(generator[0], PackedError)
     assert isinstance(generator[0].known, UserCodeError)
-    assert load(generator[1]) == 2  # type: ignore[arg-type]
+    assert generator[1].load() == 2  # type: ignore[union-attr]
 
 
 def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None:
@@ -110,7 +109,8 @@ def test_user_code_is_not_called_for_a_batch_without_readable_requests() -> None
 
 
 def test_an_exception_as_a_result_fails_its_request_alone() -> None:
-    outcomes = Batch("f", [call(), http(), http()]).split([ValueError("v"), "ok", ValueError("v")])
+    results = [ValueError("v"), "ok", ValueError("v")]
+    outcomes = answer_batch_in_thread(lambda _: results, "f", [call(), http(), http()])
     assert [str(outcomes[0]), body_of(outcomes[1]), str(outcomes[2])] == [
         "ValueError: v",
         (200, b"ok"),
@@ -119,7 +119,7 @@ def test_an_exception_as_a_result_fails_its_request_alone() -> None:
 
 
 def test_a_streaming_result_is_left_to_the_request() -> None:
-    (outcome,) = Batch("f", [http()]).split([iter_chunks()])
+    (outcome,) = answer_batch_in_thread(lambda _: [iter_chunks()], "f", [http()])
     assert isinstance(outcome, Unfinished)
 
 

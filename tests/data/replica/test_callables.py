@@ -487,6 +487,40 @@ def test_an_error_after_the_start_up_message_is_logged(caplog: pytest.LogCapture
     assert "LookupError: no database" in caplog.text
 
 
+async def test_a_shutdown_is_complete_even_if_the_start_up_was_cancelled() -> None:
+    is_ready = asyncio.Event()
+    noted: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def slow(app: Any) -> AsyncIterator[None]:
+        await is_ready.wait()
+        yield
+        await asyncio.sleep(0)
+        noted.append("shut down")
+
+    lifespan = Lifespan()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lifespan.open(Starlette(lifespan=slow)), 0.01)
+    is_ready.set()
+    await lifespan.close()
+    assert noted == ["shut down"]
+
+
+async def test_a_shutdown_that_is_cancelled_ends_the_application() -> None:
+    @contextlib.asynccontextmanager
+    async def hanging(app: Any) -> AsyncIterator[None]:
+        yield
+        await asyncio.Event().wait()
+
+    lifespan = Lifespan()
+    await lifespan.open(Starlette(lifespan=hanging))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lifespan.close(), 0.01)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not lifespan.is_open
+
+
 @pytest.mark.parametrize("part", ["startup", "shutdown"])
 def test_a_lifespan_function_that_raises_is_reported_once(
     part: str, caplog: pytest.LogCaptureFixture

@@ -26,7 +26,6 @@ from daskserve.data.replica.user_code.responses import (
 )
 from daskserve.errors import StreamOptionError, UserCodeError
 from daskserve.payload.error_text import traceback_text
-from daskserve.payload.pickling import load
 
 
 @dataclasses.dataclass
@@ -102,7 +101,7 @@ def test_a_result_that_contains_itself_is_an_error() -> None:
 
 
 def test_the_result_of_a_call_is_pickled_or_named() -> None:
-    assert load(dump_result("Method f", {"a": 1})) == {"a": 1}
+    assert dump_result("Method f", {"a": 1}).load() == {"a": 1}
     with pytest.raises(UserCodeError, match=r"Method f returned a _thread\.lock"):
         dump_result("Method f", threading.Lock())
     with pytest.raises(StreamOptionError, match=r"Method f is a generator; call it with .*stream=True"):

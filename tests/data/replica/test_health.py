@@ -97,3 +97,25 @@ def test_a_single_check_has_a_deadline() -> None:
             await watch(hang).check()
 
     run_virtual(main)
+
+
+def test_a_watch_that_is_stopped_while_its_period_changes_probes_no_more() -> None:
+    probes: list[float] = []
+
+    async def slow() -> None:
+        probes.append(asyncio.get_running_loop().time())
+        try:
+            await hang()
+        finally:
+            await asyncio.sleep(1)  # cancelled, it takes a while
+
+    async def main() -> None:
+        health = watch(slow)
+        health.start()
+        await asyncio.sleep(6)
+        health.configure(1, 10, 3)
+        await health.stop()
+        await asyncio.sleep(60)
+        assert len(probes) == 1
+
+    run_virtual(main)

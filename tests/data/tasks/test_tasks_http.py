@@ -26,6 +26,10 @@ class Work:
         raise ValueError("bad")
 
     @serve.tasks.task_handler
+    def odd(self) -> Any:
+        return {(1, 2): float("nan"), "items": ({float("inf")}, 1.5, None)}
+
+    @serve.tasks.task_handler
     async def steps(self) -> set[int]:
         for step in range(3):
             serve.tasks.get_task_context().report_progress(step)
@@ -54,6 +58,11 @@ def test_a_task_is_submitted_polled_and_waited_for(http: httpx.Client) -> None:
     assert (done["status"], done["result"], done["attempts"]) == ("SUCCESS", 2, 1)
     waited = http.post("/tasks/add?wait_s=20&priority=3", json=[1, 5])
     assert (waited.status_code, waited.json()["result"]) == (200, 6)
+
+
+def test_values_that_json_does_not_have_are_null_or_text(http: httpx.Client) -> None:
+    answer = http.post("/tasks/odd?wait_s=20")
+    assert answer.json()["result"] == {"(1, 2)": None, "items": [[None], 1.5, None]}
 
 
 def test_an_idempotency_key_is_the_id(http: httpx.Client) -> None:
@@ -113,6 +122,7 @@ def test_a_full_queue_answers_429(http: httpx.Client) -> None:
         ("POST", "/tasks/add", {"json": 3}, 400),
         ("POST", "/tasks/add", {"json": ["x" * 1001]}, 413),
         ("POST", "/tasks/add?priority=1000", {}, 400),
+        ("POST", "/tasks/add?priority=1.5", {}, 400),
         ("POST", "/tasks/add?wait_s=nan", {}, 400),
         ("POST", "/tasks/add", {"headers": {"idempotency-key": "a/b"}}, 400),
         ("POST", "/tasks/add", {"headers": {"idempotency-key": "x" * 201}}, 400),

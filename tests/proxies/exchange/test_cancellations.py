@@ -39,6 +39,7 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.routing.router import Routers
+from daskserve.data.caller.routing.waiting_calls import WaitingCalls
 from daskserve.data.replica.replica import Replica
 from daskserve.errors import RequestTimeoutError
 from daskserve.options.http import HTTPOptions
@@ -144,7 +145,9 @@ class Plant:
         listener = cast(LongPollClient, Listener(news))
         clock = LoopClock()
         self.routes = WorkerRoutes(self.near, clock)
-        self.routers = Routers(cast(Cluster, self), listener, clock, random.Random(2), self.routes)
+        self.routers = Routers(
+            cast(Cluster, self), listener, clock, random.Random(2), self.routes, WaitingCalls(), {}
+        )
         table = RouteTable({f"/{tag}": {"endpoint": tag, "methods": ["GET", "POST"]} for tag in BACKENDS})
         self.ingress = IngressApp(
             options=HTTPOptions(),

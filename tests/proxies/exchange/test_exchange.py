@@ -478,7 +478,10 @@ def test_a_stream_goes_as_fast_as_the_client_reads() -> None:
     run(test)
 
 
-@each_case("body", [bytearray(b"data"), memoryview(b"data"), memoryview(b"data" * 50_000)])
+@each_case(
+    "body",
+    [bytearray(b"data"), memoryview(b"data"), memoryview(b"data")[::2], memoryview(b"data" * 50_000)],
+)
 def test_buffers_of_all_kinds_are_bodies(body: bytearray | memoryview) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, body)  # type: ignore[arg-type]

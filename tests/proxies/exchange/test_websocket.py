@@ -595,6 +595,21 @@ def test_an_invalid_answer_is_an_error_of_the_application(
     assert "not offered" in caplog.text
 
 
+def test_an_invalid_close_code_is_an_error_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.close", "code": 70_000})
+
+    async def test() -> None:
+        async with serving(app) as server, client_of(server) as client:
+            await client.open()
+            assert await client.closed() == (1011, "internal error")
+
+    run(test)
+    assert "WebSocket / failed" in caplog.text
+
+
 def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
     async def test() -> None:
         may_accept = asyncio.Event()

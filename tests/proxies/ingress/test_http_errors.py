@@ -29,6 +29,7 @@ class UserMistakeError(ValueError):
             ErrorReply(503, "full", ((b"retry-after", b"3"),)),
         ),
         (errors.BackPressureError("full", retry_after_s=0), ErrorReply(503, "full", RETRY_1)),
+        (errors.BackPressureError("full", retry_after_s=float("inf")), ErrorReply(503, "full")),
         (errors.UnavailableError("none", is_public=True), ErrorReply(503, "none", RETRY_1)),
         (errors.UnavailableError("tcp://10.0.0.1:1 is not open"), hidden(503, NO_REPLICA)),
         (errors.ReplicaBusyError("b#1 is busy"), hidden(503, NO_REPLICA)),

@@ -154,7 +154,7 @@ def _for_dask(value: Any) -> Any:
 
 
 class StreamWire:
-    """A new comm over TCP, by its bytes: Dask's own reading takes any size, and unpickles."""
+    """A new comm over TCP, read as bytes: Dask's own `read` accepts any size, and unpickles."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -178,7 +178,7 @@ class StreamWire:
 
 
 class MessageWire:
-    """A new comm of another protocol, or within a process, which has no bytes: Dask's messages."""
+    """A new comm of another protocol, or within a process, which carries messages instead of bytes."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -205,7 +205,7 @@ def wire_of(comm: Any) -> Wire:
 def take_over(comm: Any, *, by_socket: bool = True) -> Transport:
     """Return the transport for a comm, and take the comm over; the caller must not use it any more.
 
-    The other side must not have sent anything yet: bytes that the comm has already buffered would be lost.
+    Call this before the other side sends anything, because bytes that the comm has buffered would be lost.
     Both sides must choose the same kind of transport, which they do if the comm connects them directly. If
     the comm ends at the scheduler, which forwards the bytes, ``by_socket`` says whether the far connection is
     plain TCP too.

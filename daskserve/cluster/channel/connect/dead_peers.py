@@ -6,8 +6,8 @@ connections to live processes that do not read for a while. Choice: the kernel p
 (keepalive), and a timer checks once a second when the other kernel last acknowledged anything. A kernel
 acknowledges even if its processes are busy, blocked or stopped.
 
-If packets are lost in one direction only, the other machine is heard: it repeats what it has sent, with old
-acknowledgements. So bytes that stay unacknowledged count as silence, too.
+If packets are lost in one direction only, the other machine's packets still arrive, because it retransmits
+with old acknowledgements. So bytes that stay unacknowledged count as silence, too.
 """
 
 from __future__ import annotations

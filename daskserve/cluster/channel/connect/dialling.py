@@ -86,12 +86,12 @@ async def _answering(comm: Any, worker: WorkerAddress, timeout_s: float) -> Asyn
 async def begin_channel(
     comm: Any, worker: WorkerAddress, timeout_s: float, *, by_socket: bool = True
 ) -> None:
-    """Ask a worker's Host to take over a new connection as a channel; see `take_over` for ``by_socket``.
+    """Make a worker's Host take over a new connection as a channel; see `take_over` for ``by_socket``.
 
     Raises
     ------
     ActorLostError
-        The worker has no Host: it is not, or no longer, the intended worker.
+        The worker has no Host: another process may use the address now.
     OSError
         The worker is gone, or did not answer in time.
     """
@@ -104,7 +104,7 @@ async def begin_channel(
 async def join_channel(
     comm: Any, worker: WorkerAddress, timeout_s: float, keyring: Keyring, *, by_socket: bool = True
 ) -> Transport:
-    """Carry out the handshake with a worker on a connection that its Host has taken over, and take it over.
+    """Perform the handshake with a worker whose Host has taken over the connection; return the transport.
 
     Raises
     ------
@@ -168,8 +168,8 @@ class Dialler:
     find_scheduler
         Returns the scheduler's address, or None if the connection to it is closed.
     keyring
-        The secrets of the cluster that this process knows. It asks for the present one if there is none, and
-        when a worker knows none of them.
+        The secrets of the cluster that this process knows. The dialler fetches the current one if there is
+        none, or if a worker knows none of them.
     """
 
     def __init__(
@@ -228,11 +228,11 @@ class Dialler:
         return transport
 
     def note_silence(self, worker: WorkerAddress) -> None:
-        """Record that a worker's machine was silent on a direct connection, so that the next dial is none."""
+        """Record that a worker's machine was silent, so that the next dial uses the scheduler."""
         self._memory.blocked(get_address_host(worker), self._clock.now())
 
     async def dial_directly(self, worker: WorkerAddress) -> Transport:
-        """Return a connection to a worker that was not dialled directly the last time.
+        """Return a direct connection to a worker that was last reached through the scheduler.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class Dialler:
         return transport
 
     async def _with_secret(self, dial: Callable[[], Awaitable[Transport]]) -> Transport:
-        """Dial; once more if the worker is a stranger, and the scheduler has another secret by now."""
+        """Dial; dial again if the worker refuses the known secrets and the scheduler has a new one."""
         known = self._keyring.marks
         if self._keyring.is_outdated:
             try:

@@ -1,17 +1,17 @@
 """The handshake at the start of a channel: each end proves that it knows a secret of the Dask cluster.
 
 Problem: the frames of a channel run code, and may be large. A stranger who reaches a worker's port must not
-be able to send any. Choice: four messages of fixed sizes come before the first frame. The secret itself does
-not travel. Until both ends have proved that they know it, nothing else is read, and nothing is unpickled::
+be able to send any. Choice: four messages of fixed sizes come before the first frame. The secret itself is
+not sent. Until both ends have proved that they know it, neither reads or unpickles anything else::
 
     dialler    hello: magic, marks of the secrets that it knows, challenge     68 bytes
     listener   answer: mark of one that it knows as well, challenge, proof     72 bytes
     dialler    proof                                                           32 bytes
     listener   magic, after which both ends send frames                         4 bytes
 
-A proof is an HMAC of the role, the hello and the listener's challenge, so it is useless on another connection
-and for the other role. The handshake neither encrypts nor seals the frames that follow: TLS protects against
-an attacker who reads or changes the traffic between two machines.
+A proof is an HMAC of the role, the hello and the listener's challenge, so it cannot be used on another
+connection or for the other role. The handshake neither encrypts nor signs the frames that follow. Use TLS
+against an attacker who can read or change the traffic between two machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REFUSAL = bytes(ANSWER_BYTES)
 
 #: Time for the whole handshake at the listener.
 TIMEOUT_S = 10.0
-#: How many handshakes may be under way at a listener: more than all workers of a cluster that dial at once.
+#: Maximum number of handshakes in progress at a listener: more than a cluster has workers that dial at once.
 MAX_PENDING = 1024
 #: Minimum time between two log lines about connections that were refused.
 LOG_PERIOD_S = 60.0
@@ -80,14 +80,14 @@ def _proof(secret: ChannelSecret, role: bytes, hello: bytes, challenge: bytes) -
 
 
 async def introduce(wire: Wire, keyring: Keyring) -> None:
-    """Carry out the handshake as the dialler.
+    """Perform the handshake as the dialler.
 
     Raises
     ------
     UntrustedPeerError
         The listener knows none of this process's secrets.
     OSError
-        The listener is gone, or did not prove that it knows the secret.
+        The connection was lost, or the listener did not prove that it knows the secret.
     """
     marks = keyring.marks
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -116,7 +116,7 @@ async def introduce(wire: Wire, keyring: Keyring) -> None:
 
 
 async def _examine(wire: Wire, keyring: Keyring) -> None:
-    """Carry out the handshake as the listener; raise `ValueError` if the dialler must not get in."""
+    """Perform the handshake as the listener; raise `ValueError` if the dialler is refused."""
     hello = await wire.receive(HELLO_BYTES)
     if not hello.startswith(MAGIC):
         raise ValueError("it does not begin with a handshake")
@@ -142,7 +142,7 @@ async def relay(dialler: Wire, listener: Wire) -> None:
     Raises
     ------
     OSError, ValueError
-        Either end is gone, or has sent something else.
+        A connection was lost, or an end has sent something else.
     """
     async with asyncio.timeout(TIMEOUT_S):
         for size_bytes, source, sink in (
@@ -155,18 +155,19 @@ async def relay(dialler: Wire, listener: Wire) -> None:
 
 
 class Admission:
-    """The listener's side: lets in connections whose other end knows a secret of the cluster.
+    """The listener's side: admits connections whose other end knows a secret of the cluster.
 
     Parameters
     ----------
     max_pending : int
-        How many handshakes may be under way: one more ends the oldest, which is the least likely to complete.
+        Maximum number of handshakes in progress. A further one ends the oldest, which is the least likely to
+        complete.
     """
 
     def __init__(self, keyring: Keyring, *, max_pending: int = MAX_PENDING) -> None:
         self.keyring = keyring
         self._max_pending = max_pending
-        #: The deadlines of the handshakes under way, the oldest first.
+        #: The deadlines of the handshakes in progress, the oldest first.
         self._pending: dict[asyncio.Timeout, None] = {}
         #: How many connections were refused, by cause.
         self.refused: Counter[str] = Counter(late=0, stranger=0)
@@ -196,7 +197,7 @@ class Admission:
         return False
 
     def close(self) -> None:
-        """End all handshakes under way."""
+        """End all handshakes in progress."""
         while self._pending:
             self._end_oldest()
 

@@ -1,9 +1,9 @@
-"""The secrets by which the processes of a Dask cluster recognise each other on channels.
+"""The secrets with which the processes of a Dask cluster authenticate each other on channels.
 
-The first supervisor of a scheduler draws a secret. Supervisors give it to all Hosts; programs ask for it
-over their Dask client. A scheduler that comes back has another one. Workers and programs that have outlived
-the old scheduler keep both secrets, so they reach each other before and after they have learned the new one.
-No secret is written to a file, a command line or a log.
+The first supervisor of a scheduler generates a secret. Supervisors send it to all Hosts, and programs fetch
+it with their Dask client. A restarted scheduler has a new secret. Workers and programs that outlived the old
+scheduler keep both secrets, so they can connect before and after they have the new one. No secret is written
+to a file, a command line or a log.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 #: How many secrets a process keeps.
 MAX_SECRETS = 4
-#: Size of the mark by which two processes find a secret that both know; it tells nothing about the secret.
+#: Size of the mark with which two processes find a common secret. The mark does not reveal the secret.
 MARK_BYTES = 8
 _SECRET_BYTES = 32
 
 
 class ChannelSecret:
-    """A secret that is random unless given; its value stands in no repr, so in no log."""
+    """A secret, random by default. Its value is not part of its repr, so it does not appear in logs."""
 
     __slots__ = ("_value",)
 
@@ -38,11 +38,11 @@ class ChannelSecret:
         return self.proof(b"mark")[:MARK_BYTES]
 
     def proof(self, message: bytes) -> bytes:
-        """Return what only a process that knows the secret can compute from a message."""
+        """Return the HMAC of a message, which proves knowledge of the secret."""
         return hmac.digest(self._value, message, hashlib.sha256)
 
     async def reveal(self) -> bytes:
-        """Return the value: a verb of the supervisor, which answers over Dask's connections."""
+        """Return the secret's value: a verb of the supervisor, which answers over Dask's connections."""
         return self._value
 
 
@@ -62,7 +62,7 @@ class Keyring:
     def __init__(self, fetch: Callable[[], Awaitable[bytes]] = _nothing) -> None:
         self._fetch = fetch
         self._secrets: dict[bytes, ChannelSecret] = {}
-        #: Whether there may be another secret than those known, so that a worker would refuse all of them.
+        #: Whether the cluster may have a newer secret than those in `marks`.
         self.is_outdated = True
         self._fetching = asyncio.Lock()
 
@@ -79,7 +79,7 @@ class Keyring:
         return self._secrets.get(mark)
 
     def add(self, secret: ChannelSecret) -> None:
-        """Prefer a secret from now on; of many older ones, the oldest is forgotten."""
+        """Add a secret as the preferred one, and drop the oldest if there are too many."""
         self.is_outdated = False
         self._secrets.pop(secret.mark, None)
         self._secrets[secret.mark] = secret
@@ -87,7 +87,7 @@ class Keyring:
             del self._secrets[next(iter(self._secrets))]
 
     async def resume(self) -> None:
-        """Ask for the secret before the next dial: this process has connected to another scheduler."""
+        """Fetch the secret before the next dial, because this process has connected to another scheduler."""
         self.is_outdated = True
 
     async def renew(self, known: Sequence[bytes]) -> bool:

@@ -1,7 +1,7 @@
-"""Relays: connections through the scheduler to workers that cannot be dialled directly, for the time being.
+"""Relays: temporary connections through the scheduler to workers that cannot be dialled directly.
 
-The direct way is tried again, with growing pauses, as long as the relay is in use. Its first connection
-replaces the relay. Requests that are under way on the relay end there.
+While a relay is in use, the direct route is tried again with growing pauses. The first direct connection
+replaces the relay. Requests in flight on the relay complete there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from daskserve.errors import ServeError
 
 logger = logging.getLogger("daskserve.channel")
 
-#: The first pause before the direct way is tried again; each further one is twice as long, up to a limit.
+#: First pause before the direct route is tried again. Each further pause is twice as long, up to a limit.
 FIRST_PAUSE_S = 1.0
 
 
@@ -31,7 +31,7 @@ class RelayedWorkers:
     Parameters
     ----------
     connect : callable, optional
-        Dials a worker directly; None means that the direct way is never tried again.
+        Dials a worker directly; None means that the direct route is not tried again.
     longest_pause_s : float
         Limit of the pauses between two tries.
     """

@@ -6,7 +6,7 @@ A page of any site can have its visitor's browser send requests to the scheduler
 2. From a page whose own name was given the scheduler's address after it was loaded (DNS rebinding). To the
    browser that is the same site, but ``Host`` has the page's name.
 
-So a request must name the scheduler by its address, or by a name that no other site can have.
+So ``Host`` must be the scheduler's address, or a name that no other site can have.
 
 A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own
 page, too, and only ``Sec-Fetch-Site: same-origin`` tells them apart, which no page can set. The name in
@@ -42,7 +42,7 @@ class SiteGuard:
     Attributes
     ----------
     refusals : dict
-        The number of refused requests, by cause; their handlers count those with too large bodies.
+        The number of refused requests, by cause. Handlers count the requests whose body is too large.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -24,6 +24,7 @@ from daskserve.control.records.rollout import RolloutState
 from daskserve.errors import InstanceError
 from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
+from daskserve.payload.error_text import summary_of
 
 FORMAT = 1
 #: Characters of a reason: an error may hold all of a record.
@@ -71,7 +72,7 @@ def decode(key: str, data: bytes) -> Record:
     except CorruptRecordError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        what = summary_of(error)[:MAX_REASON]
         raise CorruptRecordError(f"Record {key!r} cannot be read: {what}") from error
 
 

@@ -6,16 +6,14 @@ import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, overload
 
-from daskserve.common.formatting import as_whole
+from daskserve.data.batching.checks import check_number, check_seconds, check_whole
 from daskserve.data.batching.continuous.function import (
     ContinuousFunction,
     StepOptions,
     check_function,
     check_max_cost,
-    check_number,
 )
 from daskserve.data.batching.continuous.slots import SlotLimits
-from daskserve.data.batching.function import check_count, check_seconds
 
 
 @overload
@@ -129,8 +127,8 @@ def continuous_batch(
     ...         return self.generate(await request.json(), max_tokens=100)
     """
     limits = SlotLimits(
-        check_count("max_slots", max_slots),
-        _check_max_queued(max_queued),
+        check_whole("max_slots", max_slots),
+        check_whole("max_queued", max_queued, at_least=0),
         check_max_cost(max_cost),
         check_number("cost_per_step", cost_per_step, at_least=0.0),
     )
@@ -140,7 +138,7 @@ def continuous_batch(
                 f"{name} must be a plain function of the arguments of a call, or None; got {value!r}"
             )
     options = StepOptions(
-        check_count("max_outputs", max_outputs),
+        check_whole("max_outputs", max_outputs),
         cost_fn,
         priority_fn,
         user_fn,
@@ -152,12 +150,3 @@ def continuous_batch(
         return ContinuousFunction({"step": function}, limits, options)
 
     return decorate if _func is None else decorate(_func)
-
-
-def _check_max_queued(value: Any) -> int:
-    number = as_whole(value)
-    if number is None:
-        raise TypeError(f"max_queued must be a whole number, got {value!r}")
-    if number < 0:
-        raise ValueError(f"max_queued must be at least 0, got {value}")
-    return number

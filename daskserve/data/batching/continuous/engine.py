@@ -1,8 +1,8 @@
 """Runs the steps of a continuous batch, and hands each caller its outputs.
 
-The callers of one engine share an event loop. Async code runs in a task on that loop, which exists while
-there is something to do. Plain code runs in a thread of the engine, step after step without waiting for the
-loop; the thread sleeps while there is nothing to do, and then refers to neither the engine nor the instance.
+The callers of one engine share an event loop. Async code runs in a task on that loop while there are
+requests. Plain code runs in a thread of the engine, step after step without waiting for the loop. While there
+are no requests, the thread sleeps, and refers to neither the engine nor the instance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.context import current_replica, current_request
-from daskserve.data.batching.continuous.request import ActiveRequest, RequestState
+from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.rounds import Outcome, Rounds
 from daskserve.data.batching.results import as_results
 from daskserve.data.batching.stream import MAX_BUFFERED_RESULTS
@@ -36,7 +36,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIterator[Any]:
-    """Yield the outputs of the request that ``begin`` makes, which takes part until this ends."""
+    """Yield the outputs of the request that ``begin`` returns; the request leaves when the iterator ends."""
     engine, request = begin()
     loop = asyncio.get_running_loop()
     outputs = request.outputs
@@ -59,7 +59,7 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                     engine.go_on(request)
                 yield output
                 del output
-            elif request.lifecycle is RequestState.ENDED or request.has_left:  # a late step loses its callers
+            elif request.has_ended or request.has_left:  # the latter after `step_timeout_s`
                 if request.read < len(outputs):
                     continue  # a thread has added an output before the end
                 if request.error is not None:
@@ -83,7 +83,7 @@ class Engine:
     Parameters
     ----------
     functions : mapping
-        The functions of user code by name: ``step``, and where it has them ``prefill`` and ``release``.
+        The functions of user code by name: ``step``, and optionally ``prefill`` and ``release``.
     instance : weak reference, optional
         The object that they are methods of.
     step_timeout_s : float, optional
@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         self.rounds = rounds
         self._step_timeout_s = step_timeout_s
-        #: When the user code that runs now was called, on the clock of the loop; None while none runs.
+        #: The start time of the running call of user code, on the clock of the loop; None if none runs.
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._spans = SpansOfSteps(rounds.name)
@@ -108,7 +108,7 @@ class Engine:
         self.is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
         replica = current_replica.get()
-        # A weak reference: the replica's context refers to the instance, which a batch must not keep alive.
+        # Weak, because the replica's context refers to the instance, which a batch must not keep alive.
         self._replica = None if replica is None else weakref.ref(replica)
         #: The context of the thread's next run; None while there is nothing to do.
         self._context: contextvars.Context | None = None
@@ -159,19 +159,19 @@ class Engine:
         self._wake()
 
     def leave(self, request: ActiveRequest) -> None:
-        """Note that the caller of a request has left, or has its last output."""
+        """Record that the caller of a request has left, or has its last output."""
         if not request.has_ended and self.rounds.leave(request):
             self._wake()
             self._cancel_step()
 
     def is_still_waiting(self, request: ActiveRequest) -> bool:
-        """Return whether a thread has done nothing for a request before its waiter was set.
+        """Return whether the caller of a request, whose waiter is set now, still has nothing to read.
 
-        From then on, the thread sees the waiter when it adds an output.
+        A thread may have added an output before; it wakes the waiter for later ones.
         """
         if request.read < len(request.outputs) or request.has_ended or request.has_left:
             return False
-        # The thread may have paused the request for outputs that have been read meanwhile.
+        # The thread may have paused the request because of outputs that have been read since.
         if self.rounds.is_paused(request):
             self.go_on(request)
         return True
@@ -204,7 +204,7 @@ class Engine:
             self._task = loop.create_task(self._run(), context=self._new_context())
 
     def _watch(self) -> None:
-        """Fail the requests of a call that has run for too long; check again later while requests remain."""
+        """Fail the requests of a call that runs too long; check again later while there are requests."""
         self._timer, timeout_s, running_s = None, self._step_timeout_s, self.running_s()
         assert timeout_s is not None
         if running_s >= timeout_s and (given_up := self.rounds.give_up(self._late_text(running_s))):
@@ -248,20 +248,24 @@ class Engine:
             self._task = None
             _wake_all(self.rounds.take_woken())
 
-    async def _answer(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
+    def _call(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Any:
+        """Call user code; return its result, or an awaitable of it."""
         function = self._functions.get(name)
-        if function is None:
-            return None, None
+        if function is None:  # there is nothing to release
+            return None
         if name != "release":
             self._spans.begin(name, requests)
+        return function(*own, list(requests))  # a copy, which user code may change
+
+    async def _answer(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
         try:
-            value = function(*own, list(requests))  # a copy, which user code may change
+            value = self._call(name, requests, own)
             if inspect.isawaitable(value):
                 value = await value
             return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
-            if self._is_foreign_cancellation():
-                raise
+            if self._task is not None and self._task.cancelling() > self._is_cancelled:
+                raise  # by other code than this engine, such as a loop that ends
             return None, error
         except BaseException as error:  # SystemExit of user code, too: it must not end the loop
             return None, self._logged(name, error)
@@ -269,11 +273,6 @@ class Engine:
             if self._is_cancelled and self._task is not None:
                 self._is_cancelled = False
                 self._task.uncancel()
-
-    def _is_foreign_cancellation(self) -> bool:
-        """Whether something else than this engine has cancelled the task, such as a loop that ends."""
-        assert self._task is not None
-        return self._task.cancelling() > self._is_cancelled
 
     def _cancel_step(self) -> None:
         """Cancel the running step if all of its callers have left."""
@@ -285,7 +284,7 @@ class Engine:
     def run_in_thread(self) -> None:
         """Run steps until there is nothing to do; in the engine's thread."""
         context, self._context = self._context, None
-        if context is not None:  # else the run before this one has seen all that it was woken for
+        if context is not None:  # else the previous run has handled the requests of this wake-up
             context.run(self._run_plain)
 
     def _run_plain(self) -> None:
@@ -303,14 +302,9 @@ class Engine:
         self._post_woken()
 
     def _answer_plain(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
-        function = self._functions.get(name)
-        if function is None:
-            return None, None
-        if name != "release":
-            self._spans.begin(name, requests)
         try:
-            return _listed(self.rounds, name, function(*own, list(requests)), len(requests)), None
-        except BaseException as error:  # as above
+            return _listed(self.rounds, name, self._call(name, requests, own), len(requests)), None
+        except BaseException as error:  # as in `_answer`
             return None, self._logged(name, error)
 
     def _post_woken(self) -> None:
@@ -318,7 +312,7 @@ class Engine:
             self._loop_calls.post(_wake_all, woken)
 
     def _logged(self, name: str, error: BaseException) -> BaseException:
-        if name == "release":  # there is no caller that would get it
+        if name == "release":  # no caller gets this error
             logger.error("The release of %s raised an error", self.rounds.name, exc_info=error)
         else:
             self._spans.end(error)
@@ -330,7 +324,7 @@ class Engine:
 
 
 def _listed(rounds: Rounds, name: str, value: Any, count: int) -> list[Any] | None:
-    """Return what user code has answered as a list; an iterator may compute, so without the lock."""
+    """Return the results of user code as a list. Call this without the lock: an iterator may compute."""
     if name == "release" or (name == "prefill" and value is None):
         return None
     return as_results(rounds.name if name == "step" else f"The {name} of {rounds.name}", value, count)
@@ -344,7 +338,7 @@ def _wake_all(requests: list[ActiveRequest]) -> None:
 
 
 def _start_thread(engine: Engine) -> threading.Event:
-    """Start the thread of an engine; return the event that makes it work, or end once the engine is gone."""
+    """Start the thread of an engine; return the event that wakes it. It ends once the engine is collected."""
     wake = threading.Event()
     ref = weakref.ref(engine, lambda _: wake.set())
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, TypeVar, overload
 
 from daskserve.common.formatting import shown
 from daskserve.context import current_replica, current_request
+from daskserve.data.batching.checks import check_number, check_whole
 from daskserve.data.batching.continuous.engine import Engine, stream
 from daskserve.data.batching.continuous.request import ActiveRequest
 from daskserve.data.batching.continuous.rounds import Rounds
 from daskserve.data.batching.continuous.slots import SlotLimits, Slots
-from daskserve.data.batching.function import check_count
-from daskserve.data.batching.instances import BoundFunction, InstanceStates, QueuesByLoop, is_importable
+from daskserve.data.batching.instances import BoundFunction, InstanceFunction, QueuesByLoop
 from daskserve.telemetry.replica import StepMetrics
 
 logger = logging.getLogger("daskserve.replica")
@@ -40,18 +38,18 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """What a continuous batch does at this moment.
+    """The load of a continuous batch at this moment, and its totals.
 
     Attributes
     ----------
     active, queued : int
-        Requests that have a slot, and that wait for one.
+        The numbers of requests that have a slot, and that wait for one.
     active_cost, queued_cost : float
-        The sums of their costs: tokens, if ``cost_fn`` counts tokens.
+        The sums of their costs, such as tokens.
     steps, outputs, preemptions : int
-        Since the start of the replica.
+        Totals since the start of the replica.
     running_s : float
-        For how long the step has run that runs now; 0 if none does.
+        How long the present step has run, in seconds; 0 if none runs.
     """
 
     active: int = 0
@@ -70,7 +68,7 @@ class _State:
     def __init__(self, limits: SlotLimits, ref: weakref.ref[Any] | None = None) -> None:
         self.limits = limits
         self.ref = ref
-        self.engines: QueuesByLoop[Engine] = QueuesByLoop(lambda engine: engine.is_idle)
+        self.engines: QueuesByLoop[Engine] = QueuesByLoop()
 
     def stats(self) -> BatchStats:
         engines = [engine for _, engine in self.engines.items()]
@@ -89,7 +87,7 @@ class _State:
 
 
 class _Settings:
-    """What callers may read and change, per instance."""
+    """The settings and statistics of a continuous batch, per instance."""
 
     __slots__ = ()
 
@@ -98,30 +96,27 @@ class _Settings:
 
     def set_max_slots(self, max_slots: int) -> None:
         """Change the number of slots; active requests keep theirs. Any thread may call this."""
-        self._state().limits.max_slots = check_count("max_slots", max_slots)
+        self._state().limits.max_slots = check_whole("max_slots", max_slots)
 
     def set_max_cost(self, max_cost: float | None) -> None:
         """Change the budget, from the next step on. Any thread may call this."""
         self._state().limits.max_cost = check_max_cost(max_cost)
 
     def stats(self) -> BatchStats:
-        """Return what the batch does at this moment. Any thread may call this."""
+        """Return the load and the totals of the batch. Any thread may call this."""
         return self._state().stats()
 
 
 async def _shape(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Have the code flags and the signature that the function has for its callers."""
+    """Define the code flags and the signature that callers of a `ContinuousFunction` see."""
     yield
 
 
-class ContinuousFunction(_Settings):
+class ContinuousFunction(InstanceFunction[_State], _Settings):
     """A function or method that makes its outputs step by step, for many calls together.
 
     `inspect` and asyncio treat it as an async generator function.
     """
-
-    __name__: str
-    __qualname__: str
 
     def __init__(
         self,
@@ -130,22 +125,17 @@ class ContinuousFunction(_Settings):
         options: StepOptions,
         is_method: bool = False,
     ) -> None:
-        functools.update_wrapper(self, functions["step"])
-        del self.__wrapped__  # type: ignore[attr-defined]  # callers have other arguments
+        super().__init__(functions["step"], is_method, _State(limits))
+        del self.__wrapped__
         self._functions = functions
         self._limits = limits
         self._options = options
-        self._is_method = is_method
-        self._function_state = _State(limits)
-        self._states: InstanceStates[_State] = InstanceStates()
 
     def __repr__(self) -> str:
         return f"<continuous batch {self.__qualname__} max_slots={shown(self._limits.max_slots)}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        if is_importable(self):
-            return self.__qualname__
-        return ContinuousFunction, (self._functions, self._limits, self._options, self._is_method)
+    def _parts(self) -> tuple[Any, ...]:
+        return self._functions, self._limits, self._options, self._is_method
 
     # ---- attributes that `inspect` reads
 
@@ -160,11 +150,6 @@ class ContinuousFunction(_Settings):
             parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
         return inspect.Signature(parameters)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        # As for a batched function.
-        parent = self.__qualname__.rpartition(".")[0]
-        self._is_method = bool(parent) and not parent.endswith("<locals>")
-
     @overload
     def __get__(self, instance: None, owner: type) -> ContinuousFunction: ...
 
@@ -173,11 +158,6 @@ class ContinuousFunction(_Settings):
 
     def __get__(self, instance: Any, owner: type | None = None) -> ContinuousFunction | BoundContinuous:
         return self if instance is None else BoundContinuous(self, instance)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        if self._is_method and args:  # Class.method(instance, ...)
-            return self.call(args[0], self.state_of(args[0]), args[1:], kwargs)
-        return self.call(None, self._function_state, args, kwargs)
 
     # ---- the other functions of user code
 
@@ -202,17 +182,13 @@ class ContinuousFunction(_Settings):
 
     # ---- calls
 
-    def _state(self) -> _State:
-        return self._function_state
-
-    def state_of(self, instance: Any) -> _State:
-        """Return the state of an instance; created on first use, dropped with the instance."""
-        return self._states.of(instance, lambda ref: _State(replace(self._limits), ref), self.__qualname__)
+    def _new_state(self, ref: weakref.ref[Any]) -> _State:
+        return _State(replace(self._limits), ref)
 
     def call(
         self, instance: Any, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AsyncIterator[Any]:
-        """Return the outputs of a call of an instance, which is made when they are first asked for."""
+        """Return the outputs of a call of an instance; the call begins with the first read."""
 
         def begin(instance: Any = instance) -> tuple[Engine, ActiveRequest]:  # the stream keeps the instance
             engine = state.engines.present(lambda: self._make_engine(state))
@@ -279,12 +255,6 @@ class BoundContinuous(BoundFunction, _Settings):
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self.__func__.call(self.__self__, self._state(), args, kwargs)  # type: ignore[no-any-return]
-
-    def _state(self) -> _State:
-        return self.__func__.state_of(self.__self__)  # type: ignore[no-any-return]
-
 
 # ---- options
 
@@ -301,16 +271,3 @@ def check_function(name: str, function: Any) -> None:
 
 def check_max_cost(value: Any) -> float:
     return math.inf if value is None else check_number("max_cost", value, at_least=0.0)
-
-
-def check_number(name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """Return a finite number; raise `TypeError` or `ValueError` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r:.120}")
-    if not math.isfinite(value) or value < at_least:
-        raise ValueError(
-            f"{name} must be a finite number"
-            + (f" of at least {shown(at_least)}" if at_least > -math.inf else "")
-            + f", got {value!r}"
-        )
-    return float(value)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class RequestState(Enum):
-    """Where a request is. User code holds something for it only while it is `ACTIVE`."""
+    """The state of a request. User code holds resources for it only while it is `ACTIVE`."""
 
     WAITING = auto()
     ACTIVE = auto()
     ENDED = auto()
 
 
-#: What happens to a request, and the states between which it moves.
+#: The events of a request: the states in which each may happen, and the state after it.
 MOVES: Mapping[str, tuple[frozenset[RequestState], RequestState]] = {
     "admit": (frozenset({RequestState.WAITING}), RequestState.ACTIVE),
     "preempt": (frozenset({RequestState.ACTIVE}), RequestState.WAITING),
@@ -38,10 +38,11 @@ class ActiveRequest:
     state : any
         What ``prefill`` returned for it; user code may replace it. None before, and after ``release``.
     outputs : list
-        The outputs so far. ``prefill`` finds some if the request was preempted, or if it continues one that
-        another replica has begun: it then has to go on after them. Do not change the list.
+        The outputs so far. In ``prefill``, there are some if the request was preempted, or continues a
+        request of another replica: the next output then follows them. Do not change the list.
     slot : int
-        Its slot, from 0 to ``max_slots - 1``, which no other active request has; -1 while it waits.
+        Its slot, from 0 to ``max_slots - 1``, different from those of other active requests; -1 while it
+        waits.
     cost : float
         Its share of ``max_cost`` so far.
     priority : float
@@ -98,7 +99,7 @@ class ActiveRequest:
         self.outputs = list(outputs)
         self.slot = -1
         self.preemptions = 0
-        #: What its user has got so far; kept by `Slots`.
+        #: The account of its user; set by `Slots`.
         self.account: Any = None
         #: Whether its caller has left, so that the request ends once no step runs.
         self.has_left = False
@@ -126,18 +127,18 @@ class ActiveRequest:
         self.is_finished = True
 
     def fail(self, error: Exception) -> None:
-        """Set the error that its caller gets, unless there is one."""
+        """Set the error that its caller gets; the first one counts."""
         if self.error is None:
             self.error = error, error.__traceback__
 
     def take_error(self) -> Exception:
-        """Return the error to raise. Others may raise the same one, and each would add to its traceback."""
+        """Return the error to raise, with its first traceback: other callers may raise the same object."""
         assert self.error is not None
         (error, traceback), self.error = self.error, None
         return error.with_traceback(traceback)
 
     def move(self, what: str) -> None:
-        """Note what happens to the request; raise `ValueError` if it cannot happen in its state."""
+        """Apply one of `MOVES`; raise `ValueError` if it does not fit the state."""
         sources, target = MOVES[what]
         if self.lifecycle not in sources:
             raise ValueError(f"{self!r} cannot {what}")

@@ -1,8 +1,8 @@
-"""The order of the calls of a continuous batch: a thread makes them for plain code, a task for async code.
+"""The order of the calls of user code in a continuous batch, which a thread or a task makes.
 
-`Rounds` decides what to call next, and what becomes of the answer. Requests join and leave between the calls:
-one that ends, is preempted or has lost its caller is released before the next step. Callers add and remove
-requests on their event loop while a thread may run a step, so a lock protects the queue.
+`Rounds` decides which function to call next, and processes the results. Requests join and leave between the
+calls: a request that ends, is preempted or has lost its caller is released before the next step. Callers add
+and remove requests on their event loop while a thread may run a step, so a lock protects the queue.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from daskserve.errors import RequestTimeoutError, ServeError, StepError, Unavail
 from daskserve.payload.packed_errors import raisable
 from daskserve.telemetry.replica import StepMetrics
 
-#: What user code has returned, or the error that it has raised.
+#: The result of user code, or its error.
 Outcome: TypeAlias = tuple[Any, BaseException | None]
-#: The types of results that may be no outputs: errors, and ``StopIteration`` as a class.
+#: The types of results that may not be outputs: errors, and ``StopIteration`` as a class.
 _SPECIAL = (BaseException, type)
 #: The name of a function of user code, and the requests to call it with.
 CallOfUser: TypeAlias = tuple[str, list[ActiveRequest]]
 
 
 class Rounds:
-    """The requests of a continuous batch, between their callers and user code.
+    """The requests of a continuous batch, shared by their callers and user code.
 
     Parameters
     ----------
@@ -60,12 +60,12 @@ class Rounds:
     # ---- the callers' side
 
     def add(self, request: ActiveRequest) -> ActiveRequest | None:
-        """Let a request wait; see `Slots.add`."""
+        """Add a request to the queue; see `Slots.add`."""
         with self._lock:
             return self.slots.add(request)
 
     def leave(self, request: ActiveRequest) -> bool:
-        """Note that the caller of a request has left; return whether user code has to release it."""
+        """Record that the caller of a request has left; return whether user code has to release it."""
         with self._lock:
             if not request.is_active:
                 self.slots.end(request)
@@ -76,18 +76,18 @@ class Rounds:
             return True
 
     def go_on(self, request: ActiveRequest) -> None:
-        """Let a request take part in steps again, because its caller has caught up."""
+        """Include a request in steps again, because its caller has caught up."""
         with self._lock:
             request.is_paused = False
             self._steppable = None
 
     def is_paused(self, request: ActiveRequest) -> bool:
-        """Return whether a request is left out of steps, after what the last one has answered is noted."""
+        """Return whether steps leave a request out, once the results of the last step are processed."""
         with self._lock:
             return request.is_paused
 
     def give_up(self, text: str) -> list[ActiveRequest]:
-        """Fail all requests, and return them; active ones end after the call, as if callers had left."""
+        """Fail all requests, and return them. Active ones end after the running call."""
         with self._lock:
             given_up = [each for each in self.slots.all_requests() if not each.has_left]
             for request in given_up:
@@ -109,12 +109,12 @@ class Rounds:
     # ---- the side of the steps
 
     def take_woken(self) -> list[ActiveRequest]:
-        """Return the requests whose callers have something to read, once."""
+        """Return the requests whose callers have new outputs, and forget them."""
         woken, self._to_wake = self._to_wake, []
         return woken
 
     def next_call(self) -> CallOfUser | None:
-        """Return what to call next; None while there is nothing to do."""
+        """Return the next call; None if there is nothing to do."""
         with self._lock:
             self._end_left()
             self._preempt_for_step()
@@ -129,7 +129,7 @@ class Rounds:
             return ("step", active) if active else None
 
     def note(self, call: CallOfUser, outcome: Outcome, took_s: float) -> None:
-        """Note what a call has answered, and how long it took."""
+        """Process the outcome of a call, which took ``took_s``."""
         name, requests = call
         if name == "release":
             for request in requests:
@@ -144,7 +144,7 @@ class Rounds:
                 self._note_step(requests, outcome)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request with an error; user code gets no chance to release them."""
+        """End every request with an error; user code does not release them."""
         with self._lock:
             for request in self.slots.all_requests():
                 self._fail(request, error)
@@ -176,7 +176,7 @@ class Rounds:
         self._steppable = [each for each in self.slots.active if not each.is_paused]
         return self._steppable
 
-    # ---- what user code has answered
+    # ---- the results of user code
 
     def _note_prefill(self, new: list[ActiveRequest], outcome: Outcome) -> None:
         states, error = outcome
@@ -221,7 +221,7 @@ class Rounds:
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
-        """Note an end or an error in the place of an output; return False if it is an output."""
+        """Process an end or an error in the place of an output; return False if it is an output."""
         if is_end(result):
             self._end(request)
         elif isinstance(result, BaseException):
@@ -237,7 +237,7 @@ class Rounds:
             self._fail(request, raisable(error))
 
     def _note_error(self, requests: Sequence[ActiveRequest], error: BaseException) -> None:
-        """Note an error that a call with these requests has raised. Those that it spares are called again."""
+        """Process an error of a call with these requests. Requests that do not end are in the next call."""
         slots = self.slots
         if isinstance(error, MemoryError) and len(slots.active) > 1:
             self._preempt(slots.newest([each for each in requests if each.is_active] or slots.active))
@@ -254,7 +254,7 @@ class Rounds:
             f"{self.name} has made {self._max_outputs} outputs for one request, which is max_outputs."
         )
 
-    # ---- what becomes of a request
+    # ---- the ends of requests
 
     def _fail(self, request: ActiveRequest, error: Exception) -> None:
         if not request.has_ended:

@@ -1,11 +1,11 @@
-"""Who is in a continuous batch: admission, budget, preemption, priorities and fairness.
+"""The slots of a continuous batch: admission, budget, preemption, priorities and fairness.
 
-Synchronous code without time. Higher priorities are admitted first. Among requests of one priority, the user
-whose requests have had the fewest steps so far is next, and of one user the earliest request. A request that
-does not fit is not overtaken by one that comes later in this order, else large requests would never run.
+The code is synchronous and independent of time. Higher priorities are admitted first. Among requests of one
+priority, the user whose requests have had the fewest steps so far is next, and of one user the earliest
+request. If the next request does not fit, later ones wait too; otherwise large requests would never run.
 
-A request that is preempted goes back to its place, which is at the front. The oldest one of the highest
-priority is never preempted for another, so there is always progress.
+A preempted request returns to its place at the front of the queue. The oldest request of the highest priority
+is never preempted for another, so there is always progress.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SlotLimits:
     max_slots : int
         Maximum number of active requests.
     max_queued : int
-        Maximum number of requests that wait and have not begun.
+        Maximum number of waiting requests, without preempted ones.
     max_cost : float
         Maximum sum of the costs of active requests.
     cost_per_step : float
-        By how much the cost of each active request grows with a step.
+        The growth of the cost of each active request per step.
     """
 
     max_slots: int = 8
@@ -45,17 +45,18 @@ class SlotLimits:
 
 @dataclass
 class _Account:
-    """The requests of one user and one priority that wait, in order of arrival."""
+    """The requests of one user with one priority."""
 
+    #: In order of arrival.
     waiting: list[ActiveRequest] = field(default_factory=list)
-    #: The steps of its requests so far, compared with those of others. Not their costs: these may be bytes,
-    #: or what a caller has asked for and will not use.
+    #: The number of steps of its requests, relative to other users. It does not count costs, which may be
+    #: bytes, or estimates.
     served: int = 0
     active: int = 0
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        # Before the first step of those that were admitted just now, only their number differs.
+        # Requests that were just admitted have had no step yet, so their number counts as well.
         return self.served, self.active, self.waiting[0].number
 
 
@@ -71,7 +72,7 @@ class Slots:
         self._returning = 0
         self.used_cost = 0.0
         self.queued_cost = 0.0
-        #: Memory has run out, so no request is admitted until one ends.
+        #: Whether memory has run out; then no request is admitted until one ends.
         self.is_tight = False
         self._users: dict[float, dict[Hashable, _Account]] = {}
         self._free: list[int] = []
@@ -79,25 +80,25 @@ class Slots:
         self._numbers = 0
 
     def add(self, request: ActiveRequest) -> ActiveRequest | None:
-        """Let a request wait for a slot; return the one that was ended to make room for it, if any.
+        """Add a request to the queue; return the one that was ended to make room for it, if any.
 
         Raises
         ------
         BackPressureError
             Too many wait, and none of them has a lower priority.
         BadRequestError
-            It would not fit alone.
+            It does not fit even alone.
         """
         if request.cost + self.limits.cost_per_step > self.limits.max_cost:
             raise self.overgrown(request)
         evicted = None
-        # Those that had a slot already go first, and are no reason to refuse others.
+        # Preempted requests do not count.
         room = self.limits.max_queued + max(0, self._free_slots() - self._returning)
         if self.queued - self._returning >= room:
             evicted = self._lowest_waiting()
             if evicted is None or evicted.priority >= request.priority:
                 raise self._refusal()
-            evicted.fail(self._refusal())  # before the end, which its caller may see at once
+            evicted.fail(self._refusal())  # before its end, which its caller may notice at once
             self.end(evicted)
         request.number = self._numbers
         self._numbers += 1
@@ -105,7 +106,7 @@ class Slots:
         return evicted
 
     def overgrown(self, request: ActiveRequest) -> BadRequestError:
-        """Return the error for a request that does not fit alone, with the step after it."""
+        """Return the error for a request that does not fit alone with its next step."""
         needed, most = request.cost + self.limits.cost_per_step, self.limits.max_cost
         return BadRequestError(
             f"The request needs {shown(needed)} with its next step, and max_cost is {shown(most)}; "
@@ -144,20 +145,19 @@ class Slots:
         return self.used_cost + limits.cost_per_step * len(self.active) <= limits.max_cost
 
     def newest(self, requests: Sequence[ActiveRequest]) -> ActiveRequest:
-        """Return the one to preempt first: the newest of the lowest priority."""
+        """Return the request to preempt first: the newest of the lowest priority."""
         return min(requests, key=lambda each: (each.priority, -each.number))
 
-    def preempt(self, request: ActiveRequest) -> ActiveRequest:
-        """Put an active request back into the queue, and return it."""
+    def preempt(self, request: ActiveRequest) -> None:
+        """Move an active request back to the queue."""
         self._leave(request)
         request.move("preempt")
         request.preemptions += 1
         self.is_tight = bool(self.active)
         self._wait(request)
-        return request
 
     def grow(self, requests: list[ActiveRequest]) -> None:
-        """Note a step of these active requests."""
+        """Add the cost of a step to these active requests."""
         grown = self.limits.cost_per_step
         for request in requests:
             request.cost += grown
@@ -189,7 +189,7 @@ class Slots:
         return 0 if self.is_tight else max(0, self.limits.max_slots - len(self.active))
 
     def _lowest_waiting(self) -> ActiveRequest | None:
-        """Return the newest of the lowest priority that has not begun."""
+        """Return the newest request of the lowest priority that was never active."""
         for _, users in sorted(self._users.items()):
             new = [each for account in users.values() if (each := _newest_of(account)) is not None]
             if new:
@@ -230,7 +230,7 @@ class Slots:
         users = self._users.setdefault(request.priority, {})
         user = users.get(request.user)
         if user is None:
-            # One that arrives, or comes back, has no claim to what others got meanwhile.
+            # A user who arrives or returns is not compensated for the steps of others meanwhile.
             served = min((each.served for each in users.values()), default=0)
             user = users[request.user] = _Account(served=served)
         return user

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeAlias
 
-from daskserve.cluster.protocols.base import ClusterConnection, RemoteValues
+from daskserve.cluster.protocols.base import ClusterConnection, Process, RemoteValues
 from daskserve.common.clock import stopwatch, wall_ns
 from daskserve.common.types import (
     DONE,
@@ -52,20 +52,14 @@ Facts: TypeAlias = Mapping[str, Any] | None
 
 
 def identity_of(
-    options: CallOptions, connection: ClusterConnection, current: RequestContext | None
-) -> tuple[str, float | None]:
-    """Return the id and the deadline of a call that the present request makes, if there is one."""
+    options: CallOptions, facts: Facts, process: Process, current: RequestContext | None
+) -> tuple[str, float | None, Facts]:
+    """Return the id, the deadline and the facts of a call, given the request whose code makes it."""
+    connection = process.connection
     request_id = (current.request_id if current is not None else "") or connection.request_ids.next()
     deadline = None if current is None else current.deadline
     if options.timeout_s is not None:
         deadline = earliest(deadline, connection.loop.time() + options.timeout_s)
-    return request_id, deadline
-
-
-def facts_of_call(
-    facts: Facts, current: RequestContext | None, connection: ClusterConnection, shared: Mapping[str, Any]
-) -> Facts:
-    """Return the facts of a call that the present request makes, if there is one."""
     if current is not None:
         if current.route:
             facts = {**(facts or {}), "route": current.route}
@@ -75,11 +69,11 @@ def facts_of_call(
         from daskserve.telemetry.tracing.context import outgoing
 
         if (carrier := outgoing()) is not None:
-            return {**(facts or {}), TRACE: carrier}
-    # A request without a trace is not sampled, and nor is what it calls.
-    if current is None and (ratio := shared.get(SAMPLING)) and connection.rng.random() < ratio:
-        return {**(facts or {}), TRACE: [NEW, "", "", str(wall_ns())]}
-    return facts
+            return request_id, deadline, {**(facts or {}), TRACE: carrier}
+    # A request without a trace is not sampled, and neither are its calls.
+    if current is None and (ratio := process.shared.get(SAMPLING)) and connection.rng.random() < ratio:
+        facts = {**(facts or {}), TRACE: [NEW, "", "", str(wall_ns())]}
+    return request_id, deadline, facts
 
 
 def head_of(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from daskserve.errors import BadRequestError
@@ -12,8 +12,8 @@ from daskserve.payload.serialization import check_serialization
 
 #: Options that begin with an underscore in Ray Serve, and so do here.
 _UNDERSCORED: Mapping[str, str] = {
-    "_prefer_local_routing": "prefer_local_routing",
-    "_by_reference": "by_reference",
+    "prefer_local_routing": "_prefer_local_routing",
+    "by_reference": "_by_reference",
 }
 #: Options that travel with each call to the replica.
 _CARRIED = ("multiplexed_model_id", "session_id", "priority", "idempotent", "response_serialization")
@@ -77,7 +77,7 @@ class CallOptions:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise BadRequestError(f"timeout_s must be more than 0, or None; got {self.timeout_s!r}.")
-        for name in ("method_name", "multiplexed_model_id", "session_id"):
+        for name in ("method_name", "shard_key", "multiplexed_model_id", "session_id"):
             if not isinstance(getattr(self, name), str):
                 raise BadRequestError(f"{name} must be a string; got {getattr(self, name)!r}.")
         number = self.priority
@@ -94,31 +94,17 @@ class CallOptions:
         check_serialization("request_serialization", self.request_serialization)
         check_serialization("response_serialization", self.response_serialization)
 
-    def set_options(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
-        defaults = type(self)()
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
-
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return a copy with changed options; raise `TypeError` for an unknown one, with the valid names."""
-        named = {_UNDERSCORED.get(name, name): value for name, value in changes.items()}
-        unknown = sorted(name for name in changes if name not in option_names())
-        if unknown:
-            raise TypeError(
-                f"A handle has no option {unknown[0]!r}; known options: {', '.join(option_names())}."
-            )
-        return replace(self, **named)
+        if unknown := sorted(changes.keys() - OPTIONS.keys()):
+            raise TypeError(f"A handle has no option {unknown[0]!r}; known options: {', '.join(OPTIONS)}.")
+        return replace(self, **{OPTIONS[name]: value for name, value in changes.items()})
 
     def differences(self) -> tuple[tuple[str, Any], ...]:
         """Return the options that differ from the defaults, with the names that `changed` takes."""
         defaults = CallOptions()
-        pairs = zip(option_names(), CallOptions.__dataclass_fields__, strict=True)
-        return tuple(
-            (name, getattr(self, field))
-            for name, field in pairs
-            if getattr(self, field) != getattr(defaults, field)
-        )
+        values = ((name, getattr(self, field), getattr(defaults, field)) for name, field in OPTIONS.items())
+        return tuple((name, value) for name, value, default in values if value != default)
 
     def carried(self) -> dict[str, Any] | None:
         """Return the options that travel with each call; None if all of them have their defaults."""
@@ -128,7 +114,5 @@ class CallOptions:
         return {name: value for name, value in found.items() if value} or None
 
 
-def option_names() -> list[str]:
-    """Return the names of the options as callers write them."""
-    spelled = {field: name for name, field in _UNDERSCORED.items()}
-    return [spelled.get(name, name) for name in CallOptions.__dataclass_fields__]
+#: The fields of the options, by the names that callers write.
+OPTIONS: Mapping[str, str] = {_UNDERSCORED.get(name, name): name for name in CallOptions.__dataclass_fields__}

@@ -30,7 +30,7 @@ from daskserve.common.types import (
 )
 from daskserve.context import current_request
 from daskserve.data.caller.calls.broadcast import BroadcastResponse, ReplicaOutcome, send_to_all
-from daskserve.data.caller.calls.call import Call, Facts, ShutDown, facts_of_call, head_of, identity_of, pack
+from daskserve.data.caller.calls.call import Call, Facts, ShutDown, head_of, identity_of, pack
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.naming import caller_here, late_text
 from daskserve.data.caller.calls.pending import begin_call, start_call, waiter_for
@@ -114,7 +114,7 @@ class Handle(BatchCalls):
             "handle of": short_tag(self._endpoint),
             "route": self._known_route() or "none, by handle only",
             "methods": ", ".join(self._known_methods() or ()),
-            **{name: repr(value) for name, value in self._options.set_options().items()},
+            **{name: repr(value) for name, value in self._options.differences()},
         }
         cells = (f"<th>{escape(name)}</th><td>{escape(text)}</td>" for name, text in rows.items() if text)
         return f"<table>{''.join(f'<tr>{each}</tr>' for each in cells)}</table>"
@@ -216,10 +216,10 @@ class Handle(BatchCalls):
         >>> async with handle.choose_replica() as selection:  # doctest: +SKIP
         ...     answer = await handle.dispatch(selection, 1)
         """
-        cluster, connection, options = self._process, self._process.connection, self._options
-        request_id, deadline = identity_of(self._options, connection, current_request.get())
+        cluster, options = self._process, self._options
+        request_id, deadline, facts = identity_of(options, self._facts, cluster, current_request.get())
         head = {"method": "", "request_id": request_id, "reserve": True, "stream": options.stream}
-        head |= head_of(facts_of_call(None, None, connection, cluster.shared) or {})
+        head |= head_of(facts or {})
         envelope = Envelope(EnvelopeKind.CALL, head, deadline=deadline)
         envelope.model_id = options.multiplexed_model_id
 
@@ -231,7 +231,8 @@ class Handle(BatchCalls):
                 sending = until(deadline, sending, late)
             await sending
 
-        return ReplicaChoice((self._instance, self._endpoint), connection, reserve, is_stream=options.stream)
+        owner = (self._instance, self._endpoint)
+        return ReplicaChoice(owner, cluster.connection, reserve, is_stream=options.stream)
 
     def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Response:
         """Call the replica that `choose_replica` has chosen, in its reserved slot, like `remote`.
@@ -263,8 +264,7 @@ class Handle(BatchCalls):
             )
         if choice.is_stream is not self._options.stream:
             raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
-        request_id, _ = identity_of(self._options, connection, current)
-        facts = facts_of_call(self._facts, None, connection, cluster.shared)
+        request_id, _, facts = identity_of(self._options, self._facts, cluster, current)
         payload, values = pack(self._options, connection, args, kwargs)
         future: PendingCall[Any] = PendingCall()
         choice.claim(future, None if pipe is None else pipe.put)
@@ -282,9 +282,8 @@ class Handle(BatchCalls):
         """Call a method of every running replica, past their queues and limits; see `BroadcastResponse`."""
         handle = self.options(method_name=method_name, stream=False)
         cluster, connection, current = self._process, self._process.connection, current_request.get()
-        request_id, deadline = identity_of(self._options, connection, current)
+        request_id, deadline, facts = identity_of(self._options, self._facts, cluster, current)
         payload, values = pack(self._options, connection, args, kwargs)
-        facts = facts_of_call(self._facts, None, connection, cluster.shared)
 
         async def send() -> Sequence[ReplicaOutcome]:
             head, filled = await handle._settled(cluster, request_id, facts, payload, values, False)
@@ -330,9 +329,8 @@ class Handle(BatchCalls):
         """Start a call and return its future, connection and id; the items of a stream go into ``pipe``."""
         connection = self._process.connection
         current = current_request.get()
-        request_id, deadline = identity_of(self._options, connection, current)
+        request_id, deadline, facts = identity_of(self._options, self._facts, self._process, current)
         payload, values = pack(self._options, connection, args, kwargs)
-        facts = facts_of_call(self._facts, current, connection, self._process.shared)
         if deadline is None and pipe is None and values is None:
             future = self._start_direct(connection, payload, request_id, facts)
         else:

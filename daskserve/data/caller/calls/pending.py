@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from daskserve.cluster.protocols.base import ClusterConnection, PresentTask
-from daskserve.loops.event_loop import running_loop
+from daskserve.loops.event_loop import running_loop, settle
 from daskserve.loops.pending_call import PendingCall
 from daskserve.loops.tasks import pause
 
@@ -60,11 +60,11 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
         # The call may be cancelled from any thread.
         running = running_loop()
         if running is loop:
-            _settle(waiter)
+            settle(waiter)
         elif running is connection.loop:
-            connection.loop_queues.get(loop).post_soon(_settle, waiter)
+            connection.loop_queues.get(loop).post_soon(settle, waiter)
         else:
-            connection.loop_queues.get(loop).post(_settle, waiter)
+            connection.loop_queues.get(loop).post(settle, waiter)
 
     call.add_done_callback(wake)
     return waiter
@@ -118,8 +118,3 @@ async def _run(coroutine: Coroutine[Any, Any, T], call: PendingCall[T], pauses_i
 def _cancel(connection: ClusterConnection, task: asyncio.Task[None]) -> None:
     if not task.done():
         connection.thread_calls.post(task.cancel)
-
-
-def _settle(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

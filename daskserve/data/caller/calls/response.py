@@ -80,9 +80,7 @@ class Response:
         # Unpickling may run user code, so it happens once and on the caller's side.
         if not self._is_loaded:
             future: PendingCall[Any] = self._fetching or self._future
-            error = self._failure(future)
-            if error is not None:
-                raise shown_in_notebook(as_read(error))
+            self._check(future)
             payload = future.result()
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
@@ -117,9 +115,7 @@ class Response:
             The error that the backend raised, with its own type.
         """
         self._wait(self._future, timeout_s)
-        error = self._failure(self._future)
-        if error is not None:
-            raise shown_in_notebook(as_read(error))
+        self._check(self._future)
         if not self._is_loaded and (fetching := self._fetched()) is not None:
             self._wait(fetching, timeout_s)
         return self._value()
@@ -183,6 +179,12 @@ class Response:
         if error is not None:
             raise error
 
+    def _check(self, future: PendingCall[Any]) -> None:
+        """Raise the error of a call that has ended with one, as its reader gets it."""
+        error = self._failure(future)
+        if error is not None:
+            raise shown_in_notebook(as_read(error))
+
     def _failure(self, future: PendingCall[Any]) -> BaseException | None:
         return cancelled_error(self.request_id) if future.cancelled() else future.exception()
 
@@ -238,11 +240,6 @@ class FutureResponse(Response):
     def _read(self, placing: PendingCall[Any]) -> Any:
         self._check(placing)
         return self._connection.values.as_read(placing.result())
-
-    def _check(self, call: PendingCall[Any]) -> None:
-        error = self._failure(call)
-        if error is not None:
-            raise shown_in_notebook(as_read(error))
 
 
 def response_class(result: str) -> type[Response]:

@@ -21,8 +21,9 @@ from daskserve.data.caller.blocking import refuse_in_loop
 from daskserve.data.caller.calls.naming import as_read
 from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import PassedResponseError
+from daskserve.loops.event_loop import settle
 from daskserve.loops.pending_call import PendingCall
-from daskserve.payload.pickling import load, message_bytes
+from daskserve.payload.pickling import message_bytes
 from daskserve.payload.shown_errors import shown_in_notebook
 
 #: Maximum size of the items that wait for the reader; one item may wait whatever its size.
@@ -129,17 +130,12 @@ def _do_nothing() -> None:
 def _resume(room: asyncio.Future[None] | None) -> None:
     if room is not None:
         with suppress(RuntimeError):  # what a closed loop raises
-            room.get_loop().call_soon_threadsafe(_settle, room)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            room.get_loop().call_soon_threadsafe(settle, room)
 
 
 def _wake_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
     with suppress(RuntimeError):  # the reader's loop is closed, and the reader gone with it
-        loop.call_soon_threadsafe(_settle, future)
+        loop.call_soon_threadsafe(settle, future)
 
 
 class ResponseGenerator:
@@ -196,7 +192,7 @@ class ResponseGenerator:
             except StopIteration:
                 raise StopAsyncIteration from None
             if payload is not None:
-                return load(payload)
+                return payload.load()
             try:
                 await changed
             except asyncio.CancelledError:
@@ -212,7 +208,7 @@ class ResponseGenerator:
         while True:
             payload = self._pipe.take(changed.set)
             if payload is not None:
-                return load(payload)
+                return payload.load()
             try:
                 refuse_in_loop(self._connection, "`for`", "use `async for`")
                 changed.wait()

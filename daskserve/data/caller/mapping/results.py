@@ -19,6 +19,7 @@ from daskserve.data.caller.mapping.rules import Rules, ends_all, named
 from daskserve.data.caller.mapping.target import MapTarget
 from daskserve.data.caller.mapping.window import Item, Window
 from daskserve.errors import BadRequestError
+from daskserve.loops.event_loop import settle
 
 #: How often the room is looked up while no call ends.
 REFRESH_S = 0.25
@@ -217,7 +218,7 @@ class MapResults:
         loop = asyncio.get_running_loop()
         changed: asyncio.Future[None] = loop.create_future()
         queue = self._target.connection.loop_queues.get(loop)
-        self._window.wake = lambda: queue.post(_settle, changed)
+        self._window.wake = lambda: queue.post(settle, changed)
         waiting: set[asyncio.Future[Any]] = {changed}
         if self._arriving is not None:
             waiting.add(self._arriving)
@@ -262,8 +263,3 @@ def _is_skipped(rules: Rules, item: Item) -> bool:
 
 async def _next_of(source: AsyncIterator[Any]) -> Any:
     return await anext(source)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

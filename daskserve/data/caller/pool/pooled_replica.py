@@ -17,7 +17,7 @@ from daskserve.data.caller.batch_turns import BatchTurns
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
-#: How long it counts that a replica has refused a request of a batch job although it had free slots.
+#: How long a replica that refused a request of a batch job although it had free slots gets no more of them.
 ROOM_S = 3.0
 #: The `PooledReplica.batch_room` of a replica that has refused no request of a batch job.
 NEVER_REFUSED = (-math.inf, 0)
@@ -71,16 +71,16 @@ class PooledReplica:
         #: Whether its last report said that it is full, and whether this process has a request queued there.
         self.is_full = False
         self.has_queued_request = False
-        #: The requests of batch jobs that wait there for a slot: they leave room to live requests.
+        #: The requests of batch jobs that wait there for a slot.
         self.aside = BatchTurns()
-        #: When it last refused one although it had free slots, and how many requests ran then; 0: it is kept
-        #: free of them.
+        #: When it last refused a batch request although it had free slots, and how many batch requests ran
+        #: then; 0 if it takes none.
         self.batch_room = NEVER_REFUSED
         #: How this process reaches its worker; None if that is not known yet.
         self.route: Reachability | None = None
-        #: The list that holds it while it has room: local, remote or relayed; None once it is not used.
+        #: The list that holds it while it has room: local, remote or relayed; None after it was removed.
         self.peers: list[PooledReplica] | None = None
-        #: Whether it is in one of the queues of replicas that are probably idle.
+        #: Whether it is in a queue of replicas that are probably idle.
         self.is_hinted = False
         #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
         self.index = -1
@@ -93,8 +93,8 @@ class PooledReplica:
     def room_for_batch(self, now: float) -> int:
         """Return how many requests of a batch job it takes at a time.
 
-        One slot is for live requests, if it has several. If it has refused some lately although it had free
-        slots, it takes as many as it had then.
+        If it has several slots, one is kept for live requests. If it lately refused requests although it had
+        free slots, the limit is the number that ran then.
         """
         refused_at, found = self.batch_room
         return found if now - refused_at < ROOM_S else max(1, self.concurrency - 1)

@@ -11,18 +11,19 @@ the longer queue of the local one costs less time than a hop: each request of th
 no-ops stay in their process, and a model that computes for 10 ms gets no request while another copy of it is
 idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
 
-Requests that arrive together go to the same one of several local replicas, if they are light: see
+Light requests that arrive together go to the same one of several local replicas: see
 `daskserve.data.caller.pool.request_groups`.
 
-An open WebSocket counts like a request, until the turns of its backend are known to be light
-(`daskserve.data.caller.pool.websocket_cost`). Then new ones stay near.
+An open WebSocket counts like a request, until the messages of its backend are known to be light
+(`daskserve.data.caller.pool.websocket_cost`). Then new WebSockets go to local replicas.
 
 A replica that is full with requests of other processes reports it when it refuses one, and in its answers.
 From then on it gets only requests for which no other replica has room. They queue there, one at a time per
 router, until the replica reports room, or has reported nothing for `REPORT_S`.
 
-A replica whose worker this process does not reach gets no requests until there is a connection again. One
-that is reached only through the scheduler gets those for which no replica with a direct route has room.
+A replica whose worker this process cannot reach gets no requests until there is a connection again. A
+replica that is reached only through the scheduler gets requests only if no replica with a direct route has
+room.
 
 Pure: time and randomness are arguments.
 """
@@ -57,7 +58,7 @@ from daskserve.options.fields.priority import BATCH_PRIORITY
 #: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
-#: The CPU time in this process that a hop takes more than a local request does.
+#: The additional CPU time of a hop in this process, compared with a local request.
 HOP_CPU_S = 0.0001
 #: At this pace or slower, the choice among idle replicas is rarely random: see `_draw`.
 SLOW_S = 0.01
@@ -99,7 +100,7 @@ class ReplicaPool:
         self._remote: list[PooledReplica] = []
         self._relayed: list[PooledReplica] = []
         self._full: list[PooledReplica] = []
-        # Replicas whose last request has ended. Those that have new requests are dropped when they are drawn.
+        # Replicas whose last request has ended. One that has a new request is dropped when it is drawn.
         self._idle_local: deque[PooledReplica] = deque()
         self._idle_remote: deque[PooledReplica] = deque()
         self._idle_relayed: deque[PooledReplica] = deque()
@@ -394,7 +395,7 @@ def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
 
 
 def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
-    """Record that such a request has its slot, or was refused."""
+    """Record that a request that was set aside has its slot, or was refused."""
     entry.aside.count -= 1
     entry.in_flight += 1
     if entry.index >= 0 and entry.in_flight >= entry.concurrency:
@@ -422,8 +423,8 @@ def _draw(
 ) -> PooledReplica:
     """Return a replica without requests if there is one, else the less loaded of two random ones.
 
-    Among idle replicas the choice is random, too. If they take long for a request, it is mostly the one that
-    answered last: the others may have got requests from other processes since they answered.
+    Among idle replicas the choice is random, too. If requests take long, the replica that answered last is
+    usually chosen: the others may have got requests from other processes since.
     """
     entry = choose(peers, now, rng)
     is_idle = not entry.score(now)

@@ -15,6 +15,7 @@ import bisect
 import hashlib
 from collections.abc import Iterator
 
+from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
 from daskserve.data.caller.request_routers.plain import two_of
 
@@ -26,12 +27,6 @@ BOUND = 1.25
 MAX_STEPS = 64
 #: How many numbers of 64 bits one hash yields.
 _PER_HASH = 8
-
-
-def hash_of(text: str) -> int:
-    """Return a number of 64 bits that is the same in all processes."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def places_of(tag: str, count: int) -> list[int]:

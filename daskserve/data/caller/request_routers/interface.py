@@ -17,7 +17,6 @@ from daskserve.common.clock import seeded_rng
 from daskserve.common.types import Envelope, EnvelopeKind
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.multiplexing.ids import short_id
-from daskserve.payload.pickling import load
 
 #: Arguments of calls larger than this are not unpickled for a router.
 MAX_ARGUMENT_BYTES = 1 << 20
@@ -274,7 +273,7 @@ class PendingRequest:
             payload = self._envelope.payload
             self._arguments = (), _NOTHING
             if payload is not None and payload.nbytes <= MAX_ARGUMENT_BYTES:
-                args, kwargs = load(payload)
+                args, kwargs = payload.load()
                 self._arguments = args, kwargs
         return self._arguments
 

@@ -29,7 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter, hash_of
+from daskserve.data.caller.choice import hash_of
+from daskserve.data.caller.request_routers.hashing import ConsistentHashRouter
 from daskserve.data.caller.request_routers.interface import (
     PendingRequest,
     ReplicaID,

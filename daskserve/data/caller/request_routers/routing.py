@@ -97,7 +97,8 @@ class RequestRouting:
         self._replicas: list[RunningReplica] = []
         self._stats: Mapping[str, Mapping[str, Any]] = {}
         self._known: dict[str, RunningReplica] = {}
-        self.trouble = RouterTrouble(self._name, tag, self._loop.time)
+        shown = "" if setup.router.startswith(PICKLED) else f" {setup.router}"
+        self.trouble = RouterTrouble(f"the request router{shown}", tag, self._loop.time)
         self._thread: RouterThread | None = None
         self._router: RequestRouter | None = None
         self._notes_routed = self._notes_completed = False
@@ -109,7 +110,7 @@ class RequestRouting:
             try:
                 self._ready(self._made(kind))
             except Exception as error:  # of kwargs that a newer version has checked
-                self._trouble(RouterError("load", f"cannot be made: {summary_of(error)}"))
+                self.trouble.note(RouterError("load", f"cannot be made: {summary_of(error)}"))
         else:
             self._thread = RouterThread(f"daskserve-router-{tag}")
             self._thread.tell(self._load, setup.router)
@@ -127,7 +128,7 @@ class RequestRouting:
             router = self._made(load_router(named))
         except BaseException as error:  # SystemExit would end the thread
             text = f"cannot be loaded: {summary_of(error)}"
-            self._post(self._trouble, RouterError("load", text))
+            self._post(self.trouble.note, RouterError("load", text))
         else:
             self._post(self._ready, router)
 
@@ -196,7 +197,7 @@ class RequestRouting:
         try:
             taken = self._pool.take(now, self._rng, lambda _: self._pick(request))
         except RouterError as error:
-            self._trouble(error)
+            self.trouble.note(error)
             self.trouble.count(error.kind)
             return _take_without(self, other(), now)
         if taken is None:
@@ -336,12 +337,9 @@ class RequestRouting:
             function(*args)
         except BaseException as error:  # user code may raise anything, also SystemExit
             text = f"raised {summary_of(error)} in {getattr(function, '__name__', 'a method')}"
-            self._post(self._trouble, RouterError("error", text))
+            self._post(self.trouble.note, RouterError("error", text))
 
     # ---- trouble
-
-    def _trouble(self, error: RouterError) -> None:
-        self.trouble.note(error)
 
     def present_trouble(self) -> str:
         """Return what is wrong with the router now; empty if nothing is."""
@@ -350,11 +348,6 @@ class RequestRouting:
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
         """Return the metric samples."""
         return self.trouble.samples(labels)
-
-    @property
-    def _name(self) -> str:
-        named = self.setup.router
-        return "the request router" if named.startswith(PICKLED) else f"the request router {named}"
 
     # ---- sessions
 
@@ -407,6 +400,6 @@ def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float
     try:
         return routing._pool.take(now, routing._rng, lambda _: routing._pick(request, tag))
     except RouterError as error:
-        routing._trouble(error)
+        routing.trouble.note(error)
         routing.trouble.count(error.kind)
         return None

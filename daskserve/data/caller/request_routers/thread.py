@@ -23,6 +23,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from daskserve.common.clock import stopwatch
@@ -130,11 +131,13 @@ class RouterThread:
         """Have a function called in the thread; errors are the function's own business."""
         if self._told - self._heard < MAX_BEHIND:
             self._told += 1
-            self._put(_Tell(self, function, args))
+            self._put(partial(self._hear, function, *args))
 
-    def heard(self) -> None:
-        """Count an event that the router has been told."""
-        self._heard += 1
+    def _hear(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            function(*args)
+        finally:
+            self._heard += 1
 
     def finished(self, coroutine: Coroutine[Any, Any, Any], again: Callable[[], Any]) -> Any:
         """Return the result of a coroutine; runs in the thread.
@@ -179,20 +182,3 @@ class _Ask:
             self.error = error
         self.is_done = True
         self.answered.release()
-
-
-class _Tell:
-    """A function that is called without anyone waiting."""
-
-    __slots__ = ("_args", "_function", "_thread")
-
-    def __init__(self, thread: RouterThread, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._thread = thread
-        self._function = function
-        self._args = args
-
-    def __call__(self) -> None:
-        try:
-            self._function(*self._args)
-        finally:
-            self._thread.heard()

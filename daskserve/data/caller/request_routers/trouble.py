@@ -15,10 +15,6 @@ logger = logging.getLogger("daskserve.router")
 TROUBLE_S = 60.0
 
 
-def _nothing() -> None:
-    pass
-
-
 class RouterTrouble:
     """See the module.
 
@@ -39,7 +35,7 @@ class RouterTrouble:
         self._failed_at = 0.0
         self.fallbacks: dict[str, int] = {}
         self.text = ""
-        self.on_new: Callable[[], None] = _nothing
+        self.on_new: Callable[[], object] = bool
 
     def note(self, error: RouterError) -> None:
         """Take a failure."""

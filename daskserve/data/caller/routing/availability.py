@@ -16,20 +16,20 @@ from daskserve.errors import (
 
 
 class ReplicaAvailability:
-    """See the module."""
+    """What a router knows about the availability of a backend's replicas."""
 
     def __init__(self, tag: BackendTag, contact: ControllerContact) -> None:
         self._tag = tag
         self._kind = "deployment"
         #: Whether there is a controller that could start a replica.
         self.contact = contact
-        #: Whether the backend is gone.
+        #: Whether the backend was deleted.
         self.is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
         #: Why no replica can load its code; empty if one can, as far as is known.
         self._unloadable = ""
-        #: Why the backend is being deleted: the error of its deploy, or nothing. None if it is not.
+        #: Set while the backend is being deleted: the error of its deploy, or an empty text.
         self._ending: str | None = None
 
     def update(self, value: Any) -> None:

@@ -1,8 +1,8 @@
 """Failing requests that have no replica while no controller answers.
 
-Requests wait for a replica, because the controller starts one. If all workers are gone and none comes, there
-is no controller, and they would wait for ever. So after `CONTROLLER_S` without an answer of a controller they
-fail, and so do new ones, until a controller answers again. A request that knows a replica needs no
+Requests without a replica wait until the controller starts one. If all workers have left, there is no
+controller, and the requests would wait for ever. So they fail after `CONTROLLER_S` without an answer of a
+controller, and so do new ones, until a controller answers again. Requests to running replicas need no
 controller.
 """
 
@@ -16,7 +16,7 @@ from daskserve.common.formatting import shown
 from daskserve.errors import UnavailableError
 from daskserve.loops.alarm import Alarm
 
-#: How long a controller may not answer: as long as a change is retried while it is being replaced.
+#: How long a controller may be silent; changes are retried for the same time while it is replaced.
 CONTROLLER_S = 30.0
 #: Interval at which a process with such requests checks that the controller answers.
 CHECK_S = 2.0

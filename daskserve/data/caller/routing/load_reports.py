@@ -1,6 +1,6 @@
 """Reports of queued and in-flight requests to the controller, for the backends that are autoscaled.
 
-The requests of the two versions of a rollout go with them, and what is wrong with users' request routers.
+A report also has the requests of the two versions of a rollout, and the failures of users' request routers.
 
 While requests wait or are in flight, a process sends one message a second for all backends, and one more
 when they have ended. An idle process sends nothing. Requests that find no replica are reported at once, so a
@@ -28,7 +28,7 @@ logger = logging.getLogger("daskserve.router")
 PERIOD_S = 1.0
 #: Period while requests wait without replicas: their number decides how many replicas start.
 STARVING_PERIOD_S = 0.25
-#: Period if there is nothing to report but that a user's request router fails.
+#: Period if the only thing to report is that a user's request router fails.
 TROUBLE_PERIOD_S = 5.0
 #: Delay of an urgent report: the first one from a burst should count all of it.
 GATHER_S = 0.02
@@ -64,9 +64,9 @@ class LoadReports:
     queues : mapping
         The queue of each backend; backends may be added later.
     calls : callable
-        Returns what was counted of calls, by endpoint and caller, to report while somebody watches.
+        Returns the metrics of calls by endpoint and caller, which are reported while a dashboard is open.
     backlogs : callable
-        Returns how many items of maps are still to be sent, by backend; they count as requests that wait.
+        Returns how many items of maps are not sent yet, by backend; they count as requests that wait.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LoadReports:
             self._task.add_done_callback(self._note_end)
 
     def watch_router(self, tag: BackendTag, trouble: Callable[[], str] | None) -> Callable[[], None]:
-        """Report what is wrong with a backend's request router, or no longer; return what reports it now."""
+        """Begin or end to report failures of a request router; return a function that reports them now."""
         if trouble is None:
             self._troubles.pop(tag, None)
         else:
@@ -112,7 +112,7 @@ class LoadReports:
         return {backend_of(tag): text for tag, trouble in self._troubles.items() if (text := trouble())}
 
     def note_watched(self, value: Any) -> None:
-        """Report live metrics as well from now on, or no longer."""
+        """Begin or end to report live metrics."""
         self._is_watched = bool(value)
         if self._is_watched:
             self.poke(is_urgent=False)
@@ -190,7 +190,7 @@ class LoadReports:
         versions: Mapping[BackendTag, dict[str, Any]],
         troubles: Mapping[BackendTag, str],
     ) -> bool:
-        """Report the loads, the totals of rollouts and what is wrong; return whether no retry is needed."""
+        """Send a report; return whether no retry is needed."""
         self._has_reported_load = True
         try:
             controller = await self._cluster.controller()

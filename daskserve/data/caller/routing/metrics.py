@@ -11,7 +11,7 @@ from daskserve.telemetry.table import MetricSample
 
 #: Why a request was sent again.
 BUSY, LOST = "busy", "lost"
-#: The cause of the end of calls that their callers gave up.
+#: The cause of errors of calls that their callers cancelled.
 CANCELLED = "cancelled"
 
 
@@ -21,7 +21,7 @@ class ReplicaSetMetrics:
     __slots__ = ("rejected", "retries", "sent", "waits")
 
     def __init__(self) -> None:
-        #: The requests that have begun, and those that the full queue refused.
+        #: Number of requests that have begun, and of those that were refused because the queue was full.
         self.sent = self.rejected = 0
         self.retries = {BUSY: 0, LOST: 0}
         #: Waiting times of the requests that had to wait for a replica.

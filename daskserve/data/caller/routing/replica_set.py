@@ -64,10 +64,10 @@ class ReplicaSet:
         routes: Routes,
         *,
         suspects: Suspects,
-        waiting_calls: WaitingCalls | None = None,
+        waiting_calls: WaitingCalls,
         contact: ControllerContact,
-        reports: LoadReports | None = None,
-        watch_facts: WatchFacts | None = None,
+        reports: LoadReports,
+        watch_facts: WatchFacts,
     ) -> None:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
@@ -76,7 +76,7 @@ class ReplicaSet:
         self.bodies: BodyUse | None = None
         self.max_body_bytes: int | None = None
         self._reports = reports
-        self._waiting_calls = waiting_calls or WaitingCalls()
+        self._waiting_calls = waiting_calls
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
@@ -168,7 +168,7 @@ class ReplicaSet:
         self._report_load()
 
     def _report_load(self) -> None:
-        if (self.is_autoscaled or self.versions is not None) and self._reports is not None:
+        if self.is_autoscaled or self.versions is not None:
             self._reports.poke(is_urgent=self.is_starving)
 
     def split(self, candidate: ReplicaSet | None, versions: Versions | None) -> None:

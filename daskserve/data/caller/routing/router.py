@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from daskserve.common.types import (
     BodyUse,
     EndpointTag,
     Envelope,
-    EnvelopeKind,
-    Message,
     Reachability,
     Receive,
     Send,
@@ -41,13 +39,7 @@ from daskserve.data.caller.routing.contact import ControllerContact
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.data.caller.routing.metrics import CallMetrics
 from daskserve.data.caller.routing.replica_set import ReplicaSet, check_queue
-from daskserve.data.caller.routing.shadow import (
-    Answer,
-    AnswerComparer,
-    Shadow,
-    ShadowBudget,
-    send_with_copies,
-)
+from daskserve.data.caller.routing.shadow import Answer, Shadow, ShadowBudget, send_with_copies
 from daskserve.data.caller.routing.suspects.suspects import Suspects
 from daskserve.data.caller.routing.versions import OLD, Versions, backend_of, candidate_of
 from daskserve.data.caller.routing.waiting_calls import WaitingCalls
@@ -60,6 +52,8 @@ from daskserve.telemetry.table import MetricSample
 SAMPLING = "sampling_ratio"
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
+#: Number of deleted endpoints and backends that a process remembers, so that calls of them fail at once.
+MAX_DELETED = 200
 #: Maximum number of deployments whose calls to one endpoint are counted apart in one process.
 MAX_CALLERS = 1000
 
@@ -226,31 +220,9 @@ class Router:
         versions, rng = replicas.versions, self._routers.rng
         chosen = versions.choose(envelope, shard_key, rng)
         if chosen == OLD and replicas.candidate is not None and versions.is_copied(envelope, rng):
-            return self._send_compared(versions, replicas.candidate.tag, envelope, receive, send)
+            send_copy = partial(self._routers.send_shadow, replicas.candidate.tag, envelope)
+            return versions.send_compared(send_copy, envelope, receive, send)
         return versions.send(chosen, envelope, receive, send)
-
-    async def _send_compared(
-        self, versions: Versions, candidate: BackendTag, envelope: Envelope, receive: Receive, send: Send
-    ) -> None:
-        """Send a request to the old version and a copy to the new one, and compare the answers."""
-        old, new = Answer(), Answer()
-
-        def note(message: Message) -> Awaitable[None]:
-            old.note(message)
-            return send(message)
-
-        versions.comparer.begin()
-        copy = self._routers.send_shadow(candidate, envelope, new)
-        try:
-            await send_with_copies([copy], partial(versions.send, OLD), envelope, receive, note)
-        except Exception as error:
-            old.error = error
-            raise
-        finally:
-            if copy.task.cancelling():
-                versions.comparer.skip()
-            else:
-                self._routers.compare(versions.comparer, envelope, old, new, copy)
 
     async def _send_when_known(
         self, envelope: Envelope, receive: Receive, send: Send, shard_key: str
@@ -284,17 +256,19 @@ class Routers:
         clock: Clock,
         rng: random.Random,
         routes: Routes,
-        waiting_calls: WaitingCalls | None = None,
-        shared: dict[str, Any] | None = None,
+        waiting_calls: WaitingCalls,
+        shared: dict[str, Any],
     ) -> None:
-        self._shared = {} if shared is None else shared
+        self._shared = shared
         self.clock = clock
         self.rng = rng
         self._cluster = cluster
         self._listener = listener
-        self._waiting_calls = waiting_calls or WaitingCalls()
+        self._waiting_calls = waiting_calls
         self._routers: dict[EndpointTag, Router] = {}
         self._sets: dict[BackendTag, ReplicaSet] = {}
+        #: The keys of the endpoints and backends that were deleted, the oldest first.
+        self._deleted: dict[str, None] = {}
         #: Functions that stop watching a published value, by its key.
         self._watches: dict[str, Callable[[], None]] = {}
         self.body_limits = BodyLimits()
@@ -330,8 +304,24 @@ class Routers:
         if router is None:
             router = self._routers[endpoint] = Router(endpoint, self)
             key = f"endpoint/{endpoint}"
-            self._watches[key] = self._listener.watch(key, self.body_limits.watched(key, router.update))
+            self._watch(key, router.update)
         return router
+
+    def _watch(self, key: str, update: Callable[[Any], None]) -> None:
+        """Watch an endpoint or a backend, and forget those that were deleted long ago."""
+
+        def note(value: Any) -> None:
+            update(value)
+            self._deleted.pop(key, None)
+            if value is None:
+                self._deleted[key] = None
+                if len(self._deleted) > MAX_DELETED:
+                    oldest = next(iter(self._deleted))
+                    del self._deleted[oldest]
+                    kind, _, tag = oldest.partition("/")
+                    self.forget(tag) if kind == "endpoint" else self._forget_unused([tag])
+
+        self._watches[key] = self._listener.watch(key, self.body_limits.watched(key, note))
 
     def send(
         self, endpoint: EndpointTag, envelope: Envelope, receive: Receive, send: Send
@@ -350,16 +340,20 @@ class Routers:
             return  # calls may wait for the first update
         del self._routers[endpoint]
         self._stop_watching(f"endpoint/{endpoint}")
+        self._forget_unused(router.backends)
+        router.published = None
+
+    def _forget_unused(self, backends: Iterable[BackendTag]) -> None:
+        """Stop watching backends that no endpoint uses, and that no request waits for."""
         used = {backend for each in self._routers.values() for backend in each.backends}
-        for backend in router.backends - used:
-            if not self._sets[backend].waiting:
+        for backend in backends:
+            if backend in self._sets and backend not in used and not self._sets[backend].waiting:
                 self._stop_watching(f"backend/{backend}")
                 for each in ("models", "stats/router"):
                     self._watch_facts(backend, each, None)
                 self._sets.pop(backend).close()
                 if (new := self._sets.pop(candidate_of(backend), None)) is not None:
                     new.close()
-        router.published = None
 
     def published(self, endpoint: EndpointTag) -> Mapping[str, Any] | None:
         """Return the state of an endpoint that the controller published last; None if it is not known."""
@@ -371,9 +365,7 @@ class Routers:
         found = self._sets.get(backend)
         if found is None:
             found = self._new_set(backend)
-            key = f"backend/{backend}"
-            note = self.body_limits.watched(key, partial(self._update_set, found))
-            self._watches[key] = self._listener.watch(key, note)
+            self._watch(f"backend/{backend}", partial(self._update_set, found))
         return found
 
     def _new_set(self, tag: BackendTag) -> ReplicaSet:
@@ -401,6 +393,7 @@ class Routers:
 
     def _stop_watching(self, key: str) -> None:
         self._watches.pop(key, bool)()
+        self._deleted.pop(key, None)
         self.body_limits.forget(key)
 
     def _update_set(self, replicas: ReplicaSet, value: Any) -> None:
@@ -455,13 +448,6 @@ class Routers:
         copied = replace(envelope, has_started=bool, call=None)
         send_to = self.replica_set(backend).send
         return Shadow(backend, copied, send_to, self._shadows, self._shadow_budget, answer)
-
-    def compare(
-        self, comparer: AnswerComparer, envelope: Envelope, old: Answer, new: Answer, copy: Shadow
-    ) -> None:
-        """Compare the answers of a request and of its copy, in the background."""
-        name = envelope.head["path" if envelope.kind is EnvelopeKind.HTTP else "method"]
-        self._shadows.spawn(comparer.compare(name, old, new, copy.task), "compare")
 
     def _forget_worker(self, worker: str) -> None:
         for each in self._sets.values():

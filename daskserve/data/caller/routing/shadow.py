@@ -19,22 +19,22 @@ from daskserve.loops.deadlines import until
 from daskserve.loops.tasks import TaskSet
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.importing import import_definition
-from daskserve.payload.pickling import load, message_bytes
+from daskserve.payload.pickling import message_bytes
 
 logger = logging.getLogger("daskserve.router")
 
 #: Maximum number of bytes that a shadow may be behind its original.
 MAX_BEHIND_BYTES = 1024 * 1024
-#: Maximum size of the larger bodies, gathered before they are sent, that all shadows of a process hold.
+#: Maximum total size of larger bodies that the shadows of a process hold.
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
 
 #: Maximum size of each of two answers that are compared.
 MAX_COMPARED_BYTES = 1024 * 1024
-#: Maximum number of shadowed requests of one rollout and process whose answers are awaited.
+#: Maximum number of pending comparisons of one rollout and process.
 MAX_PENDING = 16
 #: How long the function that compares two answers may take.
 SLOW_S = 10.0
-#: Number of differences that are kept, and the characters of each, and of each of its answers.
+#: Number of differences that are kept, and maximum length of each, and of each answer in it.
 KEPT_DIFFERENCES = 10
 MAX_SAMPLE, MAX_SHOWN = 300, 100
 
@@ -57,10 +57,10 @@ class Shadow:
         Sends the copy to a replica of the backend.
     tasks : TaskSet
         The set that owns the task of the copy.
-    room : ShadowBudget, optional
-        Shared by all shadows of the process; without it, larger bodies cancel the copy.
+    room : ShadowBudget
+        Shared by all shadows of the process.
     answer : Answer, optional
-        Keeps what the copy is answered with.
+        Keeps the answer to the copy.
     """
 
     def __init__(
@@ -69,16 +69,18 @@ class Shadow:
         envelope: Envelope,
         send_to: SendTo,
         tasks: TaskSet,
-        room: ShadowBudget | None = None,
+        room: ShadowBudget,
         answer: Answer | None = None,
     ) -> None:
         self._answer = answer
-        self._room = room or ShadowBudget(0)
+        self._room = room
         self._whole_bytes = 0
         self._backend = backend
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._behind_bytes = 0
         self._kind = "websocket" if envelope.head.get("type") == "websocket" else "http"
+        #: The set that owns the copy's task, for what follows it.
+        self.tasks = tasks
         self.task = tasks.spawn(self._run(envelope, send_to), f"shadow-{backend}")
         self.task.add_done_callback(self._give_back)
 
@@ -95,7 +97,7 @@ class Shadow:
 
     def _has_room(self, message: Message) -> bool:
         if self._whole_bytes:
-            return True  # what follows such a message is small
+            return True  # messages after a whole body are small
         size_bytes, room = message_bytes(message), self._room
         is_whole = self._behind_bytes == size_bytes and not message.get("more_body", False)
         if not is_whole or size_bytes > room.left_bytes:
@@ -175,13 +177,13 @@ class Answer:
         return self._bytes <= MAX_COMPARED_BYTES
 
     def note(self, message: Message) -> None:
-        """Keep a message, unless they are too many by now."""
+        """Keep a message, unless the answer has become too large."""
         self._bytes += message_bytes(message)
         if self.is_whole:
             self._messages.append(message)
 
     async def send(self, message: Message) -> None:
-        """Take a message as the caller would."""
+        """Keep a message, in place of the caller's ``send``."""
         self.note(message)
 
     def value(self) -> Any:
@@ -195,7 +197,7 @@ class Answer:
         if start is not None:
             bodies = (each.get("body", b"") for each in self._messages)
             return HTTPAnswer(start["status"], tuple(map(tuple, start["headers"])), b"".join(bodies))
-        values = [load(each["payload"]) for each in self._messages if "payload" in each]
+        values = [each["payload"].load() for each in self._messages if "payload" in each]
         return values[0] if len(values) == 1 else values
 
 
@@ -223,7 +225,7 @@ class AnswerComparer:
     def __init__(self, path: str | None, slow_s: float = SLOW_S) -> None:
         self.path = path
         self._slow_s = slow_s
-        #: `failed` are those that the function could not compare; `trouble` is why, the last time.
+        #: `failed` counts answers that the function could not compare; `trouble` is the last reason.
         self.compared = self.different = self.failed = 0
         self.trouble = ""
         #: The last differences.
@@ -233,7 +235,7 @@ class AnswerComparer:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be compared; others are not even copied."""
+        """Whether another comparison may begin; otherwise the request is not copied."""
         return self._pending < MAX_PENDING
 
     def begin(self) -> None:
@@ -318,4 +320,7 @@ def _short(value: Any) -> str:
         return summary_of(value)[:MAX_SHOWN]
     if isinstance(value, HTTPAnswer):
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"
-    return repr(value)[:MAX_SHOWN]
+    try:
+        return repr(value)[:MAX_SHOWN]
+    except BaseException:  # of user code; the difference counts even if it cannot be shown
+        return f"<{type(value).__name__}>"

@@ -1,18 +1,19 @@
 """The two versions of a backend during a rollout: which one gets a request, and how its requests end.
 
-Each version has a replica set of its own. Requests are counted here, because here a lost replica, a full
-queue and a missed deadline are seen as the caller sees them. Without a rollout, nothing of this runs.
+Each version has its own replica set. The router counts the requests of each version, because it sees lost
+replicas, full queues and missed deadlines as the caller does.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
-from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Receive, Send, described
+from daskserve.common.types import BackendTag, Envelope, EnvelopeKind, Message, Receive, Send, described
 from daskserve.data.caller.choice import shard_draw
-from daskserve.data.caller.routing.shadow import AnswerComparer, SendTo
+from daskserve.data.caller.routing.shadow import Answer, AnswerComparer, SendTo, Shadow, send_with_copies
 from daskserve.data.caller.sessions import session_in
 from daskserve.data.version_counts import is_socket, sent
 from daskserve.errors import NotFoundError
@@ -65,21 +66,17 @@ class Versions:
         self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
 
     def after(self, before: Versions | None) -> Versions:
-        """Go on with the comparisons of an earlier step of the same rollout."""
-        if before is not None and self._rollout_of(before.key) == self._rollout_of(self.key):
+        """Take over the comparisons of an earlier step of the same rollout; return these versions."""
+        if before is not None and before.key.partition("/")[0] == self.key.partition("/")[0]:
             self.comparer = before.comparer
         return self
 
-    @staticmethod
-    def _rollout_of(key: str) -> str:
-        return key.partition("/")[0]
-
     def choose(self, envelope: Envelope, shard_key: str, rng: random.Random) -> str | None:
-        """Return the version that is drawn for a request; None if the request names one."""
+        """Draw the version for a request; return None if the request names one."""
         if self._named(envelope) is not None:
             return None
         key = shard_key or self._session_of(envelope)
-        # Of its own, so that it is independent of the draw of the backend by the same key.
+        # With the tag, so that this draw is independent of the draw of the backend by the same key.
         number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
         return NEW if number < self._share else OLD
 
@@ -92,10 +89,38 @@ class Versions:
     def send(
         self, version: str | None, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Send a request to the version drawn for it, or that it names; only the former counts."""
+        """Send a request to the version that was drawn, or that it names; only drawn requests are counted."""
         if version is None:
             return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)
+
+    async def send_compared(
+        self, send_copy: Callable[[Answer], Shadow], envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        """Send a request to the old version and a copy to the new one, and compare the answers."""
+        old, new = Answer(), Answer()
+
+        def note(message: Message) -> Awaitable[None]:
+            old.note(message)
+            return send(message)
+
+        self.comparer.begin()
+        copy = send_copy(new)
+        has_answer = True
+        try:
+            await send_with_copies([copy], partial(self.send, OLD), envelope, receive, note)
+        except Exception as error:
+            old.error = error
+            raise
+        except BaseException:
+            has_answer = False  # the caller has left, and the copy may have its whole answer already
+            raise
+        finally:
+            if has_answer:
+                name = envelope.head["path" if envelope.kind is EnvelopeKind.HTTP else "method"]
+                copy.tasks.spawn(self.comparer.compare(name, old, new, copy.task), "compare")
+            else:
+                self.comparer.skip()
 
     def _named(self, envelope: Envelope) -> str | None:
         """Return the version that a request names; None if it names none.
@@ -105,7 +130,8 @@ class Versions:
         NotFoundError
             There is no version of that name.
         """
-        found = _header(envelope, _HEADER)
+        headers = envelope.head.get("headers", ()) if envelope.kind is EnvelopeKind.HTTP else ()
+        found: bytes = next((value for name, value in headers if name == _HEADER), b"")
         if not found:
             return None
         name = found.decode("latin-1")
@@ -125,7 +151,7 @@ class Versions:
         return session_in(envelope.head.get("headers", ()), self._sticky)
 
     async def _count(self, version: str, envelope: Envelope, receive: Receive, send: Send) -> None:
-        """Send a request, and count how it ends; one whose caller leaves is not counted."""
+        """Send a request, and count its outcome, unless its caller leaves."""
         began = self._now()
 
         def ended(has_failed: bool) -> None:
@@ -142,11 +168,3 @@ class Versions:
             return None
         found = {"key": self.key, "new": new.plain(), "old": old.plain()}
         return {**found, "shadowed": self.comparer.plain()} if has_answers else found
-
-
-def _header(envelope: Envelope, name: bytes) -> bytes:
-    """Return the first value of a header; empty if the request has none of that name."""
-    if envelope.kind is not EnvelopeKind.HTTP:
-        return b""
-    headers: Iterable[tuple[bytes, bytes]] = envelope.head.get("headers", ())
-    return next((value for each, value in headers if each == name), b"")

@@ -1,7 +1,7 @@
 """Counts calls that wait for the routes of their endpoint, which a process fetches with its first call.
 
-A graceful deletion lets requests finish. The replicas do not know of requests that have not left the program
-that deletes, so the program first waits until its calls have been sent.
+A graceful deletion lets requests finish, but replicas do not know about calls that this process has not sent
+yet. So the program that deletes first waits until its own calls have been sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.loops.tasks import pause
 
 T = TypeVar("T")
 
-#: How long a deletion waits for calls without a route; these give up after a similar time.
+#: How long a deletion waits for calls that are not sent; these time out after a similar time.
 WAITING_CALLS_S = 10.0
 
 

@@ -1,7 +1,7 @@
-"""The interpreter of a backend's environment on this machine.
+"""Finds the interpreter of a backend's environment on this machine.
 
-This runs on the replica's machine, because environments differ between machines. It looks into conda's
-folders itself: running ``conda`` takes a second.
+This runs on the replica's machine, because environments differ between machines. It reads conda's folders
+itself, because running ``conda`` takes a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from daskserve.options.fields.secrets import read_secret
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})
-#: Variables that would make another interpreter import this one's modules.
+#: Variables with which another interpreter would import the modules of this one.
 _OF_THIS_INTERPRETER = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__"})
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"})
 
@@ -32,15 +32,15 @@ async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Inte
     Parameters
     ----------
     text : str or None
-        What `daskserve.options.environment.Environment.to_text` returned.
+        The result of `daskserve.options.environment.Environment.to_text`.
     variables : mapping
         This process's environment variables.
 
     Raises
     ------
     BadRequestError
-        There is no such environment here, and the message lists the places searched; or no secret that a
-        variable refers to.
+        There is no such environment here, and the message lists the places searched. Or a variable refers
+        to a secret that does not exist.
     ReplicaStartError
         Its packages cannot be installed.
     """
@@ -72,7 +72,7 @@ def find_interpreter(environment: str | None, variables: Mapping[str, str]) -> I
     Parameters
     ----------
     environment : str or None
-        A name is a conda environment, a path is a folder.
+        The name of a conda environment, or the path of a folder.
     variables : mapping
         This process's environment variables.
 

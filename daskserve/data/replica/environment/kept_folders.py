@@ -1,7 +1,7 @@
-"""Folders that a machine keeps for later replicas, and deletes once no replica has used them for long.
+"""Folders that a machine keeps for later replicas, and deletes once they are unused for a long time.
 
-The time of a folder's last change says when a replica last asked for it. A process that works in a folder
-holds a shared lock on it until it ends, so that what a replica uses stays, however old it is.
+The modification time of a folder is the time of its last use. A process that uses a folder holds a shared
+lock on it until the process ends, so that a folder in use stays, however old it is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from daskserve.common.formatting import shown
 
 logger = logging.getLogger("daskserve.replica")
 
-#: The start of the names of folders that are not complete yet, or not any more.
+#: The prefix of the names of incomplete folders.
 DRAFT = "draft-"
-#: The names of what daskserve makes in the folder of environments, which others may use too.
+#: The names of daskserve's folders among the environments; other programs may use the same folder.
 _OURS = re.compile(rf"(files-)?[0-9a-f]{{20}}|{DRAFT}.*")
 _DAY_S = 86400
 
@@ -39,17 +39,17 @@ def hold(folder: Path) -> int | None:
 
 
 def mark_used(folder: Path) -> None:
-    """Note that a folder is used now; raise `OSError` if it is not there."""
+    """Record that a folder is used now; raise `OSError` if it does not exist."""
     os.utime(folder)
 
 
 def delete_unused(new: Path, days: float | None) -> None:
-    """Delete the folders beside a new one that were last used that many days before it; None keeps all."""
+    """Delete the folders beside a new one that have been unused for ``days``; None keeps all."""
     if days is None:
         return
     oldest = new.stat().st_mtime - days * _DAY_S
     for folder in new.parent.iterdir():
-        # Another process may be quicker, or a replica may work in it.
+        # Another process may delete it first, or a replica may use it.
         with contextlib.suppress(OSError):
             if _OURS.fullmatch(folder.name) and folder.is_dir() and folder.stat().st_mtime < oldest:
                 _delete(folder)
@@ -60,7 +60,7 @@ def _delete(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # No process finds half of a folder.
+        # Rename it first, so that no process finds an incomplete folder.
         doomed = folder.with_name(f"{DRAFT}{folder.name.removeprefix(DRAFT)}-{os.getpid()}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Packages for a replica: a virtual environment of this machine, installed once and kept.
+"""Packages for a replica: a virtual environment on this machine, installed once and kept.
 
-The environment is a layer over the worker's: it finds everything that the worker finds, after its own
-packages. Its folder is named by the packages and by the Python, so replicas that ask for the same share it.
-A file lock makes processes of this machine take turns, and a mark says that an installation is complete.
+The environment is a layer over that of the worker: its own packages come first, then those of the worker. The
+name of its folder is a digest of the packages and the Python version, so replicas with the same packages
+share it. Processes of this machine install one after another, by a file lock, and a mark in the folder shows
+that an installation is complete.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from daskserve.data.replica.environment.kept_folders import delete_unused, mark_
 from daskserve.errors import ReplicaStartError
 from daskserve.options.environment import Interpreter
 
-#: Says, in the folder of an environment, that its packages are installed.
+#: The file in the folder of an environment that shows that its packages are installed.
 MARK = "daskserve-complete"
 #: Number of lines of an installer's output that an error shows.
 SHOWN_LINES = 15
 
 
 def find_installer(variables: Mapping[str, str]) -> str | None:
-    """Return the path of uv, if it is installed here; None otherwise, so pip is used."""
+    """Return the path of uv if it is installed here, else None; then pip is used."""
     return shutil.which("uv", path=variables.get("PATH", os.defpath)) or (
         # Installed as a package of the worker's environment.
         shutil.which("uv", path=os.path.join(sys.prefix, "bin"))
@@ -72,7 +73,7 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
             shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation left
             folder.mkdir(0o700)
             _create(folder)
-            # The installer holds the lock too, so that it may outlive this process.
+            # The installer inherits the lock, because it may outlive this process.
             _run(_command(folder, packages, find_installer(variables)), variables, lock.fileno(), packages)
             (folder / MARK).touch()
             mark_used(folder)

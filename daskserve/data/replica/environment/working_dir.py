@@ -1,8 +1,8 @@
 """The files of a backend's environment: packed by the client, unpacked where its replicas run.
 
-They are part of the pickled code, in front of the callable, and unpickling unpacks them. So modules in them
-can be imported while the callable is unpickled, another content is another version of the code, and a large
-content travels as large arguments do.
+They are part of the pickled code, before the callable, and unpickling unpacks them. So the callable can
+import their modules while it is unpickled, changed files are a new version of the code, and large files
+travel like large arguments.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "no
 MAX_BYTES = 512 << 20
 #: Size of the unpacked files of an archive.
 MAX_UNPACKED_BYTES = 8 * MAX_BYTES
-#: The time in each entry: the same files are the same bytes.
+#: The time of each entry, so that the same files give the same bytes.
 _TIME = (1980, 1, 1, 0, 0, 0)
 
-#: The folder of all unpacked archives, in the context of a replica; unset where they are only passed on.
+#: The folder of all unpacked archives, in the context of a replica; None in other processes.
 archives_folder: contextvars.ContextVar[Path | None] = contextvars.ContextVar("archives_folder", default=None)
 
 
@@ -125,7 +125,7 @@ def pack_folder(place: str) -> PackedFolder:
 def local_folder(place: str, root: Path) -> Path:
     """Return a folder on this machine with the files of a folder or zip file; see `pack_folder`.
 
-    The only folder at the top of an archive at a URL is left out: hosts of repositories put it there.
+    If an archive at a URL has only one folder at its top, as archives of repositories do, return that one.
     """
     path = Path(place).expanduser()
     if "://" not in place and path.is_dir():

@@ -1,11 +1,10 @@
-"""Errors of user code in the log: one record for each, by the replica, with the id of the request.
+"""Logs the errors of user code: one record for each error, with the id of the request.
 
-The parts of daskserve that an error passes on its way to the client do not log it again
-(`daskserve.payload.packed_errors.is_logged`), nor do other replicas that it passes through. The record has
-the text that was made when the error was packed: no handler of `logging` needs code of the error's class.
+Only the replica that raises an error logs it (`daskserve.payload.packed_errors.is_logged`). The record has
+the text of the packed error, so handlers of `logging` run no code of the error's class.
 
-A refusal (`daskserve.errors.REFUSALS`) that user code passes on is no failure of its own. It is one line
-without a traceback, and only now and then if there are many.
+A refusal (`daskserve.errors.REFUSALS`) that user code raises again is not its failure. It is logged as one
+line without a traceback, at most every `REFUSALS_S`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REFUSALS_S = 10.0
 
 
 class _EnduringLogger(logging.Logger):
-    """A logger that `logging.config` cannot disable; its level and its handlers can be configured."""
+    """A logger that `logging.config` can configure, but not disable."""
 
     @property
     def disabled(self) -> bool:
@@ -56,25 +55,25 @@ def keep_loggers_enabled() -> None:
 
 
 def pack_raised(error: BaseException) -> PackedError | None:
-    """Pack an error at once where user code has raised it, as `pack_now` does, with the note of its rule."""
+    """Add the note of its rule to an error, and pack it as `pack_now` does."""
     add_rule(error)
     return pack_now(error)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an error is the answer of a deployment that another one passes on."""
+    """Return whether an error is a refusal, perhaps by another deployment that user code has called."""
     return issubclass(error.kind if type(error) is PackedError else type(error), REFUSALS)
 
 
 def is_failure(error: PackedError) -> bool:
-    """Return whether the error of a call is for the log: neither the caller's mistake nor a response."""
+    """Return whether to log the error of a call: not a mistake of its caller, and not a response."""
     if issubclass(error.kind, ServeError):
         return issubclass(error.kind, (UserCodeError, *REFUSALS))
     return not issubclass(error.kind, NOT_FAILURES)
 
 
 def is_http_failure(error: PackedError) -> bool:
-    """Return whether the error of an HTTP request is for the log; no client sees what is wrong."""
+    """Return whether to log the error of an HTTP request, whose client does not see the error."""
     return not issubclass(error.kind, ClientDisconnect)
 
 
@@ -86,11 +85,11 @@ class FailureLog:
         self._refusals = SparseLog(REFUSALS_S)
 
     def logs_for(self, request: RequestContext | None) -> Callable[..., None]:
-        """Return `log` or, if the caller shows the error to its user at once, `log_in_short`."""
+        """Return `log`, or `log_in_short` if the caller shows the error to its user at once."""
         return self.log if request is None or not request.is_shown else self.log_in_short
 
     def log_in_short(self, error: PackedError, *request_ids: str) -> None:
-        """Log an error in one line: its caller, a notebook, shows its traceback to the same user at once."""
+        """Log an error in one line, because its caller, a notebook, shows its traceback."""
         if not is_logged(error, request_ids[0]):
             note_logged(error, *request_ids)
             logger.error("Request %s to %s failed: %s", request_ids[0], self._replica_tag, error.summary)
@@ -102,7 +101,7 @@ class FailureLog:
         note_logged(error, *request_ids)
         try:
             self._log(error, ", ".join(request_ids))
-        except Exception:  # of a filter of the user's; the caller gets its answer in any case
+        except Exception:  # of the user's logging filter; the caller must get its answer in any case
             logger.warning("An error of user code could not be logged: %s", error.summary)
 
     def _log(self, error: PackedError, names: str) -> None:

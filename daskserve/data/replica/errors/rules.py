@@ -1,6 +1,7 @@
-"""Notes on errors of user code that come from where it runs: the rule, what to write, and where to read more.
+"""Notes that explain errors of user code which its thread or event loop causes.
 
-The rules are those of "Threads and event loops" in docs/deployments.md.
+Each note has the rule that the code breaks, and the remedy. The rules are those of "Threads and event loops"
+in docs/deployments.md.
 """
 
 from __future__ import annotations
@@ -92,12 +93,12 @@ RULES: Sequence[Rule] = (
 
 
 def rule_in(text: str) -> str:
-    """Return the note that `add_rule` has added, from a traceback, after a space; empty if there is none."""
+    """Return the note of `add_rule` in a traceback, after a space; empty without one."""
     return next((f" {line}" for line in text.splitlines() if line.endswith(SOURCE)), "")
 
 
 def add_rule(error: BaseException) -> None:
-    """Add the note of the rule that an error comes from, if it comes from one; once. Runs no user code."""
+    """Add the note of the rule that explains an error, if there is one. Idempotent; runs no user code."""
     args, cls = stored_args(error), type(error)
     text = args[0] if args else None
     if type(text) is not str or len(text) > MAX_TEXT or type(cls) is not type:

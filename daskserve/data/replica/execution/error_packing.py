@@ -1,9 +1,9 @@
-"""Packs errors of user code whose classes have code of their own, in threads, within a time.
+"""Packs errors of user code in threads, with a timeout, if their classes define methods.
 
 Most errors are packed where user code raises them, in a fraction of a millisecond
-(`daskserve.payload.packed_errors.pack_now`). The ``__str__`` or ``__reduce__`` of a user's class may take for
-ever, though, and on the worker's loop even reading the source lines of a traceback takes too long. Such
-errors are packed in threads. If that is late, the caller gets what is known: the class and its plain values.
+(`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may
+hang, and on the worker's loop even reading the source lines of a traceback takes too long. These errors are
+packed in threads. After the timeout, the caller gets the class and its plain values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from daskserve.data.replica.execution.user_threads import UserThreads
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import PackedError, pack_in_steps, pack_without_code
 
-#: How long it may take to pack an error.
+#: The timeout for packing an error.
 PACK_S = 2.0
-#: How many threads pack errors at a time, and how many more there may be for threads that are stuck.
+#: The number of threads that pack errors, and the maximum number of threads that replace stuck ones.
 THREADS = 4
 MAX_STUCK = 16
 
@@ -31,7 +31,7 @@ class ErrorPackers:
     Parameters
     ----------
     timeout_s : float
-        How long it may take to pack an error.
+        The timeout for packing an error.
     """
 
     def __init__(self, name: str, to_worker: ThreadCalls, timeout_s: float = PACK_S) -> None:
@@ -61,7 +61,7 @@ class ErrorPackers:
         packing.deliver()
         if packing.run is not None:
             packing.run.cancel()
-            # Others may wait behind it, and it is a start that adds a thread.
+            # Other errors may wait behind it, and only a start adds a thread.
             self._start(_Packing(None, packing.packed), Context())
 
     async def close(self, grace_s: float) -> bool:

@@ -1,9 +1,9 @@
 """Decides from stack samples whether user code blocks the event loop.
 
-A loop may be late because user code blocks it, and also because the machine is busy or another thread holds
-the interpreter lock. Only a call of user code that stays on the loop's stack, sample after sample, counts as
-the cause. Each sample counts for one interval at most, and less if the thread had no processor meanwhile. So
-samples that come late, and calls that wait for their turn on a busy machine, prove little.
+A loop may be late because user code blocks it, because the machine is busy, or because another thread holds
+the interpreter lock. Only a call of user code that stays on the loop's stack in consecutive samples counts as
+the cause. Each sample counts for one interval at most, and less if the thread waited for a processor. So late
+samples, and calls that wait for a processor, count little.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from types import FrameType
 from daskserve.telemetry.profiling.frames import is_users, user_call
 from daskserve.telemetry.profiling.threads import processor_times
 
-#: The interval of the samples of a loop that runs user code, and the delay from which it counts as blocked.
+#: The sampling interval of a loop that runs user code, and the least delay that counts as blocked.
 WATCH_INTERVAL_S = 0.03
 BLOCKED_AFTER_S = 0.1
-#: The part of a delay during which the same call has to be seen.
+#: The share of a delay during which samples must show the same call.
 SEEN_PART = 0.5
-#: Frames of a stack that are shown at most.
+#: Maximum number of frames of a stack in a message.
 SHOWN_FRAMES = 5
 
 
@@ -29,7 +29,7 @@ class Evidence:
         self._call: FrameType | None = None
         self._seen_s = 0.0
         self._starved_s: float | None = None
-        #: Where the call was at the last sample.
+        #: The position of the call at the last sample.
         self.place = ""
 
     def add(self, frame: FrameType | None, elapsed_s: float, starved_s: float = 0.0) -> None:

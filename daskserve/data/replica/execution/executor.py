@@ -1,14 +1,13 @@
 """Runs user code apart from the worker's event loop.
 
 Problem: user code blocks, and the worker's loop carries heartbeats, health probes and all requests. So
-``async def`` code of a replica runs on an event loop in a thread of its own, plain functions run in a pool
-of threads, and only short callbacks cross over. Choices:
+``async def`` code of a replica runs on a separate event loop and thread, plain functions run in a pool of
+threads, and only short callbacks cross between the threads. Choices:
 
-- Crossing costs a system call and a change of threads, so a `daskserve.loops.thread_calls.ThreadCalls`
-  delivers all callbacks that were posted so far: under load many requests share one crossing.
-- A thread cannot be stopped. A cancelled run that goes on counts as `UserExecutor.abandoned` until it
-  returns.
-- A thread outside (`LoopWatch`) notices a loop that user code blocks while it is blocked, and logs where.
+- A crossing costs a system call and a thread switch. So `daskserve.loops.thread_calls.ThreadCalls` delivers
+  all posted callbacks at once: under load, many requests share one crossing.
+- A thread cannot be stopped. A cancelled run counts as `UserExecutor.abandoned` until it returns.
+- Another thread (`LoopWatch`) detects that user code blocks its loop, and logs the position in the code.
 
 The executor chooses the runner for each piece of user code; see `daskserve.data.replica.execution.runner`.
 """
@@ -50,14 +49,14 @@ class UserExecutor:
     threads : int
         How many plain functions may run at a time.
     event_loop : str
-        ``"own"``: async code has a loop in its own thread. ``"worker"``: it runs on the worker's loop. Plain
-        functions run in threads with either.
+        With ``"own"``, async code runs on a loop in its own thread; with ``"worker"``, on the worker's loop.
+        Plain functions run in threads with both.
     is_loop_shared : bool
-        Whether plain functions run in the thread of the user's own loop, which they may block.
+        Whether plain functions run in the thread of the user's own loop, and block it.
     inbox : CallInbox, optional
-        Where callbacks arrive on the worker's loop; see `daskserve.loops.thread_calls`.
+        Receives callbacks on the worker's loop; see `daskserve.loops.thread_calls`.
     start_thread : callable
-        Starts the thread that loads user code, which then runs its loop or plain functions, and further ones.
+        Starts the threads of user code. The first one loads the code, and then runs its loop or functions.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class UserExecutor:
         self.to_worker = ThreadCalls(self.loop, inbox)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
-        #: Off while user code starts: no request waits behind a slow constructor.
+        #: False while user code starts: no request waits for a slow constructor.
         self.is_watched = True
         #: The runs that have started and not ended.
         self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
         self.runs = Runs(self.packers.pack)
         self.is_loop_shared = is_loop_shared
         self.threads: UserThreads
-        #: Serves probes only, so that they need not wait for requests.
+        #: Runs probes only, so that they need not wait for requests.
         self.reserved: UserThreads
-        #: Serves neither requests nor probes: code that hangs there blocks no other code.
+        #: Runs neither requests nor probes: a function that hangs here blocks no other code.
         self.aside: UserThreads
         if is_loop_shared:
             self.threads = LoopThread(self._post_to_user, self.to_worker, self.runs)
@@ -105,7 +104,7 @@ class UserExecutor:
 
     @property
     def blocked_count(self) -> int:
-        """How many times user code was seen blocking its event loop."""
+        """How many times user code has blocked its event loop."""
         return 0 if self._watch is None else self._watch.blocked_count
 
     @property
@@ -157,10 +156,7 @@ class UserExecutor:
         context: Context,
         on_end: RunListener,
     ) -> CodeRun | None:
-        """Start user code where code of its kind runs.
-
-        See `daskserve.data.replica.execution.runner`.
-        """
+        """Start user code in its runner; see `daskserve.data.replica.execution.runner`."""
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
         if not is_async:
@@ -174,10 +170,10 @@ class UserExecutor:
     def enter(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> CodeRun | None:
-        """Run async code on the worker's loop within the present task, up to where it first waits.
+        """Run async code on the worker's loop within the present task, until it first waits.
 
-        As `start`, but the task has to await `CodeRun.drive` at once. Code that never waits has ended when
-        this returns, and needs no run.
+        Unlike with `start`, the task has to await `CodeRun.drive` at once. If the code never waits, it has
+        ended when this returns None.
         """
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
@@ -201,7 +197,7 @@ class UserExecutor:
         return run
 
     async def run_async(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run a coroutine function on the user's side, and return its result or raise its error."""
+        """Run a coroutine function on the loop of user code; return its result or raise its error."""
         result = RunResult()
         run = self.start(True, function, args, self.context.copy(), result)
         return await result.wait(run)  # type: ignore[no-any-return]
@@ -221,9 +217,9 @@ class UserExecutor:
             run.abort(error)
 
     async def close(self, grace_s: float) -> bool:
-        """End the loop and all threads, and return whether they ended within ``grace_s``.
+        """End the loop and all threads, and return whether they ended within ``grace_s``. Idempotent.
 
-        Code that is stuck stays on its daemon thread, where it blocks nothing else. Idempotent.
+        Stuck code stays in its daemon thread, where it blocks nothing else.
         """
         self.is_closed = True
         self.abort_runs(ClosedError("The replica has been stopped."))

@@ -13,9 +13,9 @@ from daskserve.loops.thread_calls import ThreadCalls
 
 
 class LoopThread(UserThreads):
-    """Runs plain functions one at a time, while the loop waits for them.
+    """Runs plain functions one at a time; the loop is blocked meanwhile.
 
-    They see no running event loop, as in a thread of their own, so that they may block and start loops.
+    The functions see no running event loop, so they may start loops, as in other threads.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Detects event loops that user code blocks."""
+"""Detects that user code blocks an event loop."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ StackFrames: TypeAlias = Callable[[], Mapping[int, FrameType]]
 
 
 class _Watch:
-    """The count and the evidence of a watch, and the timer of its next check."""
+    """The common parts of both watches: the count, the evidence and the timer of the next check."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Sized, frames: StackFrames) -> None:
-        #: How many times user code was seen blocking its event loop.
+        #: How many times user code has blocked its event loop.
         self.blocked_count = 0
         #: None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
@@ -51,10 +51,10 @@ class _Watch:
 
 
 class LoopWatch(_Watch):
-    """Logs and counts blocks of a user's loop; it checks from the worker's loop while calls run.
+    """Logs and counts blocks of a user's loop. It runs on the worker's loop while calls run.
 
-    A block of one and a half times `BLOCKED_AFTER_S` is always detected, even if it is over when the watch
-    looks. The watch also fetches what a user's loop posted before it was blocked, and so has not announced.
+    It always detects a block of one and a half times `BLOCKED_AFTER_S`, even if the block is over at the next
+    check. It also runs the callbacks that the user's loop posted before it was blocked.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class LoopWatch(_Watch):
 class SharedLoopWatch(_Watch):
     """Logs and counts blocks of the worker's own loop while calls run on it.
 
-    A thread takes samples while that loop is late; the loop reports it afterwards.
+    A thread takes samples while the loop is late; the loop reports the block afterwards.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from daskserve.common.clock import LoopClock
 from daskserve.common.types import WHOLE_RESPONSE, Message, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
 
-#: How many messages of one request may be in flight in one direction.
+#: Maximum number of messages of one request in flight in one direction.
 WINDOW = 16
-#: Parts of a body up to this size together are joined.
+#: Maximum size of joined parts of a body.
 JOIN_BYTES = 64 * 1024
 
 
@@ -30,9 +30,9 @@ class MessagePipe:
     kind : str
         ``"http"``, ``"websocket"`` or ``"call"``.
     receive, send : callable, optional
-        Of the request's caller. Without a task, there is none before `connect`.
+        Those of the request's caller; None until `connect` for a request without a task.
     first : Message, optional
-        A message that the worker's side has received already. So a small body needs no crossing of its own.
+        A message that the worker's side has received already, so that a small body needs no further crossing.
     """
 
     def __init__(
@@ -49,29 +49,29 @@ class MessagePipe:
         self._send = send
         #: Messages that user code has sent and the caller has not taken yet.
         self.outbox: deque[Message] = deque()
-        # Lists: they hold at most `WINDOW`, and a pipe for each request with two more deques takes longer.
+        # Lists hold at most `WINDOW` items, and are faster to create than deques.
         self._blocked: list[Callable[[], None]] = []
         self._inbox: list[Message | Exception] = [] if first is None else [first]
         self._readers: list[asyncio.Future[None]] = []
 
-    # Most requests never change any of these, and one is made for each.
+    # Class attributes, because each request makes a pipe, and most never change these.
     #: Whether user code has begun its response.
     is_started = False
-    #: How much of the response's body the caller does not have yet, if its length is known; 0: it has the
-    #: whole response. Applications may send the end late, for example after their background tasks.
+    #: The bytes of the body that the caller does not have yet, infinite if the length is unknown. At 0, the
+    #: caller has the whole response, although the application may end it later, after background tasks.
     missing_bytes: float = math.inf
-    #: Whether ``first`` is the empty body of a request without one, which the client's side sends as well.
+    #: Whether ``first`` is the empty body of a request without one; the caller's ``receive`` repeats it.
     is_body_assumed = False
     _is_closed = _is_accepted = _is_leaving = False
     #: Called on the worker's loop when there are messages in the `outbox`.
     on_message: Callable[[], None] | None = None
-    # Exists while user code reads before `connect`.
+    # Exists if user code reads before `connect`.
     _connected: asyncio.Event | None = None
-    # Outgoing. The user's side counts `_sent`, the worker's side `_passed`; no other code writes them.
+    # Outgoing messages: only the user's side writes `_sent`, and only the worker's side `_passed`.
     _sent = _passed = 0
-    # Incoming. The worker's side counts `_arrived`, the user's side `_taken`.
+    # Incoming messages: only the worker's side writes `_arrived`, and only the user's side `_taken`.
     _arrived = _taken = 0
-    #: The task that reads ahead. The user's side asks for more messages only if there is none.
+    #: The task that reads ahead. The user's side requests more messages only while there is none.
     _reading: asyncio.Task[None] | None = None
 
     # ---- on the user's side
@@ -101,7 +101,7 @@ class MessagePipe:
         """Send a message to the client, waiting only while too many are in flight."""
         self._post(message, self._executor.to_worker.post_soon)
         if self._is_closed:
-            # Code that waits for nothing else would never receive its cancellation.
+            # Without this, code that never waits would never get its cancellation.
             await LoopClock().sleep(0)
         elif self._sent - self._passed >= WINDOW:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -109,7 +109,7 @@ class MessagePipe:
             await room
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
-        """Send messages from a callback of the user's loop; return what the next `send` has to wait for."""
+        """Send messages from a callback of the user's loop; return what to await before the next `send`."""
         for message in messages:
             self._post(message, self._executor.to_worker.post_soon)
         return None
@@ -136,7 +136,7 @@ class MessagePipe:
 
     def _block(self, release: Callable[[], None]) -> None:
         self._blocked.append(release)
-        # Check again after joining the queue: the last message may have been passed on in between.
+        # Check again: the worker's side may have passed on the last message before the append.
         if self._has_room() or self._is_closed:
             release()
 
@@ -159,7 +159,7 @@ class MessagePipe:
             self._connected.set()
 
     async def flush(self) -> None:
-        """Pass on the messages that user code has sent, as fast as the caller takes them."""
+        """Send the messages of user code to the caller."""
         send, outbox = self._send, self.outbox
         assert send is not None
         while outbox:
@@ -183,14 +183,14 @@ class MessagePipe:
             self.missing_bytes = 0
 
     def leave(self) -> None:
-        """Close a WebSocket with code 1001 as soon as it is open; user code then receives its disconnect."""
+        """Close a WebSocket with code 1001 as soon as it is open; user code then gets its disconnect."""
         self._is_leaving = True
         # Not `is_started`: the message by which user code accepts it may still be crossing.
         if self._is_accepted:
             self._arrive(_going_away())
 
     def close(self) -> None:
-        """Detach from the client: user code that still runs sends nothing, and receives a disconnect."""
+        """Detach from the caller: messages of user code are dropped, and it receives a disconnect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -245,7 +245,7 @@ class MessagePipe:
                     message, has_more = error, False
                 self._arrived += 1
                 if not has_more or self._arrived - self._taken >= WINDOW:
-                    # Before the post: user code that has taken the message must know to ask for the next.
+                    # Before the post: after this message, user code has to request the next one.
                     self._reading = None
                 to_user.post_soon(self._deliver, message)
         finally:
@@ -253,7 +253,7 @@ class MessagePipe:
 
 
 class DirectPipe(MessagePipe):
-    """A pipe for user code that runs on the worker's loop: messages stay in their thread."""
+    """A pipe for user code on the worker's loop, whose messages cross no threads."""
 
     def close(self) -> None:
         if self._blocked or self._reading or self._readers:
@@ -288,7 +288,7 @@ class DirectPipe(MessagePipe):
         try:
             await send(message)
         except OSError:
-            self._is_closed = True  # the caller has left; user code goes on, as on its own loop
+            self._is_closed = True  # the caller has left; user code continues, as on its own loop
             return
         self._note_sent(message)
         if self.on_message is not None:
@@ -312,9 +312,9 @@ def open_pipe(
 
 
 def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:
-    """Join the parts of a body that are ready; return their number as well.
+    """Join the parts of a body that are ready, and return their number as well.
 
-    Each write of the server costs more than the code that made the part.
+    A write of the server costs more than making a part.
     """
     parts = [first.get("body", b"")]
     size_bytes = len(parts[0])

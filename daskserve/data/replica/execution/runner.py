@@ -1,4 +1,4 @@
-"""Runners: the places where user code runs.
+"""Runners: where user code runs, and how it is cancelled.
 
 ``runner.start(function, args, context, listener)`` starts user code in a context, and notifies the listener
 exactly once when the code has ended. It returns the `CodeRun`, by which the code can be cancelled:
@@ -35,12 +35,12 @@ class RunListener(Protocol):
     def run_ended(self, value: Any, error: Exception | None) -> None:
         """Note that the code has ended, or will never begin. Called exactly once for each run.
 
-        ``value`` and ``error`` are what it returned or raised, packed; both mean nothing if the run was
-        cancelled. After a cancellation this may be much later.
+        ``value`` is its result, and ``error`` its packed error. Ignore both if the run was cancelled. After
+        a cancellation, this call may come much later.
         """
 
     def run_aborted(self, error: Exception) -> None:
-        """Stop waiting for the code and fail with ``error``; the run is cancelled, and ends later."""
+        """Fail with ``error`` without waiting for the code, whose run is cancelled and ends later."""
 
 
 #: Packs an error of user code, on the worker's loop; see `execution.error_packing.ErrorPackers.pack`.
@@ -53,7 +53,7 @@ class Runs(set["CodeRun"]):
     Parameters
     ----------
     pack : callable, optional
-        Packs the errors that cannot be packed where one of the runs has raised them, if there are such.
+        Packs errors that cannot be packed at once by the thread of a run.
     """
 
     pack: PackError
@@ -105,15 +105,15 @@ class CodeRun:
         return self._context
 
     def drive(self) -> Awaitable[None] | None:
-        """Return what the listener's task has to await for the code to go on; None if nothing."""
+        """Return an awaitable that the listener's task has to await for the code to run; None if none."""
         return None
 
     def cancel(self) -> None:
-        """Ask the code to end, and with it the calls it waits for; does nothing once it has ended."""
+        """Cancel the code and the calls that it waits for, unless it has ended."""
         if not self.is_ended and not self.is_cancelled:
             self.is_cancelled = True
             self._stop()
-            # After the code itself: async code that awaits one of them must be cancelled once, not twice.
+            # After the code itself: code that awaits one of its calls must be cancelled once, not twice.
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
@@ -128,7 +128,7 @@ class CodeRun:
         raise NotImplementedError
 
     def _fail(self, error: BaseException, post: Callable[..., None]) -> None:
-        """End with an error that user code has raised, where it runs; ``post`` leads to the worker's loop."""
+        """End with an error of user code, in its thread; ``post`` calls a function on the worker's loop."""
         packed = None if self.is_cancelled else pack_raised(error)
         if self.is_cancelled or packed is not None:
             post(self._end, None, packed)
@@ -144,7 +144,7 @@ class CodeRun:
             return
         self.is_ended = True
         listener, self._args = self._listener, ()
-        del self._listener  # the code's task or thread may keep this object for a moment, but not the request
+        del self._listener  # the request; the task or thread may keep this object for a moment
         self._runs.discard(self)
         listener.run_ended(value, error)
 

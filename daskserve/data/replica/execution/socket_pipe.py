@@ -1,10 +1,10 @@
-"""The pipes of WebSockets, whose connection comes to user code where both are in the same process.
+"""The pipes of WebSockets, whose connection moves to user code if both are in the same process.
 
 The messages of the handshake pass through the pipe, like those of any request: the replica, the router and
-the ingress see that the WebSocket is accepted. The accept also says where user code runs
-(`daskserve.common.types.SOCKET_PLACE`). The server answers with the open WebSocket itself, on that event
-loop; from then on user code receives from it and sends to it directly. If the connection has to stay, because
-of TLS under Tornado for example, the pipe goes on as before.
+the ingress see that the WebSocket is accepted. The accept also names the event loop of user code
+(`daskserve.common.types.SOCKET_PLACE`). The server then moves the open WebSocket to this loop, where user
+code receives and sends directly. If the connection cannot move, for example because of TLS under Tornado, all
+messages pass through the pipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from daskserve.data.replica.execution.user_loop import UserLoop
 
 
 class _MovedError(Exception):
-    """Ends a reader of the pipe: the messages come on another way."""
+    """Ends a reader of the pipe, because the connection has moved."""
 
 
 class UserPlace:
@@ -30,24 +30,24 @@ class UserPlace:
     def __init__(self, user_loop: UserLoop, pipe: SocketPipe) -> None:
         self.loop = user_loop.loop
         self.post = user_loop.thread_calls.post
-        #: The connection, once it is here.
+        #: The connection, once it has moved here.
         self.socket: OpenSocket | None = None
-        #: Whether it will be.
+        #: Whether the connection is moving here.
         self.is_expected = False
-        #: Set when it is here, or is known not to come.
+        #: Set when the connection has moved here, or will not move.
         self.is_decided = asyncio.Event()
         self._user_loop = user_loop
-        self._pipe: SocketPipe | None = pipe  # until then
+        self._pipe: SocketPipe | None = pipe  # until it is decided
         self._leaves_at_once = False
 
     def expect_socket(self) -> None:
-        """Note, on the worker's loop, that the connection is on its way."""
+        """Record that the connection is moving here; on the worker's loop."""
         self.is_expected = True
         if self._pipe is not None:
             self._pipe.stop_passing()
 
     def give_up(self) -> None:
-        """Let messages pass through the pipe, unless the connection is on its way; from any thread."""
+        """Keep the messages in the pipe, unless the connection is moving. Any thread may call this."""
         if not self.is_expected:
             self.post(self.decide)
 
@@ -62,28 +62,28 @@ class UserPlace:
         self.decide()
 
     def drop_socket(self, socket: OpenSocket) -> None:
-        """Note that the connection has ended."""
+        """Record that the connection has ended."""
         self._user_loop.dismiss(socket)
 
     def leave(self) -> None:
-        """Close the connection with code 1001 as soon as it is here."""
+        """Close the connection with code 1001 once it has moved here."""
         self._leaves_at_once = True
         if self.socket is not None:
             self.socket.leave()
 
     def decide(self) -> None:
-        """Let messages pass, through the connection if it is here."""
+        """Release user code that waits to send: to the connection if it is here, or else to the pipe."""
         self._pipe = None  # it refers to this object
         self.is_decided.set()
 
 
 class _SocketPipe(MessagePipe):
-    """The pipe of a WebSocket, whose connection can come to the loop of user code.
+    """The pipe of a WebSocket, whose connection may move to the loop of user code.
 
     Parameters
     ----------
     envelope : Envelope
-        Says whether the connection may come, and takes the time that user code works on each message.
+        Says whether the connection may move, and records the time of user code for each message.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _SocketPipe(MessagePipe):
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
         self._note_turn = envelope.note_turn
-        #: When user code got the message that it works on; 0 if it works on none.
+        #: When user code got its present message; 0 without one.
         self._turn_began = 0.0
         self._is_direct = envelope.is_direct
         #: Exists from the accept on.
@@ -144,11 +144,11 @@ class _SocketPipe(MessagePipe):
         try:
             await place.socket.send(message)
         except OSError:
-            pass  # user code receives the disconnect, and may have to clean up
+            pass  # user code gets the disconnect from `receive`
 
 
 class SocketPipe(_SocketPipe):
-    """The pipe of a WebSocket whose connection can come to the user's own loop."""
+    """The pipe of a WebSocket whose connection may move to the user's own loop."""
 
     _place: UserPlace | None
 
@@ -156,14 +156,14 @@ class SocketPipe(_SocketPipe):
         return UserPlace(self._executor.user_loop, self)
 
     def end_readers(self) -> None:
-        """Make waiting readers read from the connection, which has come."""
+        """Make waiting readers read from the connection, which has moved here."""
         self._inbox.extend(_MovedError() for _ in self._readers)
         self._deliver(None)
 
     # ---- on the worker's loop
 
     def stop_passing(self) -> None:
-        """Leave all messages to the connection, which is on its way to the user's loop."""
+        """Read no more messages: the connection is moving to the user's loop."""
         if self._reading is not None:
             self._reading.cancel()
         if self._is_leaving:
@@ -192,7 +192,7 @@ class SocketPipe(_SocketPipe):
 
 
 class WorkerPlace:
-    """The worker's loop as the `SocketPlace` of one WebSocket, which needs no move."""
+    """The worker's loop as the `SocketPlace` of one WebSocket, whose connection is there already."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -204,7 +204,7 @@ class WorkerPlace:
         """Do nothing: messages never wait."""
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on this loop, where everything is."""
+        """Call a function on this loop."""
         function(*args)
 
     def expect_socket(self) -> None:

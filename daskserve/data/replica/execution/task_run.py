@@ -1,14 +1,14 @@
 """Async code within the task of its request, for backends with ``event_loop="worker"``.
 
-On the worker's loop, a task for each piece of user code costs as much as all that the router does for a
-request. Code that ignores its cancellation needs one, so that its caller can continue without it. If the
-request has no deadline, no caller does, and the code runs within the request's own task (`TaskRun`). Code
-that never waits then needs neither a task nor a run: it has ended when
+On the worker's loop, a task for user code costs as much as the router's work for a request. A separate task
+is only needed for a request with a deadline: the code may ignore its cancellation, and the caller continues
+without it. Without a deadline, the code runs within the request's task (`TaskRun`). Code that never waits
+then needs neither a task nor a run: it has ended when
 `daskserve.data.replica.execution.executor.UserExecutor.enter` returns.
 
-A call that needs no task of its own gets one for its code
-(`daskserve.data.replica.execution.user_loop.LoopRunner`). That takes a third less CPU time within the
-process, because routers then need no task for it either (`daskserve.data.caller.calls.call`).
+A call that needs no task itself gets one for its code
+(`daskserve.data.replica.execution.user_loop.LoopRunner`). This takes a third less CPU time within the
+process, because routers then need no task for the call either (`daskserve.data.caller.calls.call`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from daskserve.loops.tasks import is_cancelling
 
 
 class TaskRun(CodeRun):
-    """A coroutine on the worker's loop, run by and within the task that awaits it.
+    """A coroutine on the worker's loop, which runs within the task that awaits it.
 
-    If the client disconnects, that task is cancelled; `abort` cancels what the code waits for. Code that
-    ignores this keeps its slot, as it would anywhere else, and its caller keeps waiting.
+    If the client disconnects, that task is cancelled. `abort` cancels the future that the code waits for.
+    Code that ignores its cancellation keeps its slot, and its caller keeps waiting.
     """
 
     __slots__ = ("_code", "_is_aborted", "_must_throw", "_waits_for")
@@ -94,14 +94,14 @@ class TaskRun(CodeRun):
         super().abort(error)
 
     def _cancel_calls(self, thrown: BaseException) -> None:
-        # After the code itself: if it awaits one of them, it must be cancelled once, not twice. By now, the
-        # code has also withdrawn a cancellation of its own, by a timeout for example.
+        # After the code itself: if it awaits one of its calls, it must be cancelled once, not twice. By now,
+        # a timeout in the code has withdrawn its cancellation.
         if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
 
     def _stop(self) -> None:
-        # As `Task.cancel` does, for a task that belongs to the caller.
+        # As `Task.cancel` does; the task itself belongs to the caller.
         if self._waits_for is None or not self._waits_for.cancel():
             self._must_throw = True

@@ -1,8 +1,8 @@
-"""The runner for async code: the user's event loop, in a thread of its own.
+"""The runner for async code: the user's event loop, in its own thread.
 
-The loop runs one task that lasts as long as the loop, as it would under ``asyncio.run``. Libraries attach to
-that task what outlives a request: AnyIO keeps its idle threads until the task ends, and without one starts a
-thread for each request of a FastAPI or Starlette application with plain endpoints.
+The loop runs one task that lasts as long as the loop, as it would under ``asyncio.run``. Libraries attach
+resources to this task that outlive a request. AnyIO keeps its idle threads until the task ends; without it,
+AnyIO would start a thread for each request of a FastAPI or Starlette application with plain endpoints.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class LoopRunner:
-    """Runs coroutine functions in tasks of the worker's event loop, with which user code shares a thread."""
+    """Runs coroutine functions in tasks on the worker's event loop."""
 
-    #: Whether it is the worker's loop, which must run no more of user code than it has to.
+    #: Whether this is the worker's loop, which must not pack errors of user code.
     is_workers = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
         self.loop = loop
         self.runs = runs
-        #: Of this process; user code may fork others.
+        #: The id of this process; user code may fork others.
         self.pid = os.getpid()
 
     def start(
@@ -56,7 +56,7 @@ class LoopRunner:
 
 
 class LoopRun(CodeRun):
-    """A coroutine function in a task of its own."""
+    """A coroutine function in a separate task."""
 
     __slots__ = ("_runner", "_task")
 
@@ -119,7 +119,7 @@ class LoopRun(CodeRun):
 
 
 class UserLoop(LoopRunner):
-    """Runs coroutine functions on an event loop in a daemon thread of its own, each in a task."""
+    """Runs coroutine functions in tasks on an event loop that has its own daemon thread."""
 
     is_workers = False
 
@@ -144,9 +144,9 @@ class UserLoop(LoopRunner):
         start_thread: StartThread,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Run the loop in the thread that is idle among ``threads``, or else in one that is started.
+        """Run the loop in the idle thread of ``threads``, or else in a new one.
 
-        The idle one has just loaded user code, and a class without plain methods does not need it again.
+        The idle thread has just loaded user code, and a class without plain methods does not need it again.
         The thread first calls ``before``, which must not raise.
         """
         main = partial(self._context.run, self._main, before)
@@ -166,16 +166,16 @@ class UserLoop(LoopRunner):
     def _post(
         self, thread_calls: ThreadCalls, function: Callable[..., object], args: tuple[Any, ...]
     ) -> None:
-        # A request that is alone waits for nothing else, so its wake-ups are not shared.
+        # A single request does not wait for others to share its wake-ups.
         post = thread_calls.post_soon if len(self.runs) > 1 else thread_calls.post
         post(function, *args)
 
     def admit(self, guest: OpenSocket) -> None:
-        """Let a connection live on this loop, where this is called; it must not outlive the loop."""
+        """Register a connection, which is closed before the loop. Call this on this loop."""
         self._guests.add(guest)
 
     def dismiss(self, guest: OpenSocket) -> None:
-        """Note that a connection has ended."""
+        """Remove a connection that has ended."""
         self._guests.discard(guest)
         if not self._guests:
             self._no_guests.set()
@@ -197,7 +197,7 @@ class UserLoop(LoopRunner):
             del before  # the thread lasts as long as the loop
         asyncio.set_event_loop(self.loop)
         root = self.loop.create_task(self._run_until_closing(), name="daskserve-user-loop")
-        # User code may stop the loop by mistake, or with sys.exit() in a task; the loop continues.
+        # User code may stop the loop by mistake, or by sys.exit() in a task; then the loop continues.
         while not root.done():
             try:
                 self.loop.run_until_complete(root)

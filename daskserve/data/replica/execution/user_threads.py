@@ -1,7 +1,7 @@
-"""The runner for plain functions: the user's threads.
+"""The runner for plain functions: a pool of daemon threads.
 
-This is not ``concurrent.futures``: the interpreter joins those threads when it exits, so one stuck handler
-would keep a process alive for ever. These threads are daemons.
+It does not use ``concurrent.futures``, because the interpreter joins the threads of that module when it
+exits: one stuck function would keep the process alive for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ThreadRun(CodeRun):
         self._listener = listener
         self.is_cancelled = self.is_ended = False
         self._threads = threads
-        # The first to acquire it decides: the thread runs the function, a canceller prevents that.
+        # Acquired once: by the thread that runs the function, or by a cancellation that prevents it.
         self._claim = threading.Lock()
         self._is_abandoned = False
 
@@ -111,7 +111,7 @@ class UserThreads:
         self.pid = os.getpid()
         self._name = name
         self._start_thread = start_thread
-        #: The jobs of the threads; after a plain function, the thread that took it ends.
+        #: The jobs of the threads. A thread that takes a plain function ends after it.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[RunningThread] = []
         self._running_threads = 0
@@ -125,7 +125,7 @@ class UserThreads:
         return tuple(self._threads)
 
     def make_room(self, running: int) -> None:
-        """Allow one more function than ``running`` to run at the same time."""
+        """Raise the limit to at least ``running + 1``."""
         self.limit = max(self.limit, running + 1)
 
     def start(
@@ -142,13 +142,13 @@ class UserThreads:
             except RuntimeError:
                 if run.withdraw():
                     raise
-                return run  # another thread took it first
+                return run  # another thread runs it already
             self._threads.append(thread)
             self._running_threads += 1
         return run
 
     async def close(self, grace_s: float) -> bool:
-        """End the threads; return whether all have ended. A stuck one ends when its function does."""
+        """End the threads; return whether all have ended in time. A stuck thread ends with its function."""
         for _ in self._threads:
             self._jobs.put(None)
         if self._running_threads and not await wait_for_event(self._all_ended, grace_s):
@@ -159,9 +159,9 @@ class UserThreads:
         return True
 
     def give_away(self, function: Callable[[], object]) -> RunningThread | None:
-        """Have the only thread, if it is idle, run a function and end; return it, which is no longer ours.
+        """Run a function in the only thread, if it is idle, and remove that thread from the pool; return it.
 
-        A new thread takes its place when it is needed.
+        The pool starts a new thread when it needs one.
         """
         if self.unfinished or len(self._threads) != 1:
             return None

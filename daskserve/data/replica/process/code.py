@@ -1,11 +1,11 @@
-"""Process isolation: user code in a child process, with an interpreter of its own.
+"""Process isolation: user code in a child process, with its own interpreter.
 
 The replica's actor stays in its worker and counts the requests. The child runs a whole `Replica`, with its
 executor and batches, in a `daskserve.cluster.worker.child.ChildProcess`. This module forwards requests and
 verbs to the child. When the child ends, the replica is lost.
 
-Errors of user code may be of classes that the worker does not have. They cross packed
-(`daskserve.payload.packed_errors`), and the actor passes them on without loading them.
+The worker may not have the classes of user errors. So errors stay packed (`daskserve.payload.packed_errors`),
+and the actor forwards them without unpacking.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TracedForward(ForwardedRequest):
 
 
 class ChildModels(Models):
-    """The models in a child process, as they were when it was last asked."""
+    """The models in a child process, as last reported by the child."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]], ask: Callable[[], Awaitable[Any]]) -> None:
         self._call = call
@@ -132,13 +132,13 @@ class ChildModels(Models):
         return self.known
 
     def multiplexed(self) -> Mapping[str, Any]:
-        # The controller looks again soon while models load.
+        # The controller calls this again soon while models load.
         if self.known_multiplexed and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._refresh(), name="daskserve-child-models")
         return self.known_multiplexed
 
     async def _refresh(self) -> None:
-        with suppress(ServeError, OSError):  # the child is stopped, or lost, which others note
+        with suppress(ServeError, OSError):  # the child is stopped or lost, which other code handles
             await self._ask()
 
 
@@ -156,11 +156,11 @@ class ChildCode:
         self.own_metrics = metrics
         self.slots = Slots(start.replica_tag, start.concurrency, metrics)
         self.slots.count_batched = self._count_batched
-        #: The numbers of requests, which the child knows them by.
+        #: The numbers that identify requests in the child.
         self.numbers = itertools.count(1)
         #: Why the replica is lost, if its child ended unexpectedly.
         self.loss = ""
-        #: The pickled argument with which the user's `reconfigure` was called last.
+        #: The pickled argument of the last call of the user's ``reconfigure``.
         self._user_config = start.user_config
         self._child: ChildProcess | None = None
         self._runner: ChildRunner | None = None
@@ -170,11 +170,11 @@ class ChildCode:
         self.models = ChildModels(self._call, self._ask)
         self._asking: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
-        #: Whether the child's process has got SIGTERM.
+        #: Whether the child has received SIGTERM.
         self.is_leaving = False
         self.stage, self.stage_since = INSTALLING, 0.0
         self._has_last_metrics = False
-        #: Whether it is stopped although it is healthy.
+        #: Whether it is stopped while it is healthy.
         self._is_planned = False
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class ChildCode:
 
     @property
     def inspection(self) -> ChildInspection:
-        """Looks into the child."""
+        """Profiles and stacks of the child."""
         return ChildInspection(self._start.replica_tag, self._call, lambda: self._child, self._context.clock)
 
     def note_queued(self, queued: int) -> None:
@@ -196,7 +196,7 @@ class ChildCode:
     # ---- start
 
     async def start(self) -> Mapping[str, Any]:
-        """Start the child, load and construct the user's code in it, and return facts about both.
+        """Start the child, load and construct the user's code in it, and return facts about it.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class ChildCode:
         start = self._start
         enable(self._context, start.tracing, call_imported, post_of)
         interpreter = await interpreter_of(start.environment, settings.process_variables())
-        # The installation has a time limit of its own.
+        # The installation has another time limit.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
         child = self._child = await ChildProcess.start(
             start.replica_tag, interpreter, FACTORY, partial(pass_on, self._context.cluster)
@@ -277,7 +277,7 @@ class ChildCode:
         return self._child, self._runner
 
     async def _explain(self, error: ActorLostError) -> ActorLostError:
-        """Return the error for a waiting caller: how the child ended, if that is the cause."""
+        """Return the error for a waiting caller, which describes the end of the child if it has ended."""
         child = self._child
         if child is None or child.is_open:
             return error
@@ -306,9 +306,10 @@ class ChildCode:
         rank_info: RankInfo,
         patience_s: float,
     ) -> None:
-        """Take over changed options without a restart.
+        """Apply changed options without a restart.
 
-        The child takes no requests while user code runs. If that is known here, requests are refused here.
+        The child takes no requests while the user's ``reconfigure`` runs. If ``user_config`` has changed,
+        requests are refused here already.
         """
         calls_code = user_config is not None and user_config != self._user_config
         self._user_config = None  # unknown after a failure
@@ -343,7 +344,7 @@ class ChildCode:
         }
 
     async def _ask(self) -> dict[str, Any]:
-        """Return the counts of the child, and keep its metrics for `samples`."""
+        """Return the counts of the child, and store its metrics for `samples`."""
         found: dict[str, Any] = await self._call("statistics", has_stats=self._stats.is_wanted)
         listening_children(self._context.cluster).report(self._start.replica_tag, found.pop("listeners", {}))
         self._stats.record(found.pop("custom", {}))
@@ -371,12 +372,12 @@ class ChildCode:
     # ---- metrics
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the controller reads every second for autoscaling."""
+        """Return the metrics that the controller reads every second for autoscaling."""
         slots, handled = self.slots, self.own_metrics.handled
         return self._reported.brief(slots.ongoing, slots.waiting, handled) | self._stats.metrics()
 
     def routing_stats(self) -> Mapping[str, Any]:
-        """Return what the user's ``record_routing_stats`` returned, as last read."""
+        """Return the result of the user's ``record_routing_stats``, as last read."""
         return self._stats.routing
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
@@ -447,7 +448,7 @@ class ChildCode:
 
 
 async def _note_leaving(code: ChildCode, child: ChildProcess) -> None:
-    """Wait until a child's process has got SIGTERM, and note it."""
+    """Wait until a child has received SIGTERM, and record it."""
     try:
         await child.call("until_leaving")
     except ActorLostError:

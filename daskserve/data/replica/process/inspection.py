@@ -1,4 +1,4 @@
-"""Looks into the user code of a child process, also if that cannot answer."""
+"""Profiles and stacks of the user code of a child process, even if the process does not answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from daskserve.common.types import ReplicaTag, short_tag
 from daskserve.data.replica.inspection import MEMORY_S, checked_seconds
 from daskserve.errors import InspectionError
 
-#: How long the child may take for an answer, which it gives in milliseconds.
+#: The timeout for an answer of the child, which usually takes milliseconds.
 ANSWER_S = 2.0
 
 
 class ChildInspection:
-    """An `daskserve.data.replica.inspection.Inspection` that asks the child.
+    """A `daskserve.data.replica.inspection.Inspection` of a child process.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
-"""Child processes that listen: each accepts connections from the sockets of the proxies of its worker.
+"""Child processes that accept connections from the sockets of the proxies of their worker.
 
-The proxies of a worker say here on which sockets they listen, and what they know: routes, and the rules of
-bodies. Each child that has started gets the sockets and all of it, and again after each change. One task for
-each child compares what it has with what it should have, so a child that blocks delays itself only. While at
-least one child accepts from the sockets of a proxy, the proxy leaves connections to it.
+The proxies of a worker register their listening sockets here, and what they know: routes, and the rules of
+bodies. Each child gets the sockets and these facts when it has started, and the facts again after each
+change. One task for each child sends the changes, so a child that blocks delays itself only. While at least
+one child accepts from the sockets of a proxy, the proxy accepts no connections.
 
-The counters of a child's listeners belong to the proxy (`Port.samples`), and stay when the child has ended.
+The counters of a child's listeners belong to the proxy (`Port.samples`), and remain when the child has ended.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from daskserve.telemetry.table import METRICS, MetricSample
 
 logger = logging.getLogger("daskserve.replica")
 
-#: The key of the `ListeningChildren` among what the parts of an instance share in a process.
+#: The key of the `ListeningChildren` in ``cluster.shared``.
 KEY = "listening_children"
-#: How long a child that does not listen as it should is left alone before the next attempt.
+#: The pause before the next attempt if a child cannot listen.
 RETRY_S = 1.0
-#: Time beyond the grace period for a child to say that it has closed a port.
+#: How long after the grace period a child may report that it has closed a port.
 ANSWER_S = 1.0
-#: How long connections may stay open at a child that has no endpoint of its own any more.
+#: How long connections may stay open at a child that no longer answers any endpoint itself.
 LEAVE_S = 86_400.0
-#: How long a change waits for a child to know it: one that is blocked may take any time.
+#: How long a change waits for the children, any of which may be blocked.
 TOLD_S = 1.0
 
 CallChild = Callable[..., Awaitable[Any]]
@@ -56,8 +56,8 @@ def answers_itself(
     """Return whether a replica of a backend may answer any request of an endpoint.
 
     Other requests need a router: to draw a backend or a version, to send copies, or because an option of the
-    backend chooses among replicas or orders requests. So do those of a replica that gets no requests now. If
-    the instance has one proxy, replicas of other workers get their share from its routers alone.
+    backend chooses among replicas or orders requests. A replica that the routers do not list answers none. If
+    the instance has one proxy, only its routers send requests to replicas of other workers.
     """
     if not endpoint or not backend:
         return False
@@ -71,7 +71,7 @@ def answers_itself(
 
 
 class Port:
-    """The sockets of a proxy from which children accept, and what their listeners have counted.
+    """The sockets of a proxy from which children accept, and the metrics of their listeners.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Port:
     sockets : list of int
         The descriptors of the listening sockets.
     leave_to_others : callable
-        Has the proxy leave connections to children, or no longer.
+        Called with whether the proxy leaves all connections to children.
     is_only : bool
         Whether the instance has no other proxy.
     """
@@ -120,16 +120,16 @@ class Port:
 
 
 class ListeningChild:
-    """One child, and the task that tells it each change.
+    """One child, and the task that sends it each change.
 
-    It accepts connections while an endpoint is its own; others would only pass through it.
+    It accepts connections while it answers an endpoint itself; other requests would only pass through it.
 
     Parameters
     ----------
     wanted : callable
-        Returns what the child should have, and the ports from which it should accept.
+        Returns the facts for the child, and the ports from which it should accept.
     on_change : callable
-        Called when it begins or ends to accept.
+        Called when it starts or stops accepting.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ListeningChild:
         self.backend_tag, self.replica_tag = backend_tag, replica_tag
         self._call, self._hand_over, self._cluster = call, hand_over, cluster
         self._wanted, self._on_change = wanted, on_change
-        #: The keys of the listeners that it should have, and the ports of all that it has, by their keys.
+        #: The keys of the listeners that it should have, and the ports of all its listeners, by key.
         self._keys: dict[Port, str] = {}
         self._open: dict[str, Port] = {}
         self._numbers = itertools.count(1)
@@ -158,12 +158,12 @@ class ListeningChild:
         self._leaving = TaskSet(logger)
 
     def tell(self) -> None:
-        """Have the child told what it should have; changes that follow each other at once are one."""
+        """Schedule an update of the child, which covers all changes until it is sent."""
         self.told.clear()
         self._changed.set()
 
     async def run(self) -> None:
-        """Tell the child each change until it ends."""
+        """Send the child each change until it ends."""
         errors = ErrorLog(logger)
         try:
             while True:
@@ -203,7 +203,7 @@ class ListeningChild:
         self._on_change()
 
     async def leave(self, port: Port, grace_s: float, *, sends_away: bool = True) -> None:
-        """Have the child close a port, and return when its connections have ended."""
+        """Close a port of the child; return when its connections have ended."""
         self.accepts.discard(port)
         self._on_change()
         key = self._keys.pop(port, None)
@@ -212,7 +212,7 @@ class ListeningChild:
             self._fold([key])
 
     async def end(self, grace_s: float) -> None:
-        """Have the child close all ports for good, and return when its connections have ended."""
+        """Close all ports of the child for good; return when its connections have ended."""
         if self.telling is not None:
             self.telling.cancel()
         self.accepts.clear()
@@ -222,7 +222,7 @@ class ListeningChild:
         self.lose()
 
     def lose(self) -> None:
-        """Note that the child has ended."""
+        """Record that the child has ended."""
         if self.telling is not None:
             self.telling.cancel()
         self._fold(list(self._open))
@@ -276,7 +276,7 @@ class ListeningChildren:
         *,
         is_only: bool = False,
     ) -> Port:
-        """Have the children accept from the sockets of a proxy; see `Port`."""
+        """Let the children accept from the sockets of a proxy; see `Port`."""
         port = Port(name, start, sockets, leave_to_others, is_only=is_only)
         self._ports.append(port)
         self._rules_of = rules_of
@@ -286,7 +286,7 @@ class ListeningChildren:
         return port
 
     async def close(self, port: Port, grace_s: float) -> None:
-        """Have the children leave a port, and wait until they have."""
+        """Close a port of all children, and wait for the end of their connections."""
         if port not in self._ports:
             return
         self._ports.remove(port)
@@ -294,14 +294,14 @@ class ListeningChildren:
         await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children.values())))
 
     def note(self, **facts: Any) -> None:
-        """Note what proxies know: routes and others, in plain values."""
+        """Record facts of the proxies, such as routes, in plain values."""
         self._facts.update(facts)
         if "routes" in facts:
             self._watch_endpoints()
         self._tell()
 
     def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
-        """Begin to tell a child."""
+        """Add a child, which gets all changes from now on."""
         child = ListeningChild(
             backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted, self._note_accepting
         )
@@ -317,12 +317,12 @@ class ListeningChildren:
             child.report(listeners)
 
     async def remove(self, replica_tag: str, grace_s: float) -> None:
-        """Have a child stop to accept connections; return when those that it has have ended."""
+        """Stop accepting connections in a child; return when its connections have ended."""
         if (child := self._pop(replica_tag)) is not None:
             await child.end(grace_s)
 
     def forget(self, replica_tag: str) -> None:
-        """Note that a child has ended."""
+        """Record that a child has ended."""
         if (child := self._pop(replica_tag)) is not None:
             child.lose()
             self._note_accepting()
@@ -336,7 +336,7 @@ class ListeningChildren:
         return child
 
     async def wait_until_told(self) -> None:
-        """Return when all children have what is known now, or do not answer."""
+        """Return when all children know the present facts, or after `TOLD_S`."""
         waiting = [asyncio.ensure_future(child.told.wait()) for child in self._children.values()]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=TOLD_S)
@@ -366,7 +366,7 @@ class ListeningChildren:
                 self._published[key] = value
                 self._tell()
 
-            # It may call `update` at once, which watches nothing.
+            # It may call `update` at once, which adds no watch.
             self._watches[key] = self._cluster.listener.watch(key, update)
 
     def _wanted(self, child: ListeningChild) -> tuple[dict[str, Any], list[Port]]:
@@ -394,7 +394,7 @@ class ListeningChildren:
 
 
 def listening_children(cluster: Process) -> ListeningChildren:
-    """Return those of a process for an instance; the first call creates them."""
+    """Return the `ListeningChildren` of a process for an instance; the first call creates them."""
     found: ListeningChildren | None = cluster.shared.get(KEY)
     if found is None:
         found = cluster.shared[KEY] = ListeningChildren(cluster)
@@ -429,7 +429,7 @@ def _added(own: Any, more: Any) -> Any:
 
 
 def totals_of(samples: Iterable[MetricSample]) -> dict[str, Any]:
-    """Return the requests that listeners have under way and have ended, from their metrics."""
+    """Return the counts of running and ended requests of listeners, from their metrics."""
     responses: Counter[str] = Counter()
     endpoints: dict[str, list[int]] = {}
     ended = failed = ongoing = 0

@@ -1,12 +1,13 @@
-"""The metrics of a child process, which its actor reads.
+"""The metrics of a child process, which its actor reads and publishes.
 
-A child has no scrape endpoint, so its actor reads and publishes its metrics.
+A child has no scrape endpoint of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from daskserve.common.clock import Clock
@@ -68,54 +69,35 @@ async def keep_asking_for_metrics(
             error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
 
 
+@dataclass(frozen=True, slots=True)
 class ReportedMetrics:
     """The metrics that a child reported, in plain values."""
 
-    __slots__ = (
-        "_continuous",
-        "_failed",
-        "_latency_counts",
-        "_queued",
-        "_samples",
-        "_user_samples",
-        "direct",
-    )
-
-    def __init__(
-        self,
-        samples: Sequence[Any] = (),
-        user_samples: Sequence[Any] = (),
-        latency_counts: Sequence[int] = (),
-        failed: int = 0,
-        queued: int = 0,
-        continuous: Mapping[str, Any] | None = None,
-        direct: Sequence[int] = (0, 0),
-    ) -> None:
-        #: How many requests run in the child that came to its own listeners, and how many have ended.
-        self.direct = direct
-        self._samples = samples
-        self._user_samples = user_samples
-        self._latency_counts = latency_counts
-        self._failed = failed
-        self._queued = queued
-        self._continuous = continuous
+    plain_samples: Sequence[Any] = ()
+    plain_user_samples: Sequence[Any] = ()
+    latency_counts: Sequence[int] = ()
+    failed: int = 0
+    queued: int = 0
+    continuous: Mapping[str, Any] | None = None
+    #: How many requests from its own listeners run in the child, and how many have ended.
+    direct: Sequence[int] = (0, 0)
 
     def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:
-        """Return how many requests run and wait, how many have ended, and what the child has counted."""
+        """Return the metrics that the controller reads for autoscaling."""
         direct, ended = self.direct
         return {
             "ongoing": ongoing + direct,
-            "queued": waiting + self._queued,
+            "queued": waiting + self.queued,
             "ended": handled - ongoing + ended,
-            "failed": self._failed,
-            "latency_counts": list(self._latency_counts),
-            **({} if self._continuous is None else {"continuous": self._continuous}),
+            "failed": self.failed,
+            "latency_counts": list(self.latency_counts),
+            **({} if self.continuous is None else {"continuous": self.continuous}),
         }
 
     def samples(self) -> list[MetricSample]:
         """Return the child's metrics, except for those that its actor counts."""
-        return [sample_of(plain) for plain in self._samples if plain[0] not in ACTORS_OWN]
+        return [sample_of(plain) for plain in self.plain_samples if plain[0] not in ACTORS_OWN]
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code in the child."""
-        return [UserSample.from_plain(plain) for plain in self._user_samples]
+        return [UserSample.from_plain(plain) for plain in self.plain_user_samples]

@@ -1,4 +1,4 @@
-"""The child's end of process isolation: a replica that serves its actor over a channel."""
+"""The replica in a child process, which serves its actor over a channel."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.tracing.enabling import enable
 from daskserve.telemetry.tracing.process import disable
 
-#: How long the export of the last spans may take, after which the process ends.
+#: The timeout for the export of the last spans before the process ends.
 LAST_SPANS_S = 1.0
-#: What accepts connections: a layer above this one, which only replicas that listen load.
+#: The import path of the listeners, which belong to a higher layer; only replicas that listen import it.
 LISTENERS = "daskserve.proxies.replica_listener:ReplicaListeners"
 
 
@@ -56,7 +56,7 @@ class ChildReplica(Replica):
         super().__init__(context)
         self.slots.on_free = self._note_free
         self._shared = context.cluster.shared
-        #: The requests within `handle`, by number, each with a future that is done when it leaves.
+        #: The requests within `respond`, by number, each with a future for its end.
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
 
@@ -80,7 +80,7 @@ class ChildReplica(Replica):
 
     def _all_samples(self) -> list[MetricSample]:
         logs = process_logs.get()
-        # What the logs of this process lose counts beside what its worker's lose.
+        # The logs of this process count lost records separately from those of the worker.
         return [*self.samples(), *(() if logs is None else logs.samples())]
 
     @verb
@@ -89,7 +89,7 @@ class ChildReplica(Replica):
 
     @verb
     async def ended(self, number: int) -> None:
-        """Return when a cancelled request holds no slot any more, or never held one."""
+        """Return when a cancelled request holds no slot."""
         if number in self._inside:
             await asyncio.shield(self._inside[number])
         left = asyncio.get_running_loop().create_future()
@@ -99,12 +99,12 @@ class ChildReplica(Replica):
 
     def _note_free(self) -> None:
         if self._left:
-            # Not at once: a request that is about to leave `handle` releases its slot first.
+            # Not at once: a request that is about to leave `respond` frees its slot first.
             asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        # A request within `handle` holds a slot, so all other slots are held by requests that have left.
-        # Which of them releases one does not matter: all slots are equal.
+        # Each request within `respond` holds a slot, and requests that have left hold the others. All slots
+        # are equal, so the first of these requests counts as ended when a slot becomes free.
         while self._left and len(self._left) > self.load().ongoing - len(self._inside):
             left = self._left.popleft()
             if not left.done():
@@ -117,7 +117,7 @@ class ReplicaServer:
     def __init__(self, start_thread: StartThread, parent: Parent) -> None:
         self._start_thread = start_thread
         self._parent = parent
-        #: Made when the replica is to listen.
+        #: Created when the replica begins to listen.
         self._listeners: Any = None
         self._replica: ChildReplica | None = None
         self._view: ChildView | None = None
@@ -125,7 +125,7 @@ class ReplicaServer:
         self._leaves = asyncio.Event()
 
     def dispatch(self, name: str, number: int, envelope: Envelope) -> ActorRequest:
-        """Take a verb or a request of the actor."""
+        """Return the handler of a verb or a request of the actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
             return TaskRequest(partial(self._respond, envelope))
         return TaskRequest(partial(self._started().respond, number, envelope))
@@ -137,12 +137,12 @@ class ReplicaServer:
         return Load()
 
     def leave(self) -> None:
-        """Have the actor replace this process, which got SIGTERM."""
+        """Let the actor replace this process, which has received SIGTERM."""
         self._leaves.set()
 
     @verb
     async def until_leaving(self) -> None:
-        """Return when this process has got SIGTERM."""
+        """Return when this process has received SIGTERM."""
         await self._leaves.wait()
 
     async def _run(self, verb: str, payload: Payload | None, message: Mapping[str, Any]) -> Any:
@@ -169,7 +169,7 @@ class ReplicaServer:
         """Create the replica from its start message, start it, and return its facts."""
         view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
-        # User code sees only those parts of the view that handles and clients need.
+        # User code only sees the parts of the view that handles and clients need.
         context = ContextWith(
             spec,
             view,
@@ -191,7 +191,7 @@ class ReplicaServer:
 
     @verb
     async def listen(self, wanted: Mapping[str, Any]) -> None:
-        """Accept connections as `daskserve.data.replica.process.listening` wants it."""
+        """Accept connections as `daskserve.data.replica.process.listening` describes."""
         if self._listeners is None:
             if not wanted["listeners"]:
                 return
@@ -242,6 +242,6 @@ class ReplicaServer:
 def served_replica(
     start_thread: StartThread, parent: Parent
 ) -> tuple[Callable[[str, int, Envelope], ActorRequest], Callable[[], None]]:
-    """Return how one replica is served; a `daskserve.cluster.worker.child_main.Factory`."""
+    """Return the functions that serve one replica; a `daskserve.cluster.worker.child_main.Factory`."""
     server = ReplicaServer(start_thread, parent)
     return server.dispatch, server.leave

@@ -1,7 +1,7 @@
-"""The runner that has a child process answer a whole request.
+"""The runner that forwards whole requests to a child process.
 
 A request takes a slot before it is sent to the child, and releases it when the child's answer is complete. A
-cancelled request has no answer to wait for, so the actor asks the child when its code has ended (verb
+cancelled request gets no answer. So the actor waits until the child reports the end of its code (verb
 ``ended``), and only then releases the slot. So the child never runs more requests than it has slots.
 """
 
@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any
 
 from daskserve.cluster.worker.child import ChildProcess
-from daskserve.common.types import ActorRequest, Message, Send
+from daskserve.common.types import ActorRequest, Message
 from daskserve.data.replica.execution.runner import CodeRun, RunListener, Runs
 from daskserve.errors import ActorLostError, RequestTimeoutError, ServeError
 from daskserve.loops.tasks import TaskSet
@@ -23,12 +23,12 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class ChildRun(CodeRun):
-    """One request in the child, carried by the task that drives it.
+    """One request in the child, whose messages pass through the task that awaits `drive`.
 
-    Cancelling that task cancels the request; its code may end later.
+    The cancellation of that task cancels the request, whose code may end later.
     """
 
-    __slots__ = ("_number", "_runner", "forwarder")
+    __slots__ = ("_runner",)
 
     def __init__(
         self,
@@ -40,25 +40,30 @@ class ChildRun(CodeRun):
     ) -> None:
         super().__init__(runner.runs, function, args, context, listener)
         self._runner = runner
-        number, envelope, receive, send = args
-        self._number: int = number
-        #: Receives what the child sends.
-        self.forwarder = ResponseForwarder(send)
-        self._args = (number, envelope, receive)
 
     def drive(self) -> Awaitable[None]:
         return self._carry()
 
     async def _carry(self) -> None:
+        number, envelope, receive, send = self._args
+        is_broken = False
+
+        async def pass_on(message: Message) -> None:
+            nonlocal is_broken
+            try:
+                await send(message)
+            except BaseException:
+                is_broken = True
+                raise
+
         try:
-            number, envelope, receive = self._args
-            load = await self._function(number, envelope).respond(receive, self.forwarder.send)
+            load = await self._function(number, envelope).respond(receive, pass_on)
         except ActorLostError as error:
             lost = error
         except BaseException as error:
-            # After a deadline, too, code may still run in the child.
-            if self.forwarder.is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
-                self._runner.settle(self._number, self)
+            # The caller has left, or the deadline has passed; code may still run in the child.
+            if is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
+                self._runner.settle(number, self)
                 raise
             if not isinstance(error, Exception):
                 self._end(None, None)
@@ -74,7 +79,7 @@ class ChildRun(CodeRun):
             self._end(None, lost)
 
     def _stop(self) -> None:
-        pass  # the task is cancelled together with the run, and with it the request
+        pass  # the task is cancelled together with the run, which cancels the request
 
     def settled(self) -> None:
         """Note that the child's code has ended."""
@@ -89,7 +94,7 @@ class ChildRunner:
     explain : callable
         ``await explain(error)`` returns the error for the caller of a lost request.
     is_shared : callable
-        Returns whether the child takes requests from elsewhere, too; then one may have to wait there.
+        Returns whether the child also gets requests from its own listeners; then requests may wait there.
     """
 
     def __init__(
@@ -130,21 +135,3 @@ class ChildRunner:
             pass  # the child has ended, and its code with it
         finally:
             run.settled()
-
-
-class ResponseForwarder:
-    """Passes on the messages of one request from the child."""
-
-    __slots__ = ("_send", "is_broken")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        #: Whether sending to the caller failed; the request in the child is cancelled then.
-        self.is_broken = False
-
-    async def send(self, message: Message) -> None:
-        try:
-            await self._send(message)
-        except BaseException:
-            self.is_broken = True
-            raise

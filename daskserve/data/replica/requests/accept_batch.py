@@ -7,14 +7,8 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Generator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +51,7 @@ def accept_batch(callable_: CallableT) -> CallableT:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One request of a batch: an HTTP scope with its whole body, or the head and payload of a call."""
+    """One request of a batch: an HTTP scope with the whole body, or the head and payload of a call."""
 
     head: Mapping[str, Any]
     scope: MutableMapping[str, Any] | None = None
@@ -67,7 +61,7 @@ class BatchItem:
     span: RecordedSpan | None = None
 
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
-        """Return the argument that user code gets for it."""
+        """Return the request object for user code."""
         if self.scope is not None:
             request = HTTPRequest(self.scope, receive)
             request.whole_body = self.body
@@ -76,40 +70,49 @@ class BatchItem:
         return legacy_argument(self.head, args, kwargs)
 
 
-#: The outcome of one item: a response, the pickled result of a call, or an error, packed if it was possible
-#: at once.
+#: The outcome of one item: a response, the pickled result of a call, or an error, which may be packed.
 ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
-    """The user's side of one batch: its requests, and then the outcome of each."""
+    """The user's side of one batch: its requests and their outcomes."""
 
     def __init__(self, name: str, items: Sequence[BatchItem]) -> None:
         self._name = name
         self._items = items
-        self._outcomes: list[ItemOutcome | None] = [None] * len(items)
+        self._failed: list[ItemOutcome | None] = [None] * len(items)
+        #: The outcomes of all items, in order.
+        self.outcomes: list[ItemOutcome] = []
         self.requests: list[Any] = []
         for index, item in enumerate(items):
             try:
                 self.requests.append(item.request(nothing_to_receive))
             except Exception as error:  # an argument that cannot be read fails its own request only
-                self._outcomes[index] = _failed(item, error)
+                self._failed[index] = _failed(item, error)
 
-    def split(self, results: Any) -> list[ItemOutcome]:
-        """Return the outcomes of all items from what user code returned."""
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count the code within as one batch; if it raises, the error is the outcome of all requests."""
+        try:
+            with counted_batch() as results:
+                yield
+                results.extend(self.outcomes)
+        except Exception as error:
+            # Packed once for all items.
+            packed = error if isinstance(error, NOT_FAILURES) else pack_raised(error) or error
+            self.outcomes = [
+                _failed(each, packed) if known is None else known for each, known in self._pairs()
+            ]
+
+    def split(self, results: Any) -> None:
+        """Set the outcomes of all items, given the results of user code."""
         remaining = iter(as_results(self._name, results, len(self.requests)))
-        return [
-            self._convert(item, next(remaining)) if outcome is None else outcome
-            for item, outcome in zip(self._items, self._outcomes, strict=True)
+        self.outcomes = [
+            self._convert(item, next(remaining)) if known is None else known for item, known in self._pairs()
         ]
 
-    def fail(self, error: Exception) -> list[ItemOutcome]:
-        """Return the outcomes of all items after an error of user code."""
-        packed = (
-            error if isinstance(error, NOT_FAILURES) else pack_raised(error) or error
-        )  # once for all items
-        pairs = zip(self._items, self._outcomes, strict=True)
-        return [_failed(item, packed) if outcome is None else outcome for item, outcome in pairs]
+    def _pairs(self) -> Iterator[tuple[BatchItem, ItemOutcome | None]]:
+        return zip(self._items, self._failed, strict=True)
 
     def _convert(self, item: BatchItem, result: Any) -> ItemOutcome:
         try:
@@ -140,13 +143,9 @@ async def answer_batch(
 ) -> list[ItemOutcome]:
     """Let an async function answer a batch."""
     batch = Batch(name, items)
-    try:
-        with counted_batch() as results:
-            found = batch.split(await function(batch.requests) if batch.requests else [])
-            results.extend(found)
-            return found
-    except Exception as error:  # user code failed: every request of the batch fails
-        return batch.fail(error)
+    with batch.answering():
+        batch.split(await function(batch.requests) if batch.requests else [])
+    return batch.outcomes
 
 
 def answer_batch_in_thread(
@@ -154,10 +153,6 @@ def answer_batch_in_thread(
 ) -> list[ItemOutcome]:
     """Let a plain function answer a batch."""
     batch = Batch(name, items)
-    try:
-        with counted_batch() as results:
-            found = batch.split(function(batch.requests) if batch.requests else [])
-            results.extend(found)
-            return found
-    except Exception as error:  # user code failed: every request of the batch fails
-        return batch.fail(error)
+    with batch.answering():
+        batch.split(function(batch.requests) if batch.requests else [])
+    return batch.outcomes

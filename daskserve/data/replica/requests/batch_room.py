@@ -1,13 +1,13 @@
-"""How many requests of batch jobs a replica runs at a time, so that live requests find room. Pure.
+"""Limits the requests of batch jobs that a replica runs at a time, for the sake of live requests. Pure code.
 
-Problem: a batch job fills every slot that it may have. If code waits, as for an accelerator, one free slot is
-room enough for live requests. If it computes, the requests in all slots share a processor, and eight slots
-that are full make a live request eight times as slow, although the job gains nothing by more than one.
-Choice: the replica measures how many requests of batch jobs end in a second. It halves their number as long
-as that costs less than a fifth of them, and doubles it as long as that gains more.
+Problem: a batch job fills every slot that it may have. If user code waits, as for an accelerator, one free
+slot is enough for live requests. If it computes, the requests in all slots share a processor: eight full
+slots make a live request eight times as slow, although the job gains nothing from more than one slot. Choice:
+the replica measures how many requests of batch jobs end per second. It halves their limit as long as this
+costs less than a fifth of the throughput, and doubles it as long as this gains more.
 
-A single request that cannot be interrupted still makes a live request wait. So while there are live requests,
-the first of several replicas takes no requests of batch jobs if its code does not run beside other code.
+Even one request that cannot be interrupted makes a live request wait. So if the limit is 1 and there are live
+requests, the first of several replicas takes no requests of batch jobs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import math
 
 from daskserve.common.types import RankInfo
 
-#: The share of the rate that fewer requests at a time must reach, to be enough.
+#: The share of the rate that a smaller limit must reach to be chosen.
 ENOUGH_SHARE = 0.8
-#: A measurement has at least this many answers, twice as many as requests at a time, and this long.
+#: A measurement has at least this many answers, twice as many as the limit, and this duration.
 MIN_ANSWERS = 6
 MIN_S = 1.0
-#: The pause between two searches: twice as long after each that has found nothing better.
+#: The pause between two searches. It doubles after each search that finds nothing better.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
-#: How many times longer than a measurement the pause is.
+#: The pause is at least this many times as long as a measurement.
 PAUSE_FACTOR = 20
-#: How long after a live request the first replica is kept free, and after how long it takes a request of a
-#: batch job in any case: the other replicas may not have started.
+#: How long the first replica is kept free after a live request. And the time without a request of a batch job
+#: after which it takes one in any case, because the other replicas may not have started.
 LIVE_S, STARVED_S = 30.0, 30.0
 
 
 class RateMeter:
-    """Measures how many requests end in a second while there are always more of them."""
+    """Measures how many requests end per second while others wait."""
 
     def __init__(self) -> None:
         self.restart()
@@ -43,18 +43,18 @@ class RateMeter:
         self.took_s = 0.0
 
     def refused(self) -> None:
-        """Note that another request had to wait."""
+        """Record that another request had to wait."""
         self._refusals += 1
 
     def answered(self, at_once: int, now: float) -> float | None:
-        """Note an answer; return the rate once it is measured with this number of requests at a time."""
+        """Record an answer; return the rate once it is measured, given the present limit."""
         if self._began is None:
             self._began, self._refusals = now, 0
             return None
         self._answers += 1
         rounds = max(2, math.ceil(MIN_ANSWERS / at_once))
         self.took_s = now - self._began
-        # Whole rounds: the requests of a round may all end at the same time.
+        # Only whole rounds count, because the requests of a round may end at the same time.
         if self._answers < rounds * at_once or self._answers % at_once or self.took_s < MIN_S:
             return None
         rate = self._answers / self.took_s
@@ -66,14 +66,14 @@ class RateMeter:
 
 
 class BatchLimit:
-    """The number of requests of batch jobs at a time, at most ``most``, as found by measurements."""
+    """The limit of requests of batch jobs, at most ``most``, which measurements determine."""
 
     def __init__(self, most: int) -> None:
         self.most = self.limit = most
-        #: The number that the last search has found; `limit` is another one while that is tried.
+        #: The result of the last search; during a search, `limit` differs.
         self.found = most
         self._meter = RateMeter()
-        #: The rate of `found` in the present search, and with which number it began.
+        #: The rate of `found` in the present search, and the limit with which the search began.
         self._rate: float | None = None
         self._first = most
         self._is_measured = False
@@ -81,7 +81,7 @@ class BatchLimit:
         self._resumes_at = -math.inf
 
     def resize(self, most: int) -> None:
-        """Change the maximum; what is under way is measured again."""
+        """Change the maximum, and restart the measurement."""
         if most != self.most:
             self.found = self.limit = min(self.found, most) if self._is_measured else most
             self.most = most
@@ -89,11 +89,11 @@ class BatchLimit:
             self._meter.restart()
 
     def refused(self) -> None:
-        """Note that a request had to wait."""
+        """Record that a request had to wait."""
         self._meter.refused()
 
     def ended(self, ongoing: int, now: float) -> None:
-        """Note the end of one of ``ongoing`` requests; this may change the limit."""
+        """Record the end of one of ``ongoing`` requests; this may change the limit."""
         if self.most <= 1 or now < self._resumes_at:
             return
         if ongoing > self.limit:  # they began before the limit was lowered
@@ -107,11 +107,11 @@ class BatchLimit:
                 self._end_search(took_s, now)
 
     def paused(self) -> None:
-        """Note that there are no requests at present: a measurement must not include that time."""
+        """Record that there are no requests; this time does not count in a measurement."""
         self._meter.restart()
 
     def _goes_on(self, rate: float) -> bool:
-        """Choose the next number to try; return False if there is none."""
+        """Choose the next limit to try; return False if the search ends."""
         if self._rate is None:
             self._rate, self._first = rate, self.found
             self.limit = self.found // 2 or 2
@@ -143,15 +143,15 @@ class BatchRoom:
     Parameters
     ----------
     concurrency : int
-        The slots of the replica. Batch jobs leave one free if there are several, or as many as live requests
-        have lately taken at a time.
+        The slots of the replica. If there are several, batch jobs leave at least one free, and as many as
+        live requests have lately used at a time.
     """
 
     def __init__(self, concurrency: int) -> None:
-        #: How many of them have a slot.
+        #: The number of requests of batch jobs that have a slot.
         self.ongoing = 0
         self._live_at = self._began_at = -math.inf
-        #: How many live requests ran at a time, at most: in the present period, and in the one before.
+        #: The maximum number of concurrent live requests in the present period, and in the one before.
         self._most_live = self._most_live_before = 0
         self._period_began = -math.inf
         self._limit = BatchLimit(concurrency)
@@ -177,15 +177,15 @@ class BatchRoom:
         return has_room
 
     def is_kept_free(self, rank_info: RankInfo, now: float) -> bool:
-        """Return whether the replica takes no requests at present: others should get them."""
+        """Return whether the replica takes no requests at present, so that other replicas get them."""
         rank, *_, replicas = rank_info
         is_first = rank == 0 and replicas > 1
         has_live = now < self._live_at + LIVE_S and now < self._began_at + STARVED_S
-        # Of two slots, one is free in any case, and nothing can be measured.
+        # With two slots, one is free in any case, and nothing is measured.
         return is_first and has_live and self._limit.found == 1 and self._concurrency != 2
 
     def note_live(self, ongoing: int, now: float) -> None:
-        """Note that a live request has taken its slot, and how many requests of all kinds run with it."""
+        """Record that a live request has taken a slot; ``ongoing`` counts requests of all kinds."""
         self._live_at = now
         self._forget_live(now)
         live = ongoing - self.ongoing
@@ -194,7 +194,7 @@ class BatchRoom:
             self._fit()
 
     def _forget_live(self, now: float) -> None:
-        """Begin the next period if the present one is over."""
+        """Begin a new period if the present one is over."""
         if now >= self._period_began + LIVE_S:
             is_next = now < self._period_began + 2 * LIVE_S
             self._most_live_before = self._most_live if is_next else 0
@@ -202,12 +202,12 @@ class BatchRoom:
             self._fit()
 
     def began(self, now: float) -> None:
-        """Note that a request has taken its slot."""
+        """Record that a request has taken a slot."""
         self.ongoing += 1
         self._began_at = now
 
     def ended(self, now: float, *, are_waiting: bool) -> None:
-        """Note that a request gives its slot back, and whether others wait for it."""
+        """Record that a request has freed its slot, and whether others wait for a slot."""
         if are_waiting:
             self._limit.refused()
         self._limit.ended(self.ongoing, now)

@@ -1,4 +1,4 @@
-"""Classic batches of a replica: the queues of requests, and the run of each batch behind the executor."""
+"""Classic batches of a replica: the queues of requests, and the runs of batches in the executor."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ HoldSlot: TypeAlias = Callable[[], Callable[[], None]]
 
 
 class BatchResult(RunResult):
-    """The result of one batch. Its requests release their slots when the batch has ended."""
+    """The result of one batch, whose requests keep their slots until it has ended."""
 
     __slots__ = ("releases",)
 
     def __init__(self) -> None:
         super().__init__()
-        #: Release the slots of its requests.
+        #: Functions that release the slots of its requests.
         self.releases: list[Callable[[], None]] = []
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
@@ -93,7 +93,7 @@ class ReplicaBatches:
         """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
-            # A plain function runs one batch at a time; later requests collect meanwhile.
+            # A plain function runs one batch at a time, while further requests collect.
             counts = self._metrics.batches_of(method.name)
             name = f"{method.name} in replica {short_tag(self._slots.replica_tag)}"
             queue = self.queues[method.name] = BatchQueue(
@@ -105,7 +105,11 @@ class ReplicaBatches:
                 presence=Presence(self._slots.usage, name),
             )
             counts.watch_queue(queue.queued)
-        return await queue.submit((item, hold), model_named_in(item.head), priority)
+        try:
+            return await queue.submit((item, hold), model_named_in(item.head), priority)
+        finally:
+            if item.span is not None:  # of a request that left before its batch ran
+                item.span.end()
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
         executor, servable = self._running()
@@ -116,9 +120,9 @@ class ReplicaBatches:
         context = executor.context.copy()
         spans = SpansOfBatch(method.name, [item.span for item in items])
         context.run(spans.__enter__)
-        run = executor.start(method.is_async, answer, parts, context, result)
-        result.releases = [hold() for _, hold in entries]
         try:
+            run = executor.start(method.is_async, answer, parts, context, result)
+            result.releases = [hold() for _, hold in entries]
             outcomes: list[ItemOutcome] = await result.wait(run)
         except PackedError as error:  # one that would have ended the thread or the loop
             outcomes = [error] * len(items)
@@ -129,7 +133,7 @@ class ReplicaBatches:
     async def _pack(
         self, executor: UserExecutor, items: list[BatchItem], outcomes: list[ItemOutcome]
     ) -> list[ItemOutcome]:
-        """Pack the errors among the outcomes, and log each once for all of its requests."""
+        """Pack the errors among the outcomes; log each error once, with the ids of its requests."""
         errors = {id(each): each for each in outcomes if isinstance(each, Exception)}
         packing = [executor.packers.pack(each, executor.context) for each in errors.values()]
         packed = dict(zip(errors, await asyncio.gather(*packing), strict=True))

@@ -24,7 +24,7 @@ from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
 from daskserve.telemetry.tracing.batches import span_of_item
 
-#: What the access log has as the status of a call whose caller left.
+#: The status in the access log of a call whose caller left.
 CANCELLED = 499
 
 
@@ -125,7 +125,7 @@ class StreamRequest(CallRequest):
         return None
 
     def go_on(self, unfinished: Unfinished) -> None:
-        # Async code may return what only a thread should run, and the other way round.
+        # An async method may return a plain generator, which needs a thread, and a plain method an async one.
         is_plain = isinstance(unfinished.result, Iterator)
         finish: Any = finish_stream_in_thread if is_plain else finish_stream
         description = self.code.servable.describe(self._method)
@@ -136,12 +136,12 @@ class StreamRequest(CallRequest):
 
 
 class _PreparedRequest(LocalRequest):
-    """A call that waits for something before user code begins.
+    """A call that needs preparation before user code begins.
 
-    - A broadcast runs beyond the limit of the replica, with a thread of its own if need be.
-    - The arguments of a reserved call follow once its caller has the slot; see
+    - A broadcast may exceed the limit of the replica, and gets an additional thread if necessary.
+    - The arguments of a reserved call arrive once its caller has the slot; see
       `daskserve.data.caller.calls.replica_choice`.
-    - Responses and Dask's values among the arguments are fetched from where they are.
+    - Responses and Dask's values among the arguments are fetched.
     """
 
     __slots__ = ()
@@ -161,7 +161,7 @@ class _PreparedRequest(LocalRequest):
             await send({"type": "call.reserved", "replica": self.code.place})
             message = await self.code.arguments_of(receive)
             self.envelope = replace(self.envelope, head=message["head"], payload=message["payload"])
-            self._began = stopwatch()  # until now, the caller has not asked for anything
+            self._began = stopwatch()  # the duration does not include the reservation
         if "values" in self.envelope.head:
             self.envelope = replace(self.envelope, payload=await self._fetch_values())
         preparing = super().begin(receive, send)

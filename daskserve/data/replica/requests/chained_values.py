@@ -1,4 +1,4 @@
-"""The replica's side of responses and Dask's values among the arguments of a call.
+"""Fetches the responses and Dask's values among the arguments of a call.
 
 See `daskserve.data.caller.calls.chaining` and `daskserve.cluster.dask.values`.
 """
@@ -22,12 +22,12 @@ async def filled(
     find_connection: Callable[[], ClusterConnection],
     instance: str,
 ) -> FilledPayload:
-    """Return arguments with the values that their caller took out, fetched from where they are.
+    """Return arguments that include the values which their caller sent by reference.
 
     Raises
     ------
     UnavailableError
-        A value is lost: the process that held it has ended.
+        A value is lost, because the process that held it has ended.
     """
     if isinstance(keys, bytes):
         found_connection = await asyncio.to_thread(find_connection)
@@ -35,7 +35,7 @@ async def filled(
     sources = keys["sources"]
     connection: ClusterConnection | None = None
     if any(kind != ValueSource.HERE for kind, *_ in sources):
-        # In a child process, the first use of the connection connects to the cluster, and blocks.
+        # In a child process, the first use connects to the cluster, which blocks.
         connection = await asyncio.to_thread(find_connection)
     dask = [] if connection is None or keys["dask"] is None else await connection.values.fetch(keys["dask"])
     kept = [where for kind, *where in sources if kind == ValueSource.KEPT]

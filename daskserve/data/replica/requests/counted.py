@@ -1,6 +1,6 @@
-"""Requests that are counted for the rollouts of models: how each ends, at the versions drawn for it.
+"""Requests whose ends are observed, and those that are counted during the rollout of a model.
 
-Only while a model of the replica is rolled out are requests counted here.
+A request counts for the versions of models that were drawn for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from daskserve.data.version_counts import is_failed, is_fault, is_socket, sent
 from daskserve.loops.deadlines import is_over
 
 
-class CountedRequest(ActorRequest):
-    """A `LocalRequest` whose end is counted."""
+class ObservedRequest(ActorRequest):
+    """A request whose end is observed. Subclasses define `respond`, `note_end` and `note_leave`."""
 
-    def __init__(self, request: LocalRequest) -> None:
+    def __init__(self, request: ActorRequest) -> None:
         self._request = request
         self._began = stopwatch()
 
@@ -30,18 +30,36 @@ class CountedRequest(ActorRequest):
         return None if leave is None else partial(self._leave, leave)
 
     def _leave(self, leave: Callable[[], None]) -> None:
-        if is_over(self._request.envelope.deadline, asyncio.get_running_loop().time()):
-            self._ended(True)
+        self.note_leave()
         leave()
 
     def _answered(self, on_answer: OnAnswer, message: Message | None, rest: Any) -> None:
         if rest is self._request:
             rest = self  # it needs a task
-        elif isinstance(rest, Exception):
-            self._ended(is_fault(rest))
         else:
-            self._ended(message is not None and is_failed(message))
+            self.note_end(message, rest if isinstance(rest, Exception) else None)
         on_answer(message, rest)
+
+    def note_end(self, message: Message | None, error: Exception | None) -> None:
+        """Record the answer or the error."""
+        raise NotImplementedError
+
+    def note_leave(self) -> None:
+        """Record that the caller leaves before the answer."""
+        raise NotImplementedError
+
+
+class CountedRequest(ObservedRequest):
+    """A `LocalRequest` that is counted, because a model of the replica is rolled out."""
+
+    _request: LocalRequest
+
+    def note_end(self, message: Message | None, error: Exception | None) -> None:
+        self._ended(message is not None and is_failed(message) if error is None else is_fault(error))
+
+    def note_leave(self) -> None:
+        if is_over(self._request.envelope.deadline, asyncio.get_running_loop().time()):
+            self._ended(True)
 
     async def respond(self, receive: Receive, send: Send) -> Load:
         def call(_: object, receive: Receive, send: Send) -> Any:

@@ -1,6 +1,6 @@
-"""Requests that hold the multiplexed models that their code uses, until that code has ended.
+"""Requests that hold the multiplexed models that their code uses, until the code has ended.
 
-Only the replicas of deployments with a multiplexed function make these kinds of requests.
+Only replicas with multiplexed functions make these kinds of requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from daskserve.data.replica.requests.states import DONE, RequestEvent
 
 
 class HoldingRequest(LocalRequest):
-    """What these kinds of requests have in common."""
+    """The common part of these kinds of requests."""
 
     __slots__ = ()
 
@@ -38,21 +38,21 @@ class HoldingRequest(LocalRequest):
 
 
 def _give_back(request: LocalRequest) -> None:
-    """Give back the models of a request that has ended."""
+    """Release the models of a request that has ended."""
     context: Any = getattr(request, "context", None)  # there is none until user code begins
     present = None if context is None or request.state != DONE else context.get(current_request)
-    # Without `held`, code that runs on holds nothing more.
+    # Without `held`, code that still runs holds no further models.
     held = None if present is None else vars(present).pop("held", None)
     while held:
         try:
             _, give_back = held.popitem()
-        except KeyError:  # code on another thread was adding that one, and has given it back itself
+        except KeyError:  # code in another thread added this model too late, and has released it itself
             break
         give_back()
 
 
 def holding(kind: Any) -> Any:
-    """Return the kind of requests that hold models, for another kind."""
+    """Return the class of requests of a kind that hold models."""
     return _holding(kind)
 
 

@@ -40,14 +40,14 @@ def _request_context(envelope: Envelope) -> RequestContext:
         if "priority" in ours:
             context.add_facts({"priority": ours["priority"], "priority_number": ours["priority"]})
         return context
-    except (KeyError, TypeError):  # not by way of the ingress
+    except (KeyError, TypeError):  # the request did not pass the ingress
         return RequestContext(deadline=envelope.deadline)
 
 
 class LocalHTTPRequest(LocalRequest):
     """An HTTP request or a WebSocket.
 
-    User code that runs in the request's own task needs no `MessagePipe` as long as its response is whole.
+    User code in the request's task needs no `MessagePipe` as long as its response is whole.
     """
 
     __slots__ = ("_receive", "_scope", "_send")
@@ -101,7 +101,7 @@ class LocalHTTPRequest(LocalRequest):
             return self._prepare(method, receive, send)
         set_context(self)
         if runs_in_task and method.is_async and not (method.is_asgi or self.is_traced):
-            # Nothing to read and nothing to cross: user code gets the caller's own `receive`.
+            # There is no body, and no thread to cross: user code gets the caller's `receive`.
             parts = (method, scope, receive, b"")
             self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
         else:
@@ -123,7 +123,7 @@ class LocalHTTPRequest(LocalRequest):
         return value.message
 
     def accept(self, value: Any) -> None:
-        """Keep what user code returned; answer an error with 500 unless the caller has a better answer."""
+        """Store the result of user code; an error becomes a response with 500, unless it is a refusal."""
         super().accept(value)
         if type(value) is PackedError:
             is_started = self.pipe is not None and self.pipe.is_started
@@ -174,7 +174,7 @@ class LocalHTTPRequest(LocalRequest):
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
-        """Start user code; a ``body`` is whole, or else begins with ``first``, if that was read."""
+        """Start user code with the whole body, or else with the first part of it, if it was read."""
         servable, method, scope = self.code.servable, self._method, self._scope
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
             self.start_code(True, servable.answer_http, method, scope, self._receive, body)

@@ -1,4 +1,4 @@
-"""HTTP requests that choose the method by a header, for backends that allow it."""
+"""HTTP requests that choose a method by a header, for backends with ``method_header=True``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HEADER = b"x-serve-call-method"
 
 
 def named_method(servable: Servable, scope: Mapping[str, Any]) -> Method:
-    """Return the method that a request's header names, ``__call__`` without the header.
+    """Return the method that a request's header names, or ``__call__`` without the header.
 
-    An ASGI application has no such methods; it gets the header like any other.
+    An ASGI application gets all requests, with the header.
 
     Raises
     ------

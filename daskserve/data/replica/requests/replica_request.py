@@ -3,10 +3,10 @@
 A replica answers calls, streaming calls, HTTP requests and WebSockets, alone or in batches. A runner runs
 user code (`daskserve.data.replica.execution.runner`). Without a task, the caller gets the answer when user
 code ends (`ReplicaRequest.start`). A task responds (`ReplicaRequest.respond`) if the request may have to
-wait: for a slot, for its body, or for a caller that reads a stream slowly. The states are the same for all
-requests: see `daskserve.data.replica.requests.states`.
+wait: for a slot, for its body, or for a caller that reads a stream slowly. All requests have the same states:
+see `daskserve.data.replica.requests.states`.
 
-The request holds its slot until it is DONE, even if its caller left long ago. So a replica never runs more
+The request holds its slot until it is DONE, even if its caller has left before. So a replica never runs more
 requests than it has slots, and code that cannot be stopped is visible. User code is cancelled once, when the
 request becomes CANCELLED. The request is counted once, when it leaves RUNNING or STREAMING.
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class InvalidRequestTransition(ServeError):
-    """An event does not fit the state of a request: a bug in the replica."""
+    """An event does not fit the state of a request, which is a bug in the replica."""
 
 
 class ReplicaRequest:
@@ -97,13 +97,13 @@ class ReplicaRequest:
         self.slots = slots
         self.metrics = metrics
         self.state: RequestState = WAITING
-        #: Gets the answer of a request without a task.
+        #: Called with the answer of a request without a task.
         self._on_answer: OnAnswer | None = None
-        #: Awaited by the task of a request: done when there is a message to pass on, or user code has ended.
+        #: Awaited by the task of a request: done when there is a message to send, or user code has ended.
         self._waiter: asyncio.Future[None] | None = None
         #: Carries the messages between user code and the caller, if there are any.
         self.pipe: MessagePipe | None = None
-        #: Whether a task responds; only there can anything be awaited.
+        #: Whether a task responds.
         self.is_in_task = False
         #: The next step of user code, until it is started.
         self.unfinished: Unfinished | None = None
@@ -115,7 +115,7 @@ class ReplicaRequest:
         self.value: Any = None
         #: Whether user code continues when its caller leaves.
         self.survives_caller = False
-        #: How many other runs hold the slot: the run of its batch.
+        #: The number of other runs that hold the slot, such as the run of its batch.
         self.holds = 0
 
     def __repr__(self) -> str:
@@ -124,10 +124,10 @@ class ReplicaRequest:
     # ---- for the caller
 
     def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
-        """Answer the request without a task, and return a function that gives it up.
+        """Answer the request without a task, and return a function that cancels it.
 
-        Returns None if it needs a task, or there is no free slot. If the answer takes more than one message,
-        the callback gets this object, for a task to respond.
+        Returns None if the request needs a task, or there is no free slot. If the answer takes more than one
+        message, the callback gets this object, and a task has to call `respond`.
         """
         if self.needs_task() or not self.slots.take_nowait(self.envelope):
             return None
@@ -141,12 +141,12 @@ class ReplicaRequest:
         return self.leave
 
     async def respond(self, receive: Receive, send: Send) -> Load:
-        """Answer the request from the present task, begun or not; return when its caller has it all.
+        """Answer the request from the present task; return once its caller has the whole answer.
 
         Raises
         ------
         ReplicaBusyError
-            All slots were taken for longer than the patience of the request; it has not begun.
+            All slots were taken for longer than the timeout of the request; it has not begun.
         ActorLostError
             The replica stops: the request has not begun, or was cancelled when the grace period ended.
         Exception
@@ -155,7 +155,7 @@ class ReplicaRequest:
         slots = self.slots
         try:
             if self.state == WAITING:
-                # A broadcast reaches full replicas, too.
+                # Full replicas take broadcasts, too.
                 envelope = self.envelope
                 takes = envelope.queue_timeout is None and (
                     slots.take_beyond() if "broadcast" in envelope.head else slots.take_nowait(envelope)
@@ -189,7 +189,7 @@ class ReplicaRequest:
     # ---- what a kind of request defines
 
     def needs_task(self) -> bool:
-        """Return whether only a task can respond, because something may have to wait."""
+        """Return whether only a task can respond, because the request may have to wait."""
         return True
 
     def begin(self, receive: Receive | None = None, send: Send | None = None) -> Awaitable[None] | None:
@@ -208,7 +208,7 @@ class ReplicaRequest:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Release what the request holds; its caller gets nothing more."""
+        """Release the resources of the request; its caller gets no more messages."""
         pipe, self.pipe = self.pipe, None  # it refers to this object
         if pipe is not None:
             pipe.close()
@@ -275,7 +275,7 @@ class ReplicaRequest:
     def leave(self, now: float | None = None) -> None:
         """The caller has left, or the deadline has passed: drop the answer, and cancel user code.
 
-        User code continues if its response is complete, as a background task does, or if it survives its
+        User code continues if its response is complete, as in a background task, or if it survives its
         caller. No other code decides what happens when a caller leaves.
         """
         if self.state in OPEN_STATES or self.state == WAITING:
@@ -285,7 +285,7 @@ class ReplicaRequest:
     # ---- for the kinds of request
 
     def hold(self) -> Callable[[], None]:
-        """Keep the slot for a run that is not the request's own; return what ends this."""
+        """Keep the slot for another run than the request's; return a function that ends this."""
         self.holds += 1
         return self._unhold
 
@@ -295,7 +295,7 @@ class ReplicaRequest:
             self._free_if_ended()
 
     def accept(self, value: Any) -> None:
-        """Keep what user code returned or raised."""
+        """Store the result or the error of user code."""
         if type(value) is Unfinished:
             self._move(PARTIAL)
             self.unfinished = value
@@ -344,7 +344,7 @@ class ReplicaRequest:
 
 
 async def _settle(request: ReplicaRequest) -> None:
-    """Pass messages on and start the steps of user code until only the last message is left."""
+    """Send messages and start the steps of user code until only the last message is left."""
     while True:
         pipe = request.pipe
         if pipe is not None and pipe.outbox:
@@ -382,7 +382,7 @@ def _raise_error(request: ReplicaRequest) -> NoReturn:
 
 
 def _changed(request: ReplicaRequest) -> None:
-    """Wake the task, or pass the answer on without one if it is complete, or start the next step."""
+    """Wake the task. Without a task, send the answer if it is complete, or start the next step."""
     on_answer = request._on_answer
     if on_answer is None:
         if request._waiter is not None and not request._waiter.done():
@@ -423,7 +423,7 @@ class LocalRequest(ReplicaRequest):
     code: ServingCode
     #: Returns whether an error of user code is for the log.
     is_failure: Callable[[PackedError], bool] = staticmethod(is_failure)
-    #: Returns what user code may know of its request.
+    #: Returns the `RequestContext` of user code.
     request_context: Callable[[Envelope], RequestContext]
     # Known when user code begins.
     #: Whether async code runs in the task that responds, on the worker's loop.
@@ -432,7 +432,7 @@ class LocalRequest(ReplicaRequest):
     _method: Method
 
     def accept(self, value: Any) -> None:
-        """Keep what user code returned or raised; log an error, with the context variables of the code."""
+        """Store the result or the error of user code; log an error in the context of the code."""
         super().accept(value)
         if type(value) is PackedError:
             if self.is_failure(value):
@@ -458,6 +458,6 @@ def set_context(request: LocalRequest) -> None:
 
 
 def start_next(request: LocalRequest, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
-    """Start the next step of user code, in a copy of its context, which the last run may not have left."""
+    """Start the next step of user code, in a copy of its context, which the last run may still use."""
     request.context = request.context.copy()
     request.start_code(is_async, function, *args)

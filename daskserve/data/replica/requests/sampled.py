@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any
 
 from daskserve.common.clock import stopwatch
-from daskserve.common.types import (
-    SOCKET_PLACE,
-    ActorRequest,
-    EnvelopeKind,
-    Load,
-    Message,
-    OnAnswer,
-    Receive,
-    Send,
-)
+from daskserve.common.types import SOCKET_PLACE, ActorRequest, EnvelopeKind, Load, Message, Receive, Send
+from daskserve.data.replica.requests.counted import ObservedRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.payloads.events import CALLER_GONE, Sample
 
 
-class SampledRequest(ActorRequest):
+class SampledRequest(ObservedRequest):
     """A request of which a sample is taken.
 
     Parameters
     ----------
     request : ActorRequest
-        The request, or what counts it.
+        The request to answer; it may wrap ``local``.
     local : LocalRequest
         The request itself.
     take : callable
-        Gets the sample once the request has ended.
+        Called with the sample once the request has ended.
     """
 
     def __init__(
@@ -44,9 +34,9 @@ class SampledRequest(ActorRequest):
         time: float,
         take: Callable[[Sample], object],
     ) -> None:
-        self._request, self._local = request, local
+        super().__init__(request)
+        self._local = local
         self._take = take
-        self._began = stopwatch()
         self._has_ended = False
         envelope = local.envelope
         kind = "call" if envelope.kind is EnvelopeKind.CALL else envelope.head["type"]
@@ -55,22 +45,13 @@ class SampledRequest(ActorRequest):
             # Before user code can change it.
             self._sample.request.add_payload(envelope.payload)
 
-    def start(self, on_answer: OnAnswer) -> Callable[[], None] | None:
-        leave = self._request.start(partial(self._answered, on_answer))
-        return None if leave is None else partial(self._leave, leave)
+    def note_end(self, message: Message | None, error: Exception | None) -> None:
+        if message is not None:
+            self._sample.sent(message)
+        self._end(error=error)
 
-    def _leave(self, leave: Callable[[], None]) -> None:
+    def note_leave(self) -> None:
         self._end(CALLER_GONE)
-        leave()
-
-    def _answered(self, on_answer: OnAnswer, message: Message | None, rest: Any) -> None:
-        if rest is self._request:
-            rest = self  # it needs a task
-        else:
-            if message is not None:
-                self._sample.sent(message)
-            self._end(error=rest if isinstance(rest, Exception) else None)
-        on_answer(message, rest)
 
     async def respond(self, receive: Receive, send: Send) -> Load:
         sample = self._sample
@@ -83,7 +64,7 @@ class SampledRequest(ActorRequest):
         def pass_on(message: Message) -> Awaitable[None]:
             sample.sent(message)
             if SOCKET_PLACE in message:
-                # The messages of a WebSocket stay here.
+                # Keep the messages of a WebSocket here.
                 place = message[SOCKET_PLACE]
                 place.give_up()
                 message = {name: value for name, value in message.items() if name != SOCKET_PLACE}
@@ -92,7 +73,7 @@ class SampledRequest(ActorRequest):
         try:
             load = await self._request.respond(tell, pass_on)
         except asyncio.CancelledError:
-            self._end(CALLER_GONE)
+            self.note_leave()
             raise
         except Exception as error:
             self._end(error=error)
@@ -107,7 +88,7 @@ class SampledRequest(ActorRequest):
         sample = self._sample
         envelope = self._local.envelope
         if sample.kind == "call" and not sample.request.size and envelope.payload is not None:
-            # Its arguments came, or were fetched, after its beginning.
+            # The arguments arrived, or were fetched, after the request had begun.
             sample.request.add_payload(envelope.payload)
             sample.head = envelope.head
         if error is not None:

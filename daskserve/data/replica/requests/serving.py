@@ -1,4 +1,4 @@
-"""User code that is ready to serve, and the other parts that the requests of a replica share."""
+"""The parts that the requests of a replica share."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ServingCode:
         self.failures = failures
         #: The open WebSockets.
         self.sockets: set[MessagePipe] = set()
-        #: The reserved calls that wait for their arguments.
+        #: For each reserved call that waits for its arguments, a future that ends the wait.
         self._reservations: set[asyncio.Future[None]] = set()
-        #: Whether a header of an HTTP request may name the method to call.
+        #: The option ``method_header``: whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
         #: Returns a call's arguments with the values that the caller took out of them.
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
@@ -52,8 +52,14 @@ class ServingCode:
         self.templates: ReplicaTemplates | None = None
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
-        #: Takes the calls that have ended, for the access log; None without one.
+        #: Writes the end of a call to the access log; None without one.
         self.note_call: Callable[[str, str, int, float], None] | None = None
+
+    def configure(self, config: Any, note_call: Callable[[str, str, int, float], None] | None) -> None:
+        """Apply the options of a backend."""
+        self.has_method_header = config.method_header
+        self.on_disconnect = config.on_disconnect
+        self.note_call = note_call
 
     async def arguments_of(self, receive: Receive) -> Message:
         """Return the message with the arguments of a reserved call; raise if the replica stops before."""
@@ -65,7 +71,7 @@ class ServingCode:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if arriving.done():
                 return arriving.result()
-            # As if it had begun, so that the router does not choose another replica.
+            # With begun=True, the router does not choose another replica.
             raise ActorLostError(f"Replica {short_tag(self.slots.replica_tag)!r} was stopped.", begun=True)
         finally:
             arriving.cancel()

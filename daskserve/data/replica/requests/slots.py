@@ -1,15 +1,15 @@
-"""The slots of a replica, and the short queue of requests that wait at it for one.
+"""The slots of a replica, and the short queue of requests that wait for one.
 
-Problem: each router knows only its own requests at a replica. If a refused router could only ask again, it
-would mostly be refused again: the router whose request has just ended knows first that a slot is free, and
-would take it each time. Choice: if a router knows no other replica with room, its request carries
-`daskserve.common.types.QueueTimeout` and waits here, where a free slot is known first. A slot passes directly
-to the first request of the queue, so a later request never finds it free.
+Problem: each router knows only its own requests at a replica. If a refused router could only retry, it would
+mostly be refused again: the router whose request has just ended is the first to know of the free slot, and
+would take it each time. Choice: if a router knows no other replica with a free slot, its request carries a
+`daskserve.common.types.QueueTimeout` and waits here. A free slot goes directly to the first request of the
+queue, so a later request never takes it.
 
-A request whose patience ends is refused, so that its router may choose another replica. If it returns, it
-states how long it has waited and keeps its position. Each router has one request at a time in the queue, so
-routers take turns, however many more requests wait in each. The router is notified when its request gets a
-slot (`SLOT_TAKEN`).
+A request is refused when its timeout ends, so that its router may choose another replica. If the request
+returns, it states how long it has waited and keeps its position. Each router has one request at a time in the
+queue, so routers take turns, however many requests wait in each. The router is notified when its request gets
+a slot (`SLOT_TAKEN`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 logger = logging.getLogger("daskserve.replica")
 
-#: The queue holds this many requests, plus two for each slot.
+#: The maximum length of the queue is this number plus twice the number of slots.
 EXTRA_WAITERS = 16
 
 
@@ -41,21 +41,21 @@ Place: TypeAlias = tuple[int, float, int, "asyncio.Future[bool]"]
 
 
 class SlotQueue:
-    """Requests that wait for a slot: by priority, and the one that has waited longest first."""
+    """Requests that wait for a slot, by priority and then by their time of waiting."""
 
     def __init__(self) -> None:
-        #: For each minus its priority; when it began to wait, without interruptions; a number for ties; and
-        #: what is done when it has a slot.
+        #: For each request: its negated priority; when it would have begun without interruptions of its wait;
+        #: a number for ties; and a future for whether it gets a slot.
         self.places: list[Place] = []
         self._numbers = itertools.count()
 
     async def wait(self, queue_timeout: QueueTimeout, give_back: Callable[[], None]) -> bool:
-        """Return whether there was a slot before the patience was over.
+        """Return whether the request got a slot before its timeout.
 
         Parameters
         ----------
         give_back : callable
-            Takes back a slot that was granted to a request at the moment when it was cancelled.
+            Frees the slot if the request was cancelled just when it got one.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
@@ -93,11 +93,11 @@ class SlotQueue:
         return -self.places[0][0] if self.places else None
 
     def pass_on(self) -> None:
-        """Give a slot to the first request, of which `next_priority` has found the priority."""
+        """Give a slot to the first request. Call `next_priority` before."""
         self.places.pop(0)[-1].set_result(True)
 
     def reject_all(self, error: Callable[[], Exception]) -> None:
-        """Fail all requests that wait with the error that this returns."""
+        """Fail all waiting requests, each with a new error."""
         places, self.places = self.places, []
         for *_, waiter in places:
             if not waiter.done():
@@ -105,7 +105,7 @@ class SlotQueue:
 
 
 class Slots:
-    """The slots of one replica: how many requests run, may run, and wait for a slot.
+    """The slots of one replica, and the requests that wait for one.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Slots:
         #: Created by the first request of a batch job.
         self._batch_room: BatchRoom | None = None
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
-        #: While no slot is given away: set when they are again.
+        #: Within `quiet`: an event that is set at its end.
         self._resumed: asyncio.Event | None = None
 
     @property
@@ -151,7 +151,7 @@ class Slots:
         return Load(self.ongoing, (0 if count is None else count()) + len(self._waiters.places))
 
     def usage(self) -> tuple[int, int]:
-        """Return how many slots are taken, and how many there are; any thread may call this."""
+        """Return the number of taken slots and of all slots; any thread may call this."""
         return self.ongoing, self.concurrency
 
     def not_running(self) -> ActorLostError:
@@ -159,9 +159,9 @@ class Slots:
         return ActorLostError(self.closed_because, begun=False)
 
     def take_nowait(self, envelope: Envelope | None = None) -> bool:
-        """Take a slot if one is free and the replica is open; return whether it did.
+        """Take a slot if one is free and the replica is open; return whether this succeeded.
 
-        A request of a batch job takes none that is for others.
+        A request of a batch job does not take a slot that is reserved for live requests.
         """
         if not self.has_room:
             return False
@@ -172,7 +172,7 @@ class Slots:
         return True
 
     def _admits(self, is_batch: bool) -> bool:
-        """Return whether a request may take one of the free slots, which it then does."""
+        """Return whether a request may take one of the free slots; if so, the caller takes it."""
         room = self._batch_room
         if not is_batch:
             if room is not None:
@@ -193,12 +193,12 @@ class Slots:
         return takes
 
     async def take(self, envelope: Envelope, send: Send) -> None:
-        """Take a slot, waiting for one as long as the request has patience.
+        """Take a slot; wait for one up to the timeout of the request.
 
         Raises
         ------
         ReplicaBusyError
-            There was none in time, or the queue is full.
+            No slot became free in time, or the queue is full.
         ActorLostError
             The replica stopped meanwhile; the request has not begun.
         """
@@ -226,7 +226,7 @@ class Slots:
             raise
 
     def free(self, envelope: Envelope | None = None) -> None:
-        """Note that the user code of a request has ended; its slot goes to the first request that waits."""
+        """Free a slot, because user code has ended; the first waiting request gets it."""
         room = self._batch_room
         if room is not None and envelope is not None and is_of_batch(envelope):
             room.ended(stopwatch(), are_waiting=bool(self._waiters.places))
@@ -246,7 +246,7 @@ class Slots:
         self._fill()
 
     def _fill(self) -> None:
-        """Give free slots to requests that wait."""
+        """Give free slots to waiting requests."""
         waiters = self._waiters
         while waiters.places and self._resumed is None and self.ongoing < self.concurrency:
             priority = waiters.next_priority()
@@ -257,9 +257,9 @@ class Slots:
 
     @asynccontextmanager
     async def quiet(self, clock: Clock, patience_s: float) -> AsyncIterator[None]:
-        """Give no slots away inside a block, which begins once none is taken, or after ``patience_s``.
+        """Grant no slots within a block, which begins once all slots are free, or after ``patience_s``.
 
-        Requests that wait here are refused, so that their routers may choose other replicas.
+        Waiting requests are refused, so that their routers may choose other replicas.
         """
         self._resumed = asyncio.Event()
         self._waiters.reject_all(self._refusal)
@@ -293,12 +293,12 @@ class Slots:
             await self._idle.wait()
 
     def end_wait(self) -> None:
-        """Release `wait_until_idle`, although requests still run."""
+        """Let `wait_until_idle` return, although requests still run."""
         if self._idle is not None:
             self._idle.set()
 
     def _is_kept_free(self, envelope: Envelope) -> bool:
-        """Return whether the replica is kept free of requests such as this one, of a batch job."""
+        """Return whether this request belongs to a batch job and the replica is kept free of those."""
         room = self._batch_room
         return room is not None and is_of_batch(envelope) and room.is_kept_free(self.rank_info, stopwatch())
 
@@ -308,14 +308,14 @@ class Slots:
 
 
 def is_of_batch(envelope: Envelope) -> bool:
-    """Return whether a request is one of a batch job, which leaves a slot to live requests."""
+    """Return whether a request belongs to a batch job, which leaves a slot to live requests."""
     facts = envelope.head.get("facts")
     priority = facts.get("priority") if facts else None
     return isinstance(priority, int) and priority <= BATCH_PRIORITY
 
 
 def found_at(slots: Slots, running: Callable[[], list[str]]) -> dict[str, Any] | None:
-    """Return for what a request that arrives has to wait, and names what runs; None if there is a slot."""
+    """Return the attributes of the span of a wait for a slot; None if a slot is free."""
     if slots.ongoing < slots.concurrency and not slots.waiting:
         return None
     return {

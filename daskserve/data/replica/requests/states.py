@@ -15,7 +15,7 @@ RUNNING       LATE                  CANCELLED     the deadline passed
 STREAMING     PARTIAL               STREAMING     the next message or step
 STREAMING     ANSWERED, FAILED      DONE          as in RUNNING
 STREAMING     ABORTED, LEFT, LATE   CANCELLED     as in RUNNING
-CANCELLED     ENDED                 DONE          user code has really ended
+CANCELLED     ENDED                 DONE          user code has ended
 ============  ====================  ============  ========================================================
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias, get_args
 
-# Plain strings, not members of an enum: each request compares several of them.
+# Plain strings are faster to compare than members of an enum; each request compares several.
 RequestState: TypeAlias = Literal["waiting", "running", "streaming", "cancelled", "done"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
@@ -64,7 +64,7 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = {
     (STREAMING, LATE): CANCELLED,
     (CANCELLED, ENDED): DONE,
 }
-# The same by state: each request looks up two of them, and two small keys are found sooner than one pair.
+# The same table by state: two lookups by a string are faster than one by a tuple.
 NEXT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     state: {event: after for (before, event), after in TRANSITIONS.items() if before == state}
     for state in get_args(RequestState)

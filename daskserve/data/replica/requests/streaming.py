@@ -1,12 +1,12 @@
 """Streaming calls: a caller by handle gets the items of user code's generator one by one.
 
-The caller asks for a stream (``head["stream"]``), and each item is one ``call.item`` message. Items cross the
+A call with ``head["stream"]`` requests a stream, and each item is one ``call.item`` message. Items cross the
 thread boundary like the messages of an HTTP response
-(`daskserve.data.replica.execution.message_pipe.MessagePipe`): ahead of need, but only up to a limit, so a
-generator waits for a slow caller. Async generators run on the user's loop, plain ones in one of the user's
+(`daskserve.data.replica.execution.message_pipe.MessagePipe`): up to a limit they are buffered, then the
+generator waits for its caller. Async generators run on the user's loop, plain ones in one of the user's
 threads. When the caller leaves, the generator is closed where it next waits or yields.
 
-All of this runs on the user's side of the executor.
+All of these functions run on the user's side of the executor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from daskserve.errors import StreamOptionError
 async def stream(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call an async method and send its items; otherwise like `finish_stream`."""
+    """Call an async method and send its items, as `finish_stream` does."""
     return await finish_stream(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
 def stream_in_thread(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call a plain method and send its items; otherwise like `finish_stream_in_thread`."""
+    """Call a plain method and send its items, as `finish_stream_in_thread` does."""
     return finish_stream_in_thread(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
@@ -43,7 +43,7 @@ def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: 
 
 
 async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
-    """Send the items of an async generator; return a plain one, which needs a thread.
+    """Send the items of an async generator; return a plain generator, which needs a thread.
 
     Raises
     ------
@@ -67,7 +67,10 @@ async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished
 
 
 def finish_stream_in_thread(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
-    """Send the items of a plain generator, blocking while the caller is slow; return what needs a loop."""
+    """Send the items of a plain generator, and block while the caller is slow.
+
+    A result of another type is returned, because it needs an event loop.
+    """
     if not isinstance(result, Iterator):
         if not inspect.isawaitable(result):
             _check(name, result)

@@ -1,7 +1,7 @@
-"""Requests with a trace context: each kind of request, with the spans of its replica and of user code.
+"""Requests with a trace context, which make the spans of the replica and of user code.
 
-Most requests have none, and pay for none of this: `daskserve.data.replica.local_code.LocalCode.handle` makes
-these kinds only for a head with the key `TRACE`.
+`daskserve.data.replica.local_code.LocalCode.handle` makes these kinds only for a head with the key `TRACE`,
+so other requests have no costs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from daskserve.telemetry.tracing.process import Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan
 from daskserve.telemetry.tracing.templates import ReplicaTemplates, SpanTemplate
 
-#: How many of the requests that run are named.
+#: Maximum number of running requests that a span names.
 MAX_NAMED = 8
 #: A shorter wait for a slot gets no span.
 SHORT_NS = 100_000
@@ -47,20 +47,20 @@ _ERRORS: Mapping[RequestEvent, str] = {LEFT: "cancelled", LATE: "timeout"}
 
 
 class TracedRequest(LocalRequest):
-    """What the kinds of requests with a trace context have in common."""
+    """The common part of the kinds of requests with a trace context."""
 
     is_traced = True
 
     carrier: Carrier
-    #: The span of its way here, if no other process has made it.
+    #: The span of the routing, if this replica makes it.
     way: RecordedSpan | None = None
-    #: For what it waits, unless there was a slot when it arrived.
+    #: The attributes of the span of its wait for a slot; None if it need not wait.
     wait: dict[str, Any] | None = None
     #: The value of ``error.type`` of its user code.
     error_type = ""
-    #: When its user code could begin.
+    #: When its user code was started; it may still wait for a thread or a loop.
     ready_at = 0.0
-    #: The span of its user code, while that has further steps.
+    #: The span of its user code between two steps.
     unfinished_code: RecordedSpan | None = None
 
     def granted(self) -> None:
@@ -153,7 +153,7 @@ def _run_in_thread(request: TracedRequest, function: Callable[..., Any], *args: 
 
 
 def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
-    """Begin the span of user code, or go on with it in the next step; ``awaited`` is what it waited for."""
+    """Begin or continue the span of user code; ``awaited`` names what the code waited for."""
     assert request.span is not None
     code = request.unfinished_code
     if code is not None:
@@ -169,7 +169,7 @@ def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
     enter(request.carrier, code)
     scope = getattr(request, "_scope", None)
     if scope is not None:
-        # Frameworks read the header, and so does code that passes headers on.
+        # Frameworks read this header, and so does code that forwards headers.
         others = [each for each in scope["headers"] if each[0] != TRACEPARENT]
         others.append((TRACEPARENT, code.traceparent.encode()))
         scope["headers"] = others
@@ -239,7 +239,7 @@ def traced_request(
     if envelope.kind is EnvelopeKind.CALL:
         method = head.get("method") or "__call__"
     text = carrier[0] if carrier else ""
-    if text == NEW:  # its caller has no spans, so the time until here is not covered
+    if text == NEW:  # its caller makes no spans, so the span of the routing begins here
         request.way = _begin_way(serving, tracing, head, method)
         request.carrier = carrier = [request.way.traceparent, "", ""]
         text = carrier[0]
@@ -265,7 +265,7 @@ def _holding(kind: type[LocalRequest]) -> type[TracedRequest]:
 def _begin_way(
     serving: ServingCode, tracing: Tracing, head: Mapping[str, Any], method: str | None
 ) -> RecordedSpan:
-    """Begin the span of the way here, which begins a trace."""
+    """Begin the span of the routing, which is the first of its trace."""
     templates = serving.templates or _templates_of(serving)
     own = {"daskserve.request_id": request_id_of(head), **templates.values("route_to_replica", method)}
     way = tracing.under(head[TRACE], templates.name("route_to_replica", method), own)
@@ -298,7 +298,7 @@ def _code_template(method: str) -> SpanTemplate:
 
 
 def _running(serving: ServingCode) -> list[str]:
-    """Return the ids and routes of requests that run, for what has to wait for them."""
+    """Return the ids and routes of running requests, for the span of a wait."""
     found = []
     for run in serving.executor.runs:
         request = run.context.get(current_request)

@@ -11,7 +11,7 @@ from typing import Any
 from daskserve.common.clock import Clock
 from daskserve.data.replica.user_code.recorded_stats import Hook, StatsRecorder
 
-#: The name is that of today's Ray Serve.
+#: The name is that of Ray Serve.
 HOOK = "record_autoscaling_stats"
 #: A call that takes longer is late, and its values are ignored.
 LIMIT_S = 2.0
@@ -22,7 +22,7 @@ MOST_CHARACTERS = 100
 
 
 def checked(answer: Any) -> tuple[dict[str, float], str]:
-    """Return the valid values of a hook's result, and what is wrong with the rest; on the user's side."""
+    """Return the valid values of a hook's result, and the problem of the others; see `Hook.checked`."""
     if not isinstance(answer, Mapping):
         if inspect.iscoroutine(answer):
             answer.close()
@@ -57,7 +57,7 @@ AUTOSCALING = Hook(HOOK, period_s=0.0, limit_s=LIMIT_S, kept_s=KEPT_S, checked=c
 
 
 def autoscaling_metrics(recorder: StatsRecorder) -> dict[str, Any]:
-    """Return the newest values as ``{"custom": ...}``, or nothing."""
+    """Return the newest values as ``{"custom": ...}``; empty without any."""
     values = recorder.values()
     return {"custom": values} if values else {}
 

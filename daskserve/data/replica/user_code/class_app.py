@@ -1,18 +1,17 @@
-"""A class with the routes of an ASGI application: its methods are endpoints, bound to each replica's object.
+"""Classes with the routes of an ASGI application, whose methods are endpoints of each replica's object.
 
-Problem: ``@app.get("/")`` in the body of a class registers a function that takes ``self``, and FastAPI takes
-``self`` for a query parameter. Several classes may use one application, and several replicas run in one
-process. Choice: each object of the class gets a copy of the application, without the routes of other classes,
-whose endpoints find the object in the request. While the code of a replica runs, from the constructor on, the
-names of the application and its routers refer to the copies: routes that it adds are served by this replica
-alone.
+Problem: ``@app.get("/")`` in the body of a class registers a function that takes ``self``, and FastAPI treats
+``self`` as a query parameter. Several classes may use one application, and several replicas run in one
+process. Choice: each object of the class gets a copy of the application, without the routes of other classes.
+The endpoints of the copy find the object in the request. While the code of a replica runs, from the
+constructor on, the names of the application and its routers refer to the copies. So only this replica serves
+the routes that it adds.
 
-FastAPI's public interface does not suffice. If each class had an application to itself,
-``self = Depends(current_object)`` in a copied signature would bind the methods, and ``include_router`` would
-put their routes into another application. It copies neither middlewares, exception handlers, mounted
-applications, a changed ``openapi`` nor the routes of Starlette. It changes the application that it includes
-into, which other classes and replicas of the process use. And with it, ``app.add_api_route`` in a constructor
-cannot act on one replica.
+FastAPI's public interface does not suffice. ``self = Depends(current_object)`` in a copied signature would
+bind the methods, and ``include_router`` would copy their routes to another application. But it copies neither
+middlewares, exception handlers, mounted applications, a changed ``openapi`` nor the routes of Starlette. It
+also changes the target application, which other classes and replicas of the process use. And
+``app.add_api_route`` in a constructor would affect all replicas.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ OBJECT = "daskserve.object"
 
 
 class Builder:
-    """A function that builds an ASGI application where a replica runs."""
+    """A function that builds an ASGI application in the process of a replica."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
 
     def app(self) -> Any:
-        """Return the application; raise `TypeError` if it is none."""
+        """Return the application; raise `TypeError` if the function returns something else."""
         app = self.build()
         if not callable(app):
             name = getattr(self.build, "__qualname__", self.build)
@@ -175,9 +174,9 @@ class ObjectApp:
     Attributes
     ----------
     app : ASGI application
-        What answers; None until a builder has made it.
+        The application that answers; None until a builder has made it.
     copies : mapping
-        The copies to which the names of the application and its parts refer in the object's code.
+        The copies to which the names of the application and its parts refer in the code of the object.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -189,7 +188,7 @@ class ObjectApp:
             self._build = found
         elif isinstance(found, (Starlette, Router)):
             copier = _copier(_Binding(cls))
-            # Including the parts that were added since the class was decorated.
+            # It shares the parts again, because the class may have got others since it was decorated.
             made, self.copies = copier.copied(*_share_parts(cls, found))
             self.app = copier.app_for(made) if isinstance(made, Router) else made
         else:
@@ -213,8 +212,8 @@ class ObjectApp:
 def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
     """Make an object of a class; meanwhile the names of its application refer to the object's own.
 
-    Yields a function that gives the object its application. It is called here, because the lifespan protocol
-    hides errors of the application.
+    Yields a function that gives the object its application. The constructor's block calls it, because the
+    lifespan protocol hides errors of the application.
     """
     if not has_app(cls):
         yield lambda made: None
@@ -233,7 +232,7 @@ def as_definition(definition: Any) -> Any:
 
 
 def forget_endpoints() -> None:
-    """Let FastAPI forget the functions that it has analyzed, and what they refer to: it keeps thousands."""
+    """Clear the cache in which FastAPI keeps thousands of analyzed functions, and thus their objects."""
     if "fastapi" in sys.modules:
         from daskserve.internals.fastapi import forget_callables
 
@@ -241,7 +240,7 @@ def forget_endpoints() -> None:
 
 
 def enter_app(made: Any) -> None:
-    """Let the names of an application refer to the object's own, in the current context from now on."""
+    """Let the names of an application refer to the object's copy, in the current context from now on."""
     found = getattr(made, "__dict__", {}).get(APP)
     if isinstance(found, ObjectApp):
         current_copies.set(found.copies)
@@ -249,7 +248,7 @@ def enter_app(made: Any) -> None:
 
 async def _answer(self: Any, scope: Message, receive: Receive, send: Send) -> None:
     own: ObjectApp | None = vars(self).get(APP)
-    if own is None:  # made by other code than a replica's
+    if own is None:  # the object was not made by a replica
         own = ObjectApp(type(self))
         own.join(self)
     scope[OBJECT] = self
@@ -272,11 +271,11 @@ def _required_parameters(function: Any) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some builtins have none
         return []
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    has_default = [
-        each.default is not inspect.Parameter.empty or each.kind in variable for each in parameters
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    return [each.name for each, has in zip(parameters, has_default, strict=True) if not has]
 
 
 def _check_class(cls: Any) -> None:
@@ -343,7 +342,7 @@ def _mark_methods(cls: type[Any], app: Any) -> None:
 
 
 def without_others(cls: type[Any], substitution: Callable[[], Substitute] | None = None) -> Substitute:
-    """Return what leaves out routes to methods of other classes when a class is pickled."""
+    """Return a reducer that leaves out routes to methods of other classes when a class is pickled."""
     substitute = None if substitution is None else substitution()
 
     def reduce(value: Any) -> Any:
@@ -359,7 +358,7 @@ def without_others(cls: type[Any], substitution: Callable[[], Substitute] | None
 
 
 def _owner(cls: type[Any], endpoint: Any) -> type[Any] | None:
-    """Return the class of which an endpoint is a method; None if it is a function or object of its own."""
+    """Return the class of which an endpoint is a method; None for other functions and objects."""
     if not isinstance(endpoint, FunctionType):
         return None
     owner: type[Any] | None = getattr(endpoint, OWNER, None)
@@ -382,8 +381,8 @@ def _function(attribute: Any) -> Any:
 class _Binding:
     """Replaces the methods of a class by functions that find their object in the request.
 
-    Not by methods of the object: FastAPI keeps the endpoints that it has analyzed, and the object, with its
-    model, would outlive its replica.
+    Methods bound to the object would not do: FastAPI keeps the endpoints that it has analyzed, so the object,
+    with its model, would outlive its replica.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -403,7 +402,7 @@ class _Binding:
         return BoundEndpoint(_function(attribute), first)
 
     def _attribute(self, owner: type[Any], endpoint: Any) -> Any:
-        """Return what an endpoint is in its class, or what a class derived from that has instead."""
+        """Return the attribute of the class for an endpoint, which a derived class may have overridden."""
         name = endpoint.__name__
         for each in self._cls.__mro__:
             found = vars(each).get(name, endpoint)

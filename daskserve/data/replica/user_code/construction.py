@@ -11,7 +11,7 @@ from daskserve.data.replica.user_code.servable import Servable
 
 
 class Stage(NamedTuple):
-    """A stage of a replica's start: what the replica does, and what to say of it if that fails."""
+    """A stage of a replica's start: its description, and that of its failure."""
 
     doing: str
     failed: str
@@ -25,26 +25,26 @@ RECONFIGURING = Stage("running reconfigure()", "failed in reconfigure()")
 
 
 class Construction:
-    """Loads and constructs the user's object, in one trip to the thread where its code runs if possible.
+    """Loads and constructs the user's object, if possible in one trip to the thread of its code.
 
-    Each trip costs two changes of threads, and on a busy worker milliseconds.
+    Each trip costs two thread switches, which take milliseconds on a busy worker.
 
     Parameters
     ----------
     load : callable
         Returns the servable, not constructed.
     is_async : bool
-        Whether all of its methods are known to run on an event loop. If that is its own, it is loaded in the
-        thread of the loop, before that runs.
+        Whether all of its methods are known to run on an event loop. With its own loop, the object is loaded
+        in the thread of the loop, before the loop runs.
     enter : callable
-        Called with each `Stage` when it begins, perhaps in a thread of user code.
+        Called when a `Stage` begins, perhaps in a thread of user code.
 
     Attributes
     ----------
     servable : Servable or None
-        What has been loaded, constructed or not.
+        The loaded object, constructed or not.
     turned : Event
-        Is set once the loop of the user's object has run what the constructor has left there.
+        Set once the loop of the user's object has run the callbacks that the constructor scheduled.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Construction:
         self._error: BaseException | None = None
 
     async def run(self) -> Servable:
-        """Return the servable with the user's object; raises what user code raises."""
+        """Return the servable with the user's object; raise the errors of user code."""
         executor = self._executor
         self._enter(LOADING)
         if self._is_async:
@@ -119,7 +119,7 @@ class Construction:
 
 
 async def destruct(executor: UserExecutor, servable: Servable) -> None:
-    """Destruct the user's object, now or once it is made; raises what its destructor raises."""
+    """Destruct the user's object, now or once it is made; raise the errors of its destructor."""
     servable.is_ending = True
     if servable.must_be_closed_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop):
         await executor.run_async(servable.close)
@@ -128,6 +128,6 @@ async def destruct(executor: UserExecutor, servable: Servable) -> None:
 
 
 def _is_made_on_loop(executor: UserExecutor, servable: Servable) -> bool:
-    # On the loop if it has async code, which may want to make tasks there; on the worker's loop only
-    # what cannot run elsewhere.
+    # On its own loop if it has async code, whose constructor may create tasks there; on the worker's loop
+    # only if the constructor is async.
     return servable.must_be_made_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop)

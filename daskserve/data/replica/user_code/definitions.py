@@ -1,4 +1,4 @@
-"""Read a definition without running it: its methods, and how each can be called."""
+"""Inspects definitions of user code without running them: their methods, and how to call each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from daskserve.data.tasks.marks import CONSUMER
 ACCEPT_BATCH = "_serve_accept_batch"
 
 CALL = "__call__"
-#: Methods with public names that only daskserve calls.
+#: Public methods that only daskserve calls.
 HOOKS = frozenset(
     {
         "reconfigure",
@@ -30,7 +30,7 @@ HOOKS = frozenset(
 
 #: The attribute of a class with its application or builder, and of an object with its own application.
 APP = "__daskserve_app__"
-#: An attribute of classes whose objects hold what can be served: what to do.
+#: An attribute of classes whose objects cannot be served: what to serve instead.
 REMEDY = "__daskserve_remedy__"
 ASGI_PARAMETERS = ("scope", "receive", "send")
 
@@ -43,9 +43,9 @@ def _restore_state(state: State, attributes: dict[str, Any]) -> None:
     vars(state).update(attributes)
 
 
-# Pickle asks a new `State` for ``__setstate__``, and `State` searches for it in a dict that does not exist
-# yet: an endless recursion. Every Starlette and FastAPI application has a `State`. Code that pickles a
-# definition has inspected it before, and so has imported this module.
+# When pickle looks up ``__setstate__`` of a new `State`, the search in a dict that does not exist yet
+# recurses endlessly. Every Starlette and FastAPI application has a `State`. Code that pickles a definition
+# has inspected it before, and so has imported this module.
 copyreg.pickle(State, _reduce_state)
 
 
@@ -62,7 +62,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class CallableFacts:
-    """The facts about a definition. The defaults are those of an import path, not imported here."""
+    """The facts about a definition. The defaults are those of an import path, which is not imported."""
 
     is_blocking: bool = True
     is_asgi_app: bool = False
@@ -74,7 +74,7 @@ class CallableFacts:
     consumer: Any = None
 
     def rare(self) -> dict[str, Any]:
-        """Return the facts that few definitions have, by name; records of the others lack them."""
+        """Return the facts that few definitions have, by name; others are left out."""
         names = ("ignores_bodies", "docs_path")
         return {name: value for name in names if (value := getattr(self, name))}
 
@@ -106,7 +106,7 @@ def inspect_definition(
         methods = {}
     call = methods.get(CALL)
     answering = [call] if call else [each for each in methods.values() if each.name not in HOOKS]
-    # A class may do all of its work in the constructor, and in threads that this starts.
+    # A class may do all of its work in the constructor and in threads.
     if not answering and not inspect.isclass(definition):
         raise TypeError(
             "Backend definition must be a function, a class, an ASGI application or an import path, "
@@ -182,7 +182,7 @@ def _positional_parameters(function: Any) -> list[str]:
     names = []
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            # However many parameters are skipped later, one remains.
+            # One remains, even if the first is skipped as ``self``.
             names += [f"{parameter.name}{index}" for index in range(2)]
         elif parameter.kind not in kinds:
             names.append(parameter.name)

@@ -1,15 +1,15 @@
-"""The messages of an ASGI application's response, joined where they belong together.
+"""Joins the start and the body of an ASGI application's response.
 
-An application sends the start of a response, then its body. Most responses have one body message, so both
-cross to the worker's loop, and to another process, as one `daskserve.common.types.WHOLE_RESPONSE`.
+An application sends the start of a response, then its body. Most responses have one body message. Then both
+messages cross to the worker's loop, and to another process, as one `daskserve.common.types.WHOLE_RESPONSE`.
 
-A stream may have its first part much later than its start, and its client waits for the start: the
-``onopen`` of an ``EventSource`` is one example. The start of a response without a ``content-length`` is
-therefore held back for the current iteration of the loop only. With a ``content-length`` the body is at hand,
-and most responses save the callback.
+The first part of a stream may come much later than its start, which its client may wait for: the ``onopen``
+of an ``EventSource`` is an example. So the start of a response without a ``content-length`` is delayed until
+the next iteration of the loop only. With a ``content-length``, the body follows at once, and needs no
+callback.
 
-Starlette answers an error that no code handles with 500, and raises it again at once. That answer is held
-back for the same moment: an error of another deployment may have a better one, see `servable`.
+If no code handles an error, Starlette answers with 500 and raises the error again. This answer is delayed in
+the same way, because an error of another deployment may have a better one; see `servable`.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from typing import Any, Protocol
 from daskserve.common.types import DONE, MATCHED_ROUTE, WHOLE_RESPONSE, Message
 
 _INTERNAL_ERROR = b"Internal Server Error"
-#: Characters of a route that are told; it becomes a label.
+#: Maximum length of a route, which becomes a label.
 MAX_ROUTE = 200
 
 
 class ResponseSink(Protocol):
     """Takes the messages of a response; see `daskserve.data.replica.execution.message_pipe.MessagePipe`."""
 
-    #: Whether it has got any.
+    #: Whether it has received any.
     is_started: bool
 
     def send(self, message: Message) -> Awaitable[None]:
         """Take a message."""
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
-        """Take messages from a callback; return what the next message has to wait for."""
+        """Take messages from a callback; return what to await before the next message."""
 
 
 class JoinedResponse:
-    """Holds the start of a response back until its first body message, or for a moment.
+    """Delays the start of a response until its first body message, or the next iteration of the loop.
 
     Parameters
     ----------
     sink : ResponseSink
-        Takes the messages that are passed on.
+        Takes the resulting messages.
     scope : mapping
-        The scope of the request, in which Starlette and FastAPI leave the route that they have matched.
+        The scope of the request, in which Starlette and FastAPI store the matched route.
 
     Attributes
     ----------
     start : Message or None
-        The start, while it is held back.
+        The start, while it is delayed.
     held : Message or None
-        An answer of Starlette's to an error, while it is held back.
+        Starlette's answer to an error, while it is delayed.
     """
 
     __slots__ = ("_passing", "_scope", "_sink", "held", "start")
@@ -67,11 +67,11 @@ class JoinedResponse:
         self.held: Message | None = None
 
     def drop(self) -> None:
-        """Pass on nothing more of what is held back."""
+        """Drop the delayed messages."""
         self.start = self.held = None
 
     async def end(self) -> None:
-        """Pass on an answer that is held back; the application has ended."""
+        """Send a delayed answer, because the application has ended."""
         held, self.held = self.held, None
         if held is not None:
             await self._sink.send(held)
@@ -86,7 +86,7 @@ class JoinedResponse:
                 message = _with_repeatable_headers(message)
             if self._sink.is_started or message["type"] != "http.response.start":
                 return self._sink.send(message)
-            # A new dictionary, because the application's may be one that it uses again.
+            # A new dictionary, because the application may use its own again.
             route = getattr(self._scope.get("route"), "path", None)
             if type(route) is str:
                 message = {**message, MATCHED_ROUTE: route[:MAX_ROUTE]}
@@ -124,7 +124,7 @@ class JoinedResponse:
 
 
 def _no_part_yet() -> Message:
-    # Servers pass the start of a response on with the first part of its body.
+    # Servers send the start of a response with the first part of its body.
     return {"type": "http.response.body", "body": b"", "more_body": True}
 
 
@@ -142,7 +142,7 @@ def _has_length(start: Message) -> bool:
 
 
 def join(start: Message, message: Message) -> Message | None:
-    """Return the whole response that two messages make; None if they make none, or not a valid one."""
+    """Return the whole response of two messages; None if it has further parts, or is not valid."""
     if message["type"] != "http.response.body" or message.get("more_body", False):
         return None
     route = start.get(MATCHED_ROUTE)

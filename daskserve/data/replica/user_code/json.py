@@ -1,10 +1,10 @@
 """Results as JSON, written by `pydantic_core`.
 
-Measured with pydantic_core 2.50, in microseconds, with `json` in brackets: 1,000 floats take 52
-(262), the same in a numpy array 61 (194), a small dict 0.7 (1.4), a model 1.6 (4.2), 100 small dicts 37 (32).
-A conversion before it covers what the library has no option for: a Decimal is a number, times are written as
-`isoformat` does, a key None is "null", a complex number is an error, and numpy and pandas are known. Numbers
-that JSON does not have, NaN and infinity, are null, and so are the missing values of pandas.
+Measured with pydantic_core 2.50, in microseconds, with `json` in brackets: 1,000 floats take 52 (262), the
+same in a numpy array 61 (194), a small dict 0.7 (1.4), a model 1.6 (4.2), 100 small dicts 37 (32). A
+conversion before it covers the cases without an option in the library: a Decimal is a number, times are
+written as by `isoformat`, a key None is "null", a complex number is an error, and the types of numpy and
+pandas are supported. NaN, infinity and the missing values of pandas are null.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def to_json(value: Any) -> bytes:
 
 
 def array_types() -> tuple[type[Any], ...]:
-    """Return the types of numpy and pandas, as far as these are loaded."""
+    """Return the types of numpy and pandas, if these libraries are loaded."""
     names = {"numpy": ("ndarray", "generic"), "pandas": ("DataFrame", "Series", "Index")}
     loaded = [(sys.modules[module], names[module]) for module in names if module in sys.modules]
     return tuple(getattr(module, name) for module, found in loaded for name in found if hasattr(module, name))
 
 
 def plain(value: Any) -> Any:
-    """Return a value in types whose JSON form in `pydantic_core` is the one that clients expect."""
+    """Return a value made of types that `pydantic_core` writes as clients expect."""
     if isinstance(value, (list, tuple)):
         return [item if type(item) in _WRITTEN else plain(item) for item in value]
     if isinstance(value, (dict, Mapping)):  # dict first: a check against an abstract class takes longer

@@ -1,8 +1,8 @@
 """The lifespan protocol of ASGI applications: their start-up and shutdown.
 
-asgi-lifespan 2.1 (2023, its latest release) does not replace this. Tried with four applications, it waits for
-its timeout (5 s) if one answers ``startup.failed``, whose message it drops, or returns without an answer; it
-raises for one that has no lifespan; and its scope lacks ``asgi``, which the specification requires.
+asgi-lifespan 2.1 (2023, its latest release) does not replace this module. It waits for its timeout (5 s) if
+an application answers ``startup.failed``, whose message it drops, or returns without an answer. It raises for
+an application without lifespan, and its scope lacks ``asgi``, which the specification requires.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Lifespan:
     async def open(self, app: Callable[..., Awaitable[None]]) -> None:
         """Return when the application is ready; raise `ServeError` if it reports a failure.
 
-        An application that raises without an answer is served without a lifespan, as under uvicorn. Unless it
-        has raised on sight of the scope, this is logged: it was more likely a mistake.
+        An application that raises without an answer is served without a lifespan, as under uvicorn. If it
+        had received the message before, the error is logged: it was more likely a mistake.
         """
         self._task = asyncio.create_task(self._run(app))
         answer = await self._ask("lifespan.startup")
@@ -54,14 +54,24 @@ class Lifespan:
 
     async def close(self) -> None:
         """Run the application's shutdown, and log its failure."""
-        if self.is_open:
+        if self._task is None or self._task.done():
+            return
+        try:
             answer = await self._ask("lifespan.shutdown")
-            if answer["type"] == "lifespan.shutdown.failed":
-                logger.error("The ASGI application's shutdown failed: %s", answer.get("message", ""))
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if answer["type"] == "lifespan.shutdown.failed":
+            logger.error("The ASGI application's shutdown failed: %s", answer.get("message", ""))
 
     async def _ask(self, kind: str) -> Message:
+        """Send a message to the application, and return the answer or the end of its lifespan."""
         self._to_app.put_nowait({"type": kind})
-        return await self._from_app.get()
+        while True:
+            answer = await self._from_app.get()
+            # The answer to the start-up may still come after that was cancelled.
+            if answer["type"].startswith((kind, "lifespan.gone")):
+                return answer
 
     async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}

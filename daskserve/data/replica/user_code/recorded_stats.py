@@ -1,8 +1,8 @@
-"""Statistics that user code reports: the hooks that daskserve calls regularly, and what they may return.
+"""Statistics of user code: the hooks that daskserve calls regularly, and the checks of their results.
 
-Each read returns the newest values at once, and starts the next call of the user's method where user code
-runs. So neither requests nor the controller ever wait for it. Calls do not overlap. An async method that
-takes too long is cancelled; a plain one occupies a thread that serves nothing else until it returns.
+Each read returns the newest values at once, and starts the next call of the hook where user code runs. So
+neither requests nor the controller ever wait for it. Calls do not overlap. An async hook that takes too long
+is cancelled; a plain one occupies a separate thread until it returns.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Parts = Callable[[], tuple[UserExecutor, Servable]]
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A method of user code that reports statistics. The names are those of today's Ray Serve.
+    """A method of user code that reports statistics. The names are those of Ray Serve.
 
     Attributes
     ----------
     period_s : float
-        The least time between the starts of two calls.
+        Minimum time between the starts of two calls.
     limit_s : float
         A call that takes longer is late, and its values are ignored.
     kept_s : float
         Values older than this are not reported.
     checked : callable
-        Returns the valid values of a result, and what is wrong with the rest; runs on the user's side.
+        Returns the valid values of a result, and the problem of the others; runs on the user's side.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Hook:
 
 
 def checked_plain(answer: Any) -> tuple[dict[str, Any], str]:
-    """Return a result as plain values, and what is wrong with it; see `Hook.checked`."""
+    """Return a result as plain values, and its problem; see `Hook.checked`."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         if inspect.iscoroutine(answer):
             answer.close()
@@ -69,7 +69,7 @@ def checked_plain(answer: Any) -> tuple[dict[str, Any], str]:
     try:
         text = json.dumps(dict(answer))
         values: dict[str, Any] = json.loads(text)
-        msgpack.packb(values)  # as it travels, which excludes large numbers
+        msgpack.packb(values)  # the format of messages, which excludes large numbers
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         return {}, f"returned what cannot be sent as JSON: {error}"
     if len(text) > MOST_CHARACTERS:
@@ -78,7 +78,7 @@ def checked_plain(answer: Any) -> tuple[dict[str, Any], str]:
 
 
 def as_plain(answer: Any) -> dict[str, Any]:
-    """Return what ``record_replica_metadata`` returned as plain values; raise `TypeError` if it is none."""
+    """Return the result of ``record_replica_metadata`` as plain values; raise `TypeError` for others."""
     values, wrong = checked_plain(answer)
     if wrong:
         raise TypeError(f"it {wrong}")
@@ -89,7 +89,7 @@ ROUTING = Hook("record_routing_stats", period_s=10.0, limit_s=30.0, kept_s=math.
 
 
 def routing_hook(options: Any) -> Hook:
-    """Return when ``record_routing_stats`` is called, by the ``request_router_config``, a model or plain."""
+    """Return the hook ``record_routing_stats`` with the times of a ``request_router_config``."""
     if options is None:
         return ROUTING
     from daskserve.options.routing.request_router import (
@@ -131,11 +131,11 @@ class StatsRecorder:
         self._run: CodeRun | None = None
         self._began = -math.inf
         self._is_async = False
-        #: The kinds of problem that are in the log already; otherwise each would be logged every second.
+        #: The kinds of problem that were logged; each is logged once, because calls repeat every second.
         self._logged: set[str] = set()
 
     def values(self) -> dict[str, Any]:
-        """Return the newest values, or nothing; start the next call if it is due."""
+        """Return the newest values; start the next call if it is due."""
         now = self._clock.now()
         if self._run is None:
             if now - self._began >= self._hook.period_s:
@@ -150,7 +150,7 @@ class StatsRecorder:
         except ActorLostError:
             return
         self._began, target = now, servable.target
-        # As its class has it: no code of the user's may run here, such as what hands on all it is asked for.
+        # From its class, because user code such as ``__getattr__`` must not run here.
         hook = inspect.getattr_static(type(target), self._hook.name, None)
         hook = getattr(hook, "__func__", hook)
         if not servable.is_class or not callable(hook):

@@ -1,6 +1,6 @@
-"""Converts what user code returns or raises to an HTTP response.
+"""Converts the results and errors of user code to HTTP responses.
 
-All of this runs on the user's side of the executor: turning a large frame into JSON is user work.
+All functions run on the user's side of the executor, because writing a large data frame as JSON takes long.
 
 =====================================  =================================================
 ``None``                               empty, ``text/plain``
@@ -50,7 +50,7 @@ JSON = b"application/json"
 
 @dataclass(slots=True)
 class ConvertedResponse:
-    """A whole response, ready to be sent; None if it has been sent already."""
+    """A whole response; its message is None if it was sent already."""
 
     message: Message | None = None
     is_failure: bool = False
@@ -58,7 +58,7 @@ class ConvertedResponse:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A result that takes more than one step: an awaitable, a generator, a response that sends itself."""
+    """A result that takes another step: an awaitable, a generator, or a response that sends itself."""
 
     result: Any
 
@@ -69,11 +69,11 @@ class Unfinished:
 
     @property
     def needs_thread(self) -> bool:
-        """Whether the rest is plain, possibly blocking code."""
+        """Whether the next step is plain code, which may block."""
         return isinstance(self.result, Generator)
 
 
-# Tuples, and always the same: the server looks up what it has written of them before.
+# Always the same tuples, because the server caches what it writes for them.
 _PLAIN_HEADERS: Mapping[bytes, tuple[tuple[bytes, bytes], ...]] = {
     kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)
 }
@@ -86,7 +86,7 @@ _END = object()
 
 
 def to_answer(result: Any) -> ConvertedResponse | Unfinished:
-    """Return the response to a result, or, if that takes more than plain code, the result as `Unfinished`.
+    """Return the response for a result, or the result as `Unfinished` if it takes another step.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def to_answer(result: Any) -> ConvertedResponse | Unfinished:
         content_type, body = encode(result)
         return _whole(200, _PLAIN_HEADERS[content_type], body)
     if isinstance(result, Response):
-        # Subclasses that only render differently are as good as whole; all others send themselves.
+        # Subclasses that only render differently are whole responses; others send themselves.
         if type(result).__call__ is not Response.__call__ or result.background is not None:
             return Unfinished(result)
         body = bytes(result.body)
@@ -140,7 +140,7 @@ async def finish(
 
 
 async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
-    # The first chunk comes before the start: an error until then can still be answered.
+    # The first chunk is computed before the start: an error until then can still be answered.
     chunk = await anext(chunks, _END)
     try:
         await pipe.send(_stream_start())
@@ -154,7 +154,7 @@ async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
 
 
 def finish_in_thread(result: Generator[Any, Any, Any], pipe: MessagePipe) -> ConvertedResponse:
-    """Send a plain generator's chunks, blocking this thread while the client is slow."""
+    """Send the chunks of a plain generator, and block this thread while the client is slow."""
     try:
         chunk = next(result, _END)
         is_wanted = pipe.send_from_thread(_stream_start())
@@ -235,13 +235,13 @@ def _name(value: Any) -> str:
 
 
 def mistaken_error(error: Exception) -> OSError | None:
-    """Return the error of user code that Starlette has taken for its client's: any `OSError` of a stream."""
+    """Return the `OSError` of user code that Starlette has mistaken for a disconnect of the client."""
     context = error.__context__
     return context if isinstance(error, ClientDisconnect) and isinstance(context, OSError) else None
 
 
 def raised_response(error: Exception) -> ConvertedResponse:
-    """Return the response that user code has raised: one of `NOT_FAILURES`."""
+    """Return the response for one of `NOT_FAILURES` that user code has raised."""
     if isinstance(error, ClientDisconnect):
         return _whole(400, _TEXT_HEADERS, b"")  # the client has left
     assert isinstance(error, HTTPException)
@@ -253,7 +253,7 @@ def raised_response(error: Exception) -> ConvertedResponse:
 
 
 def failed_response(error: PackedError, *, is_debug: bool) -> ConvertedResponse:
-    """Return the response to an error of user code, with its traceback if ``is_debug``."""
+    """Return the response for an error of user code, with its traceback if ``is_debug``."""
     text = f"Task Error. Traceback: {error.text}" if is_debug else "Internal Server Error"
     answer = _whole(500, _TEXT_HEADERS, text.encode("utf-8", "replace"))
     answer.is_failure = True

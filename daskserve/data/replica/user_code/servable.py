@@ -1,8 +1,8 @@
-"""User code of any form behind one interface that answers requests.
+"""One interface for user code of all forms, which answers requests.
 
 A *definition* is a function, a class, an ASGI application or an import path of one of these.
-`inspect_definition` looks at one without running it; `load_definition` and `Servable` belong to the user's
-side of the executor, where imports, constructors and handlers may block.
+`inspect_definition` inspects it without running it. `load_definition` and `Servable` run on the user's side
+of the executor, where imports, constructors and handlers may block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from typing import Any
 
 from daskserve.common.formatting import capitalized
 from daskserve.common.types import Payload, Receive
+from daskserve.data.multiplexing.unloading import silence_destructor
 from daskserve.data.replica.errors.log import NOT_FAILURES, is_refusal
 from daskserve.data.replica.execution.message_pipe import MessagePipe
 from daskserve.data.replica.user_code.class_app import as_definition, constructing, forget_endpoints
-from daskserve.data.replica.user_code.definitions import (
-    CALL,
-    Method,
-    inspect_definition,
-)
+from daskserve.data.replica.user_code.definitions import CALL, Method, inspect_definition
 from daskserve.data.replica.user_code.joined_response import JoinedResponse
 from daskserve.data.replica.user_code.lifespan import Lifespan
 from daskserve.data.replica.user_code.request_objects import HTTPRequest, legacy_argument
@@ -59,8 +56,8 @@ def load_definition(
 ) -> Servable:
     """Return the servable in `daskserve.options.start_messages.ReplicaStart.code`, not yet constructed.
 
-    ``parts`` are those of the parcel, if there is one. Errors speak of it by its ``display_name``. With
-    ``is_exact``, the files behind an import path must be those that were deployed.
+    ``parts`` are those of the parcel, if there is one. Errors contain the ``display_name``. With
+    ``is_exact``, the files of an import path must be those that were deployed.
     """
     try:
         *_, definition, init_args, init_kwargs = unpack_code(code, parts, is_exact=is_exact)
@@ -88,7 +85,7 @@ class Servable:
     """User code that answers requests.
 
     Plain methods (``..._in_thread``) run in a user's thread, coroutine functions on the user's loop;
-    `Method.is_async` says which of them answers a request. Only the properties are for the worker's loop.
+    `Method.is_async` determines which of them answers a request. The worker's loop uses the properties only.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class Servable:
         self.is_debug = is_debug
         #: The user's object once it is made.
         self.target: Any = None
-        #: Whether the replica ends, so that an object that is made now ends at once.
+        #: Whether the replica stops, so that an object is destructed right after its constructor.
         self.is_ending = False
         # The first to acquire it calls the destructor.
         self._claim = threading.Lock()
@@ -128,7 +125,7 @@ class Servable:
 
     @property
     def is_async_at_all(self) -> bool:
-        """Whether any of its methods runs on an event loop; then the object is constructed there, too."""
+        """Whether any of its methods runs on an event loop, where the object is then constructed, too."""
         return any(method.is_async for method in self.methods.values()) or self.must_be_made_on_loop
 
     @property
@@ -162,19 +159,19 @@ class Servable:
         return self._descriptions[method.name]
 
     def hook(self, name: str) -> Callable[..., Any]:
-        """Return a method of the user's that only daskserve calls; `BadRequestError` if there is none."""
+        """Return a method that only daskserve calls; raise `BadRequestError` if there is none."""
         hook = getattr(self.target, name, None) if self.is_class else None
         if not callable(hook):
             raise BadRequestError(f"The callable of {self._display_name} has no {name}() method.")
         return hook  # type: ignore[no-any-return]
 
     def has_hook(self, name: str) -> bool:
-        """Return whether the user's class has such a method; runs no code of the user's."""
+        """Return whether the user's class has a method that only daskserve calls; runs no user code."""
         hook = inspect.getattr_static(type(self.target), name, None) if self.is_class else None
         return callable(getattr(hook, "__func__", hook))
 
     def check_batching(self, max_batch_size: int | None) -> None:
-        """Raise `BadRequestError` if the callable does not take batches, and the size asks for them."""
+        """Raise `BadRequestError` if the size requires batches and the callable does not take them."""
         if max_batch_size is not None and max_batch_size > 1 and not self.facts.accepts_batches:
             raise BadRequestError(
                 f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
@@ -223,7 +220,7 @@ class Servable:
         await self._lifespan.open(self._bound[CALL])
 
     async def close(self) -> None:
-        """End the lifespan and release the user's object, calling its ``__del__``, which may be async."""
+        """End the lifespan and release the user's object; call its ``__del__``, which may be async."""
         await self._lifespan.close()
         if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
             made = self._release()
@@ -231,25 +228,25 @@ class Servable:
                 try:
                     await made.__del__()
                 finally:
-                    _forget_destructor(made)
+                    silence_destructor(made)
         else:
             self.close_in_thread()
 
     def close_late(self) -> None:
-        """Release an object whose constructor has run on in its thread, although the replica has ended."""
+        """Release an object whose constructor has ended after its replica, in a thread."""
         if inspect.iscoroutinefunction(getattr(self.target, "__del__", None)):
             asyncio.run(self.close())
         else:
             self.close_in_thread()
 
     def close_in_thread(self) -> None:
-        """Release the user's object, calling its ``__del__``, even if other code still refers to it."""
+        """Release the user's object; call its ``__del__``, even if other code still refers to the object."""
         made = self._release()
         if self.is_class and hasattr(type(made), "__del__"):
             try:
                 made.__del__()
             finally:
-                _forget_destructor(made)
+                silence_destructor(made)
 
     def _release(self) -> Any:
         if self.target is None or not self._claim.acquire(blocking=False):
@@ -270,7 +267,7 @@ class Servable:
         response = JoinedResponse(pipe, scope)
         try:
             await self._bound[CALL](scope, pipe.receive, response.send)
-            # An application that has received a disconnect need not answer.
+            # An application need not answer once its client has disconnected.
             if not pipe.is_started and response.held is None and not pipe.is_closed:
                 raise RuntimeError("The ASGI application returned without a response.")
             await response.end()
@@ -291,7 +288,7 @@ class Servable:
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
     ) -> ConvertedResponse | Unfinished:
-        """Let an async callable answer; ``body`` is the whole body if it has arrived."""
+        """Let an async callable answer; ``body`` is the whole body, or None if it has not arrived."""
         try:
             if method.takes_argument:
                 request = HTTPRequest(scope, receive)
@@ -341,17 +338,10 @@ class Servable:
         )
 
     async def finish_call(self, method: Method, result: Any) -> Payload:
-        """Await what a call returned, if that is what it takes, and pickle it."""
+        """Pickle the result of a call; await it first if it is awaitable."""
         if inspect.isawaitable(result):
             result = await result
         return dump_result(self.describe(method), result)
-
-
-def _forget_destructor(made: Any) -> None:
-    """Keep Python from calling a ``__del__`` again that was called, or that no code could await."""
-    kind = type(made)
-    silent = type(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda _: None})
-    object.__setattr__(made, "__class__", silent)
 
 
 def call_arguments(
@@ -365,10 +355,10 @@ def call_arguments(
 
 
 def run_hook_in_thread(hook: Callable[..., Any], *pickles: bytes) -> Any:
-    """Call a user's hook with unpickled arguments, and return its result, which may be a coroutine."""
+    """Call a hook with unpickled arguments; return its result, which may be a coroutine."""
     return hook(*map(pickling.load_bytes, pickles))
 
 
 async def run_hook(hook: Callable[..., Any], *pickles: bytes) -> Any:
-    """Call a user's async hook with unpickled arguments, and return what it returns when awaited."""
+    """Call an async hook with unpickled arguments; return its awaited result."""
     return await run_hook_in_thread(hook, *pickles)

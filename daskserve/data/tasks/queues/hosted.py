@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from daskserve.common.clock import time_of_day
 from daskserve.data.tasks.queues.plain import change_of, plain_task, task_of
+from daskserve.data.tasks.queues.protocol import Lease, QueueStats
 from daskserve.data.tasks.queues.sqlite import SqliteQueue
-from daskserve.data.tasks.states import TaskState
+from daskserve.data.tasks.states import Task
 
-#: How long consumers that have outlived a scheduler have to renew their leases at the next one.
+#: Time for consumers to renew their leases after the scheduler was replaced.
 GRACE_S = 15.0
+
+
+#: The methods whose arguments are plain values, and whose results are but for tasks.
+PASSED = frozenset(
+    ("claim", "renew", "held", "get", "expired", "purge", "note", "tasks", "stats", "names"),
+)
 
 
 class HostedQueues:
@@ -24,72 +31,34 @@ class HostedQueues:
         self._queue.spare(time_of_day() + GRACE_S)
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of `ANSWERS`."""
-        return ANSWERS[method](self._queue, *arguments)
+        """Call a method of the queue, or ``ready``: the number of tasks of a queue that could run now."""
+        if method in PASSED:
+            return _plain(getattr(self._queue, method)(*arguments))
+        if method == "ready":
+            return self._queue.ready(arguments[0], time_of_day())
+        if method == "open":
+            return None  # the first call opens the file
+        synchronous, items, *others = arguments
+        self._queue.sync(synchronous)
+        if method == "write":
+            return self._queue.write([change_of(each) for each in items])
+        if method != "add":
+            raise ValueError(f"queues of tasks have no method {method!r}")
+        added = self._queue.add([task_of(each) for each in items], *others)
+        # The caller has those that are new.
+        return [None if is_new else plain_task(task) for task, is_new in added]
 
     def close(self) -> None:
         """Close the file."""
         self._queue.close()
 
 
-def _open(queue: SqliteQueue) -> None:
-    """Do nothing: the first call opens the file."""
-
-
-def _add(queue: SqliteQueue, synchronous: bool, tasks: Sequence[Any], max_waiting: int, now: float) -> Any:
-    queue.sync(synchronous)
-    added = queue.add([task_of(each) for each in tasks], max_waiting, now)
-    # The caller has those that are new.
-    return [None if is_new else plain_task(task) for task, is_new in added]
-
-
-def _claim(queue: SqliteQueue, *arguments: Any) -> Any:
-    return [plain_task(each) for each in queue.claim(*arguments)]
-
-
-def _held(queue: SqliteQueue, name: str, owner: str) -> Any:
-    return [tuple(each) for each in queue.held(name, owner)]
-
-
-def _write(queue: SqliteQueue, synchronous: bool, changes: Sequence[Any]) -> Any:
-    queue.sync(synchronous)
-    return queue.write([change_of(each) for each in changes])
-
-
-def _get(queue: SqliteQueue, name: str, ids: Sequence[str]) -> Any:
-    return [None if each is None else plain_task(each) for each in queue.get(name, ids)]
-
-
-def _expired(queue: SqliteQueue, *arguments: Any) -> Any:
-    return [plain_task(each) for each in queue.expired(*arguments)]
-
-
-def _tasks(queue: SqliteQueue, name: str, state: str, limit: int) -> Any:
-    return [plain_task(each) for each in queue.tasks(name, TaskState(state), limit)]
-
-
-def _stats(queue: SqliteQueue, name: str, now: float) -> Any:
-    found = queue.stats(name, now)
-    return [dict(found.counts), found.oldest_s]
-
-
-def _ready(queue: SqliteQueue, name: str) -> Any:
-    return queue.ready(name, time_of_day())
-
-
-ANSWERS: Mapping[str, Callable[..., Any]] = {
-    "open": _open,
-    "add": _add,
-    "claim": _claim,
-    "renew": SqliteQueue.renew,
-    "held": _held,
-    "write": _write,
-    "get": _get,
-    "expired": _expired,
-    "purge": SqliteQueue.purge,
-    "note": SqliteQueue.note,
-    "tasks": _tasks,
-    "stats": _stats,
-    "ready": _ready,
-    "names": SqliteQueue.names,
-}
+def _plain(found: Any) -> Any:
+    """Return the result of a method of the queue as plain values."""
+    if isinstance(found, Task):
+        return plain_task(found)
+    if isinstance(found, QueueStats):
+        return [dict(found.counts), found.oldest_s]
+    if isinstance(found, Lease):
+        return tuple(found)
+    return [_plain(each) for each in found] if isinstance(found, list) else found

@@ -38,7 +38,7 @@ class InstancePlace(NamedTuple):
 class InstanceQueue:
     """A `daskserve.data.tasks.queues.protocol.TaskQueue` at an instance.
 
-    It is the instance of the replica whose code has made this object, until `join` names another.
+    By default, it is the instance of the replica that has created this object; `join` sets another.
     """
 
     def __init__(self, *, synchronous: bool) -> None:

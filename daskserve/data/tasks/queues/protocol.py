@@ -1,4 +1,4 @@
-"""What a queue of tasks must do, whatever it keeps its tasks in."""
+"""The interface of queues of tasks, whatever stores the tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.data.tasks.states import WAITING, Task, TaskState
 
 
 class Change(NamedTuple):
-    """A task after a transition, to be written if its revision is still the one before.
+    """A task after a transition; it is written only if the stored revision is still the previous one.
 
     ``letter`` is added to its own queue, without a limit, in the same step and only if the change is written.
     """
@@ -49,7 +49,7 @@ class QueueStats:
 
 
 class TaskQueue(Protocol):
-    """Keeps tasks, durably. All methods block; any thread may call them.
+    """Stores tasks durably. All methods block; any thread may call them.
 
     Raises
     ------
@@ -64,7 +64,7 @@ class TaskQueue(Protocol):
         """Disconnect."""
 
     def add(self, tasks: Sequence[Task], max_waiting: int, now: float) -> list[tuple[Task, bool]]:
-        """Add tasks in one step; return each as it is kept, and whether it is new: its id was not there.
+        """Add tasks in one step; return each as it is stored, and whether its id is new.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class TaskQueue(Protocol):
         """
 
     def claim(self, queue: str, owner: str, limit: int, now: float, lease_s: float) -> list[Task]:
-        """Give up to ``limit`` due tasks to a consumer: by priority, and those due first."""
+        """Assign up to ``limit`` due tasks to a consumer, ordered by priority and due time."""
 
     def renew(self, queue: str, owner: str, ids: Iterable[str], until: float) -> None:
         """Renew those leases that the consumer still has."""
@@ -93,10 +93,10 @@ class TaskQueue(Protocol):
         """Return running tasks whose lease has ended."""
 
     def purge(self, queue: str, now: float, limit: int) -> int:
-        """Forget tasks that ended long ago; return how many."""
+        """Remove tasks whose time to live is over; return how many."""
 
     def note(self, queue: str, id: str, attempts: int, progress: bytes) -> None:
-        """Keep the progress of a task, if this attempt still runs."""
+        """Store the progress of a task if this attempt still runs."""
 
     def tasks(self, queue: str, state: TaskState, limit: int) -> list[Task]:
         """Return tasks in a state, without order."""
@@ -107,10 +107,10 @@ class TaskQueue(Protocol):
 
 @runtime_checkable
 class WaitingQueue(Protocol):
-    """A queue at which an idle consumer waits for tasks, instead of asking again after a pause."""
+    """A queue that wakes idle consumers, which otherwise poll."""
 
     async def wait(self, queue: str, interval_s: float) -> None:
-        """Return once there may be a task; one that becomes due is found every ``interval_s``.
+        """Return once there may be a task; tasks that become due are looked up every ``interval_s``.
 
         Raises
         ------
@@ -120,7 +120,7 @@ class WaitingQueue(Protocol):
 
 
 def check_same(kept: Task, given: Task) -> None:
-    """Raise `TaskConflictError` if an id that is known comes with another task."""
+    """Raise `TaskConflictError` if a known id is used for a different task."""
     if (kept.name, kept.digest) != (given.name, given.digest):
         raise TaskConflictError(
             f"Queue {given.queue!r} has a task with the id {given.id!r}, with another handler or other "

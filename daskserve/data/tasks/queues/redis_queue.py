@@ -182,7 +182,7 @@ for at = 4, #ARGV do
 end
 """
 )
-#: ARGV: queue, time, limit. Those that were claimed by half could run again.
+#: ARGV: queue, time, limit. A task whose claim was interrupted is ready again.
 EXPIRED = (
     PRELUDE
     + """

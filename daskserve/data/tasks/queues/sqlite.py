@@ -86,7 +86,7 @@ class SqliteQueue:
         self._synchronous = synchronous
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        #: The process that has opened it: connections must not be used in a fork.
+        #: The process that opened the connection, which must not be used in a fork.
         self._pid = 0
 
     def __repr__(self) -> str:
@@ -105,14 +105,14 @@ class SqliteQueue:
                 connection.close()
 
     def sync(self, synchronous: bool) -> None:
-        """Let the following changes wait for the disk, or not."""
+        """Set whether the following changes wait for the disk."""
         with self._lock, self._translated():
             if synchronous != self._synchronous:
                 self._opened().execute(_synced(synchronous))
                 self._synchronous = synchronous
 
     def spare(self, until: float) -> None:
-        """Let no lease end before a time: consumers could not renew them while this file was not open."""
+        """Extend all leases to a time, because consumers could not renew them while the file was closed."""
         with self._transaction() as connection:
             connection.execute(
                 f"UPDATE daskserve_tasks SET lease_until = ? WHERE place = {RUNNING} AND lease_until < ?",

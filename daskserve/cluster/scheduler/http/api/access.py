@@ -27,7 +27,7 @@ CHECK_S = 0.25
 
 
 class ControllerAccess:
-    """Finds the instance that a request means, and calls its controller."""
+    """Finds the instance of a request, and calls its controller."""
 
     def __init__(self, instances: Mapping[InstanceName, Instance], hosts: HostRegistry) -> None:
         self._instances = instances
@@ -41,7 +41,7 @@ class ControllerAccess:
         Parameters
         ----------
         instance : str or None
-            None: the instance that all programs use, or the only one.
+            None means the instance that all programs use, or the only one.
         may_take_s : float
             How long the verb itself may take.
 
@@ -69,7 +69,7 @@ class ControllerAccess:
             ) from None
 
     async def find(self, name: InstanceName | None) -> Instance:
-        """Return the instance that a request means; see `call`."""
+        """Return the instance of a request; see `call`."""
         running = await list_instances(self._instances)
         found = name
         if name is None:

@@ -31,17 +31,17 @@ from daskserve.errors import BadRequestError, BodyTooLargeError, ServeError, Una
 
 #: Value of the ``Retry-After`` header.
 RETRY_AFTER_S = 1
-#: Streams of events at a time; one more is refused with 503.
+#: Maximum number of open streams of events; a further one is refused with 503.
 MAX_STREAMS = 50
-#: How long a client may take to read what it was sent; then its stream ends, and it may connect again.
+#: Time limit for a client to read sent data. After it, the stream ends, and the client may connect again.
 FLUSH_S = 60.0
-#: How long a stream is silent at most: then it has a comment, so that proxies keep it.
+#: Longest silence of a stream. After it, a comment is sent, so that reverse proxies keep the connection open.
 SILENCE_S = 15.0
 #: Characters of a client's own name that are recorded.
 NAME_LENGTH = 60
 #: A comment, which keeps a stream open.
 SILENT = ":\n\n"
-#: Nothing of other sites, and no scripts.
+#: Forbids content of other sites, and scripts.
 _POLICY = "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src 'self'; frame-ancestors 'self'"
 _ETAG = re.compile(r'(?:W/)?"([0-9]{1,18})"')
 
@@ -54,7 +54,7 @@ class Api:
     streams : int
         The number of open streams of events and metrics.
     feeds : LiveFeeds
-        What is streamed of live metrics.
+        The streams of live metrics.
     """
 
     def __init__(self, scheduler: Scheduler, access: ControllerAccess, guard: SiteGuard) -> None:
@@ -124,7 +124,7 @@ class ApiHandler(GuardedHandler):
             body = operation.answer(asked, value)
         except ServeError as error:
             text = str(error)
-            # External scalers of Ray Serve look for their error.
+            # External scalers of Ray Serve read the error from this field.
             more = {"error": text} if operation.is_guarded else {}
             self.answer(http_status_of(error), {"message": text, **more})
         else:
@@ -142,7 +142,7 @@ class ApiHandler(GuardedHandler):
         operation.check(query)
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
         if agent.startswith("Mozilla/"):
-            agent = "a browser"  # they all say that they are this one, and more than anyone wants to read
+            agent = "a browser"  # all browsers name this one, followed by a long list
         return Asked(
             path,
             query,
@@ -163,7 +163,7 @@ class ApiHandler(GuardedHandler):
         return int(found[1])
 
     def _is_allowed(self, operation: Operation) -> bool:
-        """Return whether the request may be made over HTTP; otherwise it was answered with 403."""
+        """Return whether the request is allowed over HTTP; if not, it was answered with 403."""
         if not operation.changes or operation.is_guarded or settings.scheduler().http_changes:
             return True
         text = "Requests over HTTP change nothing here: daskserve.scheduler.http-changes is false in the "
@@ -174,24 +174,12 @@ class ApiHandler(GuardedHandler):
         """Send events, or live metrics, until the client leaves."""
         if self._api.streams >= MAX_STREAMS:
             raise UnavailableError(f"There are {MAX_STREAMS} streams of events already; retry later.")
-        if verb == "live_metrics":
-            self._api.streams += 1
-            try:
-                await self._send_metrics(instance)
-            finally:
-                self._api.streams -= 1
-            return
-        last = self.request.headers.get("Last-Event-ID", "")
-        if verb == "logs" and last:
-            message["after"] = last
-        elif NUMBER.fullmatch(last):
-            message["after"] = int(last)
-        # The stream begins at once, also if there is nothing to send yet.
-        message.pop("wait_s", None)
         self._api.streams += 1
         try:
-            found = await self._api.access.call(instance, verb, message)
-            await self._send_rows(instance, verb, message, found)
+            if verb == "live_metrics":
+                await self._send_metrics(instance)
+            else:
+                await self._send_rows(instance, verb, message)
         finally:
             self._api.streams -= 1
 
@@ -215,9 +203,15 @@ class ApiHandler(GuardedHandler):
         self.set_header("Cache-Control", "no-store")
         self.write(f"retry: {1000 * RETRY_AFTER_S}\n\n")
 
-    async def _send_rows(
-        self, instance: str | None, verb: str, message: dict[str, Any], found: Mapping[str, Any]
-    ) -> None:
+    async def _send_rows(self, instance: str | None, verb: str, message: dict[str, Any]) -> None:
+        last = self.request.headers.get("Last-Event-ID", "")
+        if verb == "logs" and last:
+            message["after"] = last
+        elif NUMBER.fullmatch(last):
+            message["after"] = int(last)
+        takes_s = may_take_s(verb, message)
+        message.pop("wait_s", None)  # the stream begins at once, even if there is nothing to send yet
+        found = await self._api.access.call(instance, verb, message, takes_s)
         self._begin_stream()
         message.pop("since_s", None)  # of the first answer
         try:
@@ -257,14 +251,8 @@ class ApiHandler(GuardedHandler):
         return None if self._version is None else f'"{self._version}"'
 
     def check_etag_header(self) -> bool:
-        """Return False: the state of what runs changes under one version of what is declared."""
+        """Return False: the status changes even if the declared version does not."""
         return False
-
-    def set_etag_header(self) -> None:
-        """Set the version of what is declared, also for answers to changes."""
-        etag = self.compute_etag()
-        if etag is not None:
-            self.set_header("ETag", etag)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         if status_code == 405:
@@ -304,6 +292,6 @@ def _event_texts(found: Mapping[str, Any]) -> str:
 def _log_texts(found: Mapping[str, Any]) -> str:
     texts = [f"event: log\ndata: {json.dumps(each)}\n\n" for each in found["records"]]
     if texts:
-        # The cursor is after all of them, and long.
+        # The cursor is long, and is the position after all of them.
         texts[-1] = f"id: {found['next']}\n{texts[-1]}"
     return "".join(texts) or SILENT

@@ -11,7 +11,7 @@ from daskserve.errors import BadRequestError
 from daskserve.telemetry.profiling.flame import flame_page, flame_svg, page_policy
 from daskserve.telemetry.profiling.report import text
 
-#: The length of a profile by default, and how long one of the memory of a large process takes besides.
+#: Default length of a profile, and the additional time for a profile of the memory of a large process.
 SECONDS, MEMORY_S = 5.0, 35.0
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?")
 QUERY: Mapping[str, tuple[str, str]] = {
@@ -49,7 +49,7 @@ def document(query: Mapping[str, str], value: Mapping[str, Any]) -> tuple[str, s
 
 
 def takes_s(verb: str, message: Mapping[str, Any]) -> float:
-    """Return how long a verb looks."""
+    """Return how long a verb samples, in seconds."""
     if verb != "profile":
         return 0.0
     return float(message["seconds"]) + (MEMORY_S if message["memory"] else 0.0)

@@ -1,4 +1,4 @@
-"""Live metrics for those who watch: a controller is asked once a second, however many do, if anybody does."""
+"""Live metrics for watchers: one query of the controller per second serves all of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.scheduler")
 
 PERIOD_S = 1.0
-#: What a stream has while no controller answers.
+#: Sent on a stream while no controller answers.
 SILENT = ":\n\n"
 
 
 class LiveFeed:
-    """The live metrics for all who watch one instance.
+    """The live metrics of one instance, for all its watchers.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class LiveFeed:
             self._tasks.cancel()
 
     async def after(self, seen: int) -> int:
-        """Return the number of the newest answer, once that is higher; who is slow misses some.
+        """Return the newest answer's number, once it is higher than ``seen``; slow watchers skip answers.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class LiveFeed:
         return self._number
 
     def text(self) -> str:
-        """Return the newest answer as a message of a stream; it is written once for all."""
+        """Return the newest answer as a message of a stream; it is encoded once for all watchers."""
         if self._text_of != self._number:
             body = json.dumps(self.found, separators=(",", ":"))
             self._text = SILENT if self.found is None else f"event: metrics\ndata: {body}\n\n"
@@ -112,7 +112,7 @@ class LiveFeeds:
 
     @asynccontextmanager
     async def watch(self, instance: str | None) -> AsyncIterator[LiveFeed]:
-        """Have the feed of an instance while the block runs.
+        """Watch an instance in the body of a ``with`` statement.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class LiveFeeds:
                 del self._feeds[name]
 
     async def ask(self, instance: InstanceName) -> Any:
-        """Return the live metrics of an instance: those that others watch, or its controller's answer."""
+        """Return the live metrics of an instance, from a watched feed or from the controller."""
         feed = self._feeds.get(instance)
         if feed is not None and feed.found is not None:
             return feed.found

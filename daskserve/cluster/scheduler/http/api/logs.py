@@ -1,4 +1,4 @@
-"""The logs of an instance over HTTP: parameters. Pure."""
+"""Parameters of requests for the logs of an instance over HTTP. Pure."""
 
 from __future__ import annotations
 

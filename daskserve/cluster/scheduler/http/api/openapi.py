@@ -15,9 +15,9 @@ DOCUMENT_PATH = "/daskserve/openapi.json"
 SCHEMA_PATH = "/api/serve/schema"
 #: Ray Serve's REST client asks for this first.
 RAY_VERSION_PATH = "/api/ray/version"
-#: The release of Ray whose paths and shapes the API has.
+#: The release of Ray whose paths and schemas the API follows.
 RAY_VERSION = "2.60.0"
-#: What all operations have in common.
+#: Description of the API.
 NOTE = (
     "If several instances run on the cluster, put /daskserve/INSTANCE before the path; without it, the "
     "common instance is meant. Requests of pages of other sites are refused with 403."

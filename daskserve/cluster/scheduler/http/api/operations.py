@@ -1,7 +1,7 @@
 """The table of the REST API: paths, methods, and the verbs of the controller that they call.
 
-The handler, the OpenAPI document and its page are made from it. The paths and the shapes of what Ray Serve
-has, too, are Ray Serve's.
+The handler, the OpenAPI document and its page are made from this table. Operations that Ray Serve also has
+use Ray Serve's paths and schemas.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SMALL_BYTES = 4096
 MAX_CONFIG_BYTES = 8 << 20
 #: How long a plan may take: its applications are built, which imports their modules.
 PLAN_S = 600.0
-#: How long one answer waits for the first rates, which need two counts a second apart.
+#: How long an answer waits for the first rates, which need two counts that are a second apart.
 LIVE_WAIT_S = 4.0
-#: The endings by which a body of a content type is read.
+#: The file extension for each content type, which selects the parser.
 _ENDINGS: Mapping[str, str] = {"application/json": "json", "application/toml": "toml"}
 
 Message: TypeAlias = dict[str, Any]
@@ -50,9 +50,9 @@ class Operation:
     query : dict
         The parameters, each with its type and description.
     is_conditional : bool
-        Whether ``If-Match`` counts, or the answer has an ``ETag``.
+        Whether ``If-Match`` is respected, or the answer has an ``ETag``.
     is_guarded : bool
-        Whether the verb has a guard of its own against changes over HTTP.
+        Whether the verb itself decides if a change over HTTP is allowed.
     is_stream : bool
         Whether the answer can be followed, as server-sent events.
     """
@@ -78,12 +78,12 @@ class Operation:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what runs, or imports code, as a plan does."""
+        """Whether it changes applications, or imports code, as a plan does."""
         return self.method != "GET"
 
     @property
     def max_body_bytes(self) -> int:
-        """The size of a body up to which it is read."""
+        """Maximum size of a body."""
         return MAX_CONFIG_BYTES if self.body == "configuration" else SMALL_BYTES
 
     @property
@@ -119,14 +119,21 @@ def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
     return message
 
 
-def _rollout(verb: str) -> Callable[[Asked], tuple[str, Message]]:
+def _rollout(
+    verb: str, more: Callable[[Asked], Message] = lambda asked: {"by": asked.by}
+) -> Callable[[Asked], tuple[str, Message]]:
     """Return a function for a verb about the rollout of the deployment in the path, or of its model."""
 
     def message(asked: Asked) -> tuple[str, Message]:
         found: Message = {"name": asked.path["deployment"], "application": asked.path["application"]}
-        return verb, found | ({"model": asked.path["model"]} if "model" in asked.path else {})
+        model = {"model": asked.path["model"]} if "model" in asked.path else {}
+        return verb, found | model | more(asked)
 
     return message
+
+
+def _promotion(asked: Asked) -> Message:
+    return {"full": asked.flag("full"), "by": asked.by, "request_id": uuid.uuid4().hex}
 
 
 def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
@@ -179,7 +186,7 @@ def _events(asked: Asked) -> tuple[str, Message]:
 
 
 def may_take_s(verb: str, message: Message) -> float:
-    """Return how long a verb itself may take, beside a controller's answer."""
+    """Return how long a verb may take in addition to a controller's usual answer."""
     if verb == "logs":
         return logs.takes_s(message)
     return PLAN_S if verb == "plan_text" else inspecting.takes_s(verb, message)
@@ -210,28 +217,20 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "GET",
             path,
             f"How far the rollout of a {what} is, with the figures of its gates, or how the last one ended.",
-            _rollout("rollout_status"),
+            _rollout("rollout_status", lambda asked: {}),
         ),
         Operation(
             "POST",
             f"{path}/pause",
             "Keep a rollout at its present step; its gates stay in force.",
-            lambda asked: ("pause_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+            _rollout("pause_rollout"),
             _without_snapshot,
         ),
         Operation(
             "POST",
             f"{path}/promote",
             "Let a rollout go on to its next step, whatever it waits for.",
-            lambda asked: (
-                "promote_rollout",
-                {
-                    **_rollout("")(asked)[1],
-                    "full": asked.flag("full"),
-                    "by": asked.by,
-                    "request_id": uuid.uuid4().hex,
-                },
-            ),
+            _rollout("promote_rollout", _promotion),
             _without_snapshot,
             query={"full": ("boolean", "Skip all other steps.")},
         ),
@@ -239,7 +238,7 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
             "POST",
             f"{path}/abort",
             abort,
-            lambda asked: ("abort_rollout", {**_rollout("")(asked)[1], "by": asked.by}),
+            _rollout("abort_rollout"),
             _without_snapshot,
         ),
     )
@@ -396,7 +395,7 @@ OPERATIONS: Sequence[Operation] = (
         "/api/serve/replicas/{replica}/profile",
         "What the code of a replica, or of the busiest one of a deployment, does for some time.",
         inspecting.profile,
-        lambda asked, value: _shown_profile(asked, value),
+        _shown_profile,
         query=inspecting.QUERY,
     ),
     Operation(

@@ -1,4 +1,4 @@
-"""A request to the REST API as its operations read it, and an answer that is not JSON. Pure."""
+"""A parsed request to the REST API, and an answer that is not JSON. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from daskserve.errors import BadRequestError
 
-#: A number that a request names: one that fits into 64 bits.
+#: A number in a request, which fits into 64 bits.
 NUMBER = re.compile("[0-9]{1,18}")
 #: Characters of a wrong value that an error shows.
 MAX_SHOWN = 40
@@ -44,7 +44,7 @@ class Asked:
     expected : int or None
         The version in ``If-Match``.
     by : str
-        Who asks.
+        The client, for the history.
     """
 
     path: Mapping[str, str]

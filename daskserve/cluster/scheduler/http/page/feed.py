@@ -1,4 +1,4 @@
-"""What the open pages of an instance show: one reader of its controller for all, while there are any."""
+"""The content of an instance's open pages: one task reads it from the controller while pages are open."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from daskserve.common.changed_parts import ChangedParts
 from daskserve.common.types import InstanceName
 from daskserve.errors import NotFoundError, ServeError
 
-#: How long the controller waits for a change before it answers, and how late its answer may be: after each
-#: failure twice as late, until the greatest, because a large instance on a busy machine is slow.
+#: How long the controller waits for a change before it answers, and how late its answer may be. The latter
+#: doubles with each failure, up to a maximum, because a large instance on a busy machine is slow.
 WAIT_S, LATE_S, MAX_LATE_S = 1.0, 1.5, 6.0
 #: Pause after a call that failed.
 RETRY_S = 0.5
-#: Events that a page which opens gets.
+#: Number of events that a new page gets.
 KEPT_EVENTS = 500
-#: The part about the controller itself, and the beginning of the names of those with live metrics.
+#: Name of the part about the controller, and prefix of the names of parts with live metrics.
 CONTROLLER, LIVE = "controller", "live/"
 
 
@@ -60,7 +60,7 @@ class Feed:
             self.end()  # also after an error: the pages connect again
 
     def end(self) -> None:
-        """Tell the pages that the instance has ended."""
+        """Notify the pages that the instance has ended."""
         self.has_ended = True
         self._wake()
 
@@ -74,7 +74,7 @@ class Feed:
                 async with asyncio.timeout(WAIT_S + late_s):
                     present = await self._access.find(self._instance)
                     if entry is not None and entry is not present:
-                        return  # another one of the same name, with numbers of its own
+                        return  # another instance of the same name, whose numbers start again
                     entry = present
                     found = await self._access.call(self._instance, "next_overview", message)
             except NotFoundError:
@@ -99,7 +99,7 @@ class Feed:
                 number = 0
                 while True:
                     number = await feed.after(number)
-                    if feed.found is not None:  # otherwise the overview says why
+                    if feed.found is not None:  # if not, the overview says why
                         self._set_live(feed.found)
         except ServeError:
             pass  # the instance has ended, or its controller is of an older version
@@ -140,7 +140,7 @@ def _why(error: BaseException) -> str:
 
 
 class Feeds:
-    """The feeds of the instances that somebody watches.
+    """The feeds of the instances with open pages.
 
     Attributes
     ----------

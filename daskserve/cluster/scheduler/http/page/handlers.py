@@ -1,7 +1,7 @@
-"""Answers with the page, its files, the list of instances, and the stream of what an instance's pages show.
+"""Handlers of the page: its files, the list of instances, and the stream with an instance's content.
 
-A browser opens at most six connections to a host over HTTP/1.1, and each stream takes one. So all that a page
-shows comes by one stream.
+A browser opens at most six connections to a host over HTTP/1.1, and each stream occupies one. So a page gets
+all its content from one stream.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from daskserve.common.types import InstanceName
 _MENU = "daskserve"
 #: Path of the page, below the scheduler's URL prefix.
 PATH = f"/{_MENU}"
-#: Streams of pages at a time; one more is refused with 503.
+#: Maximum number of open streams of pages; a further one is refused with 503.
 MAX_STREAMS = 100
-#: How long a browser may take to read what it was sent; then its stream ends, and it may connect again.
+#: Time limit for a browser to read sent data. After it, the stream ends, and the browser may connect again.
 FLUSH_S = 60.0
 #: Longest silence of a stream. After it, the time is sent, so that proxies keep the connection and pages know
 #: that it is alive.
 SILENCE_S = 3.0
-#: Least time between two messages of a stream.
+#: Minimum time between two messages of a stream.
 PAUSE_S = 0.1
-#: Nothing of other sites, nothing inline, and no text that becomes markup.
+#: Forbids content of other sites, inline code, and text that becomes markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; require-trusted-types-for 'script'; "
@@ -53,13 +53,13 @@ _FILES: Mapping[str, str] = {
     "script.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-#: Stands in the page where the path of its files begins.
+#: Placeholder in the page for the path of its files.
 _BASE = "BASE/"
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What the page's handlers read."""
+    """The data sources of the page's handlers."""
 
     instances: Mapping[InstanceName, Instance]
     feeds: Feeds
@@ -136,10 +136,10 @@ class PageHandler(_Handler):
 
 
 class InstancesHandler(_Handler):
-    """Answers with what a page needs before its stream.
+    """Answers with the data that a page needs before its stream.
 
-    That is the names of the instances and of the common one, the version of daskserve, and whether there are
-    as many streams as there may be.
+    These are the names of the instances and of the common one, the version of daskserve, and whether the
+    limit of streams is reached.
     """
 
     async def get(self) -> None:
@@ -151,11 +151,11 @@ class InstancesHandler(_Handler):
 
 
 class StreamHandler(_Handler):
-    """Streams what the pages of an instance show, as server-sent events.
+    """Streams the content of an instance's pages as server-sent events.
 
-    An event ``ping`` has the time in seconds since the epoch. An event ``parts`` has JSON with ``is_all``,
-    whether parts that it does not have are gone, and ``parts`` by name. An event ``events`` has a list of
-    events, oldest first; ``ended`` says that the instance has ended.
+    An event ``ping`` has the time in seconds since the epoch. An event ``parts`` has JSON with ``parts`` by
+    name, and ``is_all``: whether all other parts were removed. An event ``events`` has a list of events,
+    oldest first; ``ended`` says that the instance has ended.
     """
 
     async def get(self, instance: str) -> None:

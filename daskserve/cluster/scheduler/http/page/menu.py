@@ -32,7 +32,7 @@ def remove_from_menu(scheduler: Scheduler, name: str) -> None:
 def _pages(scheduler: Scheduler) -> list[str] | None:
     dashboard: Any = sys.modules.get(_DASHBOARD)
     application = getattr(scheduler, "http_application", None)
-    # Asking for the dictionary of a scheduler without a dashboard would make one that is never freed.
+    # For a scheduler without a dashboard, the lookup would create a dictionary that is never freed.
     if dashboard is None or not getattr(application, "applications", None):
         return None
     variables = getattr(dashboard, "template_variables", None)

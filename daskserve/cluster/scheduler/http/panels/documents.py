@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +20,13 @@ from daskserve.cluster.scheduler.http.panels.dashboard_internals import (
 )
 from daskserve.cluster.scheduler.http.panels.feed import PERIOD_S, PanelFeed
 from daskserve.cluster.scheduler.http.panels.series import PATH, SHOWN_S
+from daskserve.loops.event_loop import running_loop
 
 COLOURS: Sequence[str] = Category10[10]
 #: The path of each panel: those of JupyterLab begin with "individual-".
 PANEL = "/individual-daskserve-"
+#: How long a thread waits for the event loop, which may end meanwhile.
+_FILLED_S = 30.0
 
 
 class LinePanel:
@@ -165,13 +169,28 @@ PANELS: Mapping[str, Callable[..., Any]] = {
 def documents(feed: PanelFeed, extra: Mapping[str, Any]) -> dict[str, Callable[[Any], None]]:
     """Return the functions that fill the documents, by path.
 
+    They can be called in any thread: bokeh 3.10 calls them in one of their own. The work is done on the event
+    loop that runs now, where the metrics change.
+
     Parameters
     ----------
     extra : mapping
         The variables of Dask's template.
     """
     found: dict[str, Callable[[Any], None]] = {PATH: partial(_fill_page, feed, extra)}
-    return found | {f"{PANEL}{name}": partial(_fill_panel, feed, name) for name in PANELS}
+    found |= {f"{PANEL}{name}": partial(_fill_panel, feed, name) for name in PANELS}
+    loop = asyncio.get_running_loop()
+    return {path: partial(_fill_on_loop, loop, fill) for path, fill in found.items()}
+
+
+def _fill_on_loop(loop: asyncio.AbstractEventLoop, fill: Callable[[Any], None], doc: Any) -> None:
+    async def fill_there() -> None:
+        fill(doc)
+
+    if running_loop() is loop:
+        fill(doc)
+    else:
+        asyncio.run_coroutine_threadsafe(fill_there(), loop).result(_FILLED_S)
 
 
 def _fill_panel(feed: PanelFeed, name: str, doc: Any) -> None:

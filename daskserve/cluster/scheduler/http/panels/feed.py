@@ -1,4 +1,4 @@
-"""Asks the controllers for live metrics once a second, while somebody looks at a panel."""
+"""Queries the controllers for live metrics once a second, while a panel is open."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = logging.getLogger("daskserve.scheduler")
 PERIOD_S = 1.0
 #: Time limit of an instance's answer; after it, the instance is left out.
 ANSWER_S = 0.9
-#: Instances that are shown.
+#: Maximum number of instances in a panel.
 MAX_INSTANCES = 20
 
 
 class PanelFeed:
-    """The live metrics of all instances, for those who look.
+    """The live metrics of all instances, for the open panels.
 
     Parameters
     ----------
@@ -46,19 +46,19 @@ class PanelFeed:
         self._tasks = TaskSet(logger)
 
     def join(self) -> None:
-        """Begin to look."""
+        """Begin a session; the first one starts the queries."""
         self._watchers += 1
         if self._watchers == 1:
             self._tasks.spawn(self._run(), "panels")
 
     def leave(self) -> None:
-        """Stop asking once the last session has ended."""
+        """End a session; the last one stops the queries."""
         self._watchers -= 1
         if not self._watchers:
             self._tasks.cancel()
 
     def close(self) -> None:
-        """Stop asking the controllers, even if sessions are open."""
+        """Stop the queries, even if sessions are open."""
         self._tasks.cancel()
 
     async def _run(self) -> None:

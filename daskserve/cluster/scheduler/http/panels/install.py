@@ -22,7 +22,7 @@ _DASHBOARD = "distributed.dashboard.scheduler"
 
 
 class NoPanelsHandler(GuardedHandler):
-    """Says why there are no panels, because links lead to them that do not know of it."""
+    """Explains why there are no panels, for links that lead to them."""
 
     def get(self) -> None:
         text = (
@@ -55,7 +55,7 @@ class Panels:
         self._plots: list[dict[str, str]] = []
 
     def install(self) -> None:
-        """Add the panels, or without a dashboard a page that says so; idempotent."""
+        """Add the panels; without a dashboard, add a page that explains this. Idempotent."""
         dashboard: Any = sys.modules.get(_DASHBOARD)
         applications = getattr(getattr(self._scheduler, "http_application", None), "applications", None)
         if self._pages is not None:
@@ -66,7 +66,7 @@ class Panels:
         try:
             self._add(dashboard, applications)
         except (ImportError, LibraryVersionError, AttributeError, TypeError, KeyError) as error:
-            # Of a newer bokeh, or dashboard: an instance is worth more than its panels.
+            # A newer bokeh or dashboard may raise any of these. An instance must start even without panels.
             logger.warning("Dask's dashboard has no panels of daskserve: %s", error)
             self.uninstall()
 
@@ -79,7 +79,7 @@ class Panels:
         if server is None:
             return
         variables = dashboard.template_variables(self._scheduler)
-        self._feed = self._make_feed()  # one that no session of before leaves
+        self._feed = self._make_feed()  # a new one, because old sessions still call `leave` of theirs
         pages = documents(self._feed, {"prefix": server.prefix or "/", **variables})
         self._pages = AddedPages(server, pages)
         # One list for all pages of the scheduler: its menu.
@@ -91,7 +91,7 @@ class Panels:
         variables["plots"].sort(key=lambda each: each["name"])
 
     def uninstall(self) -> None:
-        """Remove the panels, and end the sessions of those who look; idempotent."""
+        """Remove the panels, and end their sessions; idempotent."""
         self._feed.close()
         self._none.uninstall()
         pages, self._pages = self._pages, None

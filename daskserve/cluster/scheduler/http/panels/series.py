@@ -1,4 +1,4 @@
-"""What the panels show: the live metrics of the last minutes, as columns. Pure."""
+"""The data of the panels: the live metrics of the last minutes, as columns. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from daskserve.common.formatting import shown
 
 #: The path of the page with all panels.
 PATH = "/daskserve-panels"
-#: Seconds that are shown, and lines in a panel: the busiest deployments; others are added up.
+#: Length of the time axis in seconds, and maximum number of lines in a panel. The busiest deployments have
+#: lines; the others are summed up.
 SHOWN_S, MAX_LINES = 300, 9
 #: Workers in a panel.
 MAX_WORKERS = 60
@@ -24,7 +25,7 @@ Columns: TypeAlias = dict[str, list[Any]]
 
 
 class Series:
-    """The answers of the last minutes, each with when it came."""
+    """The answers of the last minutes, each with its time."""
 
     def __init__(self) -> None:
         self._answers: deque[Mapping[str, Any]] = deque(maxlen=SHOWN_S)
@@ -65,7 +66,7 @@ class Series:
         Parameters
         ----------
         adds_up : bool
-            Whether the values of those that have no line of their own add up to one.
+            Whether deployments without a line are summed up in one line.
         """
         shown = self.busiest()
         found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in shown}
@@ -125,7 +126,7 @@ class Series:
 
 
 def label(name: str) -> str:
-    """Return a name as the legend has it: a long one would leave no room for the plot."""
+    """Return a name for the legend. Long names are cut, because they would leave no room for the plot."""
     return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
 
 

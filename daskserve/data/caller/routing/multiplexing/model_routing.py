@@ -9,10 +9,11 @@ from typing import Any
 
 from daskserve.common import settings
 from daskserve.common.types import Reachability, ReplicaTag
+from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import Pick
 from daskserve.data.caller.routing.multiplexing.demand import ModelDemand
-from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place, hash_of
+from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place
 from daskserve.data.multiplexing.ids import short_id
 
 #: How long a replica is assumed to have a model after a request for it was sent: until it has published that.

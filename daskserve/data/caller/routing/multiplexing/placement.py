@@ -22,11 +22,11 @@ Pure: the load of replicas and the time are arguments.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 
 #: A replica is overloaded from this many requests on, or this share of its slots, if that is also this many
@@ -61,12 +61,6 @@ class KnownModels:
         """Return how many models it has, or is about to."""
         known = self.loaded | self.coming
         return len(known) + sum(until > now and key not in known for key, until in self.assumed.items())
-
-
-def hash_of(text: str) -> int:
-    """Return a number of 64 bits that is the same in all processes."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def rank(key_hash: int, seed: int) -> int:

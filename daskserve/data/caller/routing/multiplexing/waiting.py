@@ -64,9 +64,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         pool: ReplicaPool,
         clock: Clock,
         rng: random.Random,
-        watch: WatchFacts | None,
-        cluster: Cluster | None = None,
-        reports: LoadReports | None = None,
+        watch: WatchFacts,
+        cluster: Cluster,
+        reports: LoadReports,
     ) -> None:
         super().__init__()
         self._reports = reports
@@ -76,7 +76,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._rng = rng
         self._watch = watch
         self._here: str = getattr(cluster, "here", "")
-        self._news = None if cluster is None else ModelNews(cluster, clock)
+        self._news = ModelNews(cluster, clock)
         #: Chooses by model; made by the first request that names one.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
@@ -111,15 +111,12 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))
         self.is_plain = _is_plain(self)
         routing = self.routing
-        if self._reports is not None:
-            trouble = None if routing is None else routing.present_trouble
-            report = self._reports.watch_router(self._tag, trouble)
-            if routing is not None:
-                routing.trouble.on_new = report
-                if routing.trouble.text:
-                    report()
-        if self._watch is not None:
-            self._watch("stats/router", None if routing is None else routing.note_stats)
+        report = self._reports.watch_router(self._tag, None if routing is None else routing.present_trouble)
+        self._watch("stats/router", None if routing is None else routing.note_stats)
+        if routing is not None:
+            routing.trouble.on_new = report
+            if routing.trouble.text:
+                report()
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
         """Hedge requests as the controller has published it; None for not."""
@@ -197,8 +194,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def close(self) -> None:
         """Stop to use a router, and to tell of models."""
         self.choose_by(None)
-        if self._news is not None:
-            self._news.close()
+        self._news.close()
 
     def priority_of(self, envelope: Envelope) -> int:
         """Return the priority of a request; the greatest goes first."""
@@ -258,9 +254,8 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
     def _known_models(self) -> ModelRouting:
         if self.models is None:
-            self.models = ModelRouting() if self._news is None else ModelRouting(self._news.note)
-            if self._watch is not None:
-                self._watch("models", self.models.update)
+            self.models = ModelRouting(self._news.note)
+            self._watch("models", self.models.update)
         return self.models
 
     def _routed(

@@ -19,12 +19,12 @@ from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: After this many requests in a row without a replica, the others are not tried: thousands may wait.
+#: After this many requests in a row that find no replica, `serve` stops: thousands may wait.
 MISSES = 16
 
 
 class SuspectQueue:
-    """Suspect requests, which have no common order: each takes the first replica that it may have.
+    """Suspect requests; each takes the first replica that it may use, whatever their order.
 
     Parameters
     ----------

@@ -1,15 +1,15 @@
 """Requests under which a process died or hung: where they are retried, and which are refused.
 
-Problem: a request that ends its process, or blocks it, does the same to the replica that gets it next, and
-takes along what runs there. When a process dies, all requests on it are suspects. Nearly all of them are
+Problem: a request that kills or blocks its process does the same to the next replica, and the requests that
+run there are lost, too. When a process dies, all requests on it are suspects. Nearly all of them are
 innocent, and must not fail because they were retried beside the guilty one.
 
 Choice: a suspect is retried at most ``max_crash_retries`` times, on a worker that runs no suspects of other
-targets (a *trial*), without proxies and controller if there is any, and on another host. So if a second
-process dies, what was on trial there is guilty. A target is one URL of a backend: its method, path and query.
-Nothing coarser, because one URL must not make a whole endpoint unavailable. The requests of a target are on
-trial together, and an answer to one of them clears it. If retries of a target end two processes within
-`WINDOW_S` and none is answered in between, its requests are refused for `REFUSAL_S`.
+targets (a *trial*), if possible without proxies and controller, and on another host. So if a second process
+dies, the target on trial there is guilty. A target is one URL of a backend: its method, path and query. It is
+nothing coarser, because one URL must not make a whole endpoint unavailable. The requests of a target are on
+trial together, and an answer to one of them clears the target. If retries of a target end two processes
+within `WINDOW_S` and none is answered in between, its requests are refused for `REFUSAL_S`.
 
 A suspect waits at most `TRIAL_WAIT_S` for a worker of its own: after the loss of a worker with many slow
 requests, latency matters more.
@@ -30,7 +30,7 @@ from daskserve.common.types import Reachability, WorkerAddress
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.errors import QuarantinedError, RequestTimeoutError
 
-#: How long the loss of a process is remembered, and the interval at which memories are removed.
+#: How long the loss of a process is remembered, and how often old losses are removed.
 WINDOW_S = 60.0
 SWEEP_S = 10.0
 #: How many processes the retries of a target may end within that time.
