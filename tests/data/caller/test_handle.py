@@ -82,6 +82,8 @@ def test_an_option_of_a_call_that_cannot_be_is_refused(options: dict[str, Any], 
         {"request_serialization": "pickle"},
     ],
 )
-def test_options_of_a_call_that_differ_from_the_default_are_set(options: dict[str, Any]) -> None:
-    assert CallOptions(**options).set_options() == options
-    assert CallOptions().set_options() == {}
+def test_options_of_a_call_that_differ_from_the_default_are_named(options: dict[str, Any]) -> None:
+    differences = CallOptions(**options).differences()
+    assert [value for _, value in differences] == list(options.values())
+    assert CallOptions().changed(dict(differences)) == CallOptions(**options)
+    assert CallOptions().differences() == ()
