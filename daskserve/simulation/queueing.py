@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-#: Random waits are exponential; these are the means of the fifths of that distribution, relative to its mean.
+#: Random waits are exponential. These are the means of the fifths of this distribution, relative to its mean.
 CHANCES = (0.107, 0.360, 0.708, 1.217, 2.609)
 #: Window of the load that determines random waits, which build up over some seconds.
 CHANCE_PERIOD_S = 30.0
@@ -105,7 +105,7 @@ class FluidQueue:
     def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
         """Simulate the tick that begins at ``now``."""
         inflow = self._waiting + arrivals
-        # If all can run at once, the number in flight approaches Little's law as fast as requests end.
+        # If all requests can run at once, the number in flight approaches Little's law as requests end.
         level = inflow / tick_s * duration_s
         if self._level < 0:
             self._level = level
@@ -151,7 +151,7 @@ class FluidQueue:
         if chance < LEAST_CHANCE:
             request_counts.waits_ms[0] = request_counts.waits_ms.get(0, 0.0) + arrivals
             return
-        # Longer waits come from a queue, which the fluid model already contains.
+        # Longer waits are caused by a queue, which the fluid model already contains.
         mean_s = min(self._spread * duration_s / (slots * (1 - use)), CHANCE_PERIOD_S)
         request_counts.began(0.0, arrivals * (1 - chance))
         for part in CHANCES:
