@@ -183,6 +183,10 @@ class State:
         """Return the amounts that the replicas on a worker occupy, by resource."""
         return self.occupied.used.get(worker, {})
 
+    def used_by_replicas(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return the part of `used` that Dask's tasks cannot use."""
+        return self.occupied.by_replicas.get(worker, {})
+
     def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
         """Return the endpoints whose traffic or shadows name a backend."""
         return list(self._endpoints_of.get(backend, ()))
