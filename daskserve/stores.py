@@ -164,8 +164,9 @@ def restore(
             f"The store {url} is in use by {user}. End the instance first (daskserve shutdown, and stop its "
             "scheduler); or pass force=..., and restart the instance afterwards."
         )
+    may_lack = _covers(url, chosen)
     for name, each in chosen.items():
-        _put(url, name, each, may_lack=_covers(url, chosen))
+        _put(url, name, each, may_lack=may_lack)
     return _report(url, StoreContents(chosen))
 
 
