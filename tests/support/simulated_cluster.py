@@ -194,8 +194,12 @@ class SimulatedCluster(LocalCluster):
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._hosts
 
-    def infos(self) -> list[dict[str, Any]]:
-        return [{**asdict(info), "resources": dict(info.resources)} for info in self.workers()]
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        return [
+            {**asdict(info), "resources": dict(info.resources)}
+            for info in self.workers()
+            if not of or info.address in of
+        ]
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         return await self.program.call(address, verb, **message)
