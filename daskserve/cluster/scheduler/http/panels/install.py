@@ -11,7 +11,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.series import PATH
-from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.common.clock import LoopClock
 from daskserve.errors import LibraryVersionError
 
@@ -51,7 +51,7 @@ class Panels:
         self._make_feed = lambda: PanelFeed(instances, ask, LoopClock())
         self._feed = self._make_feed()
         self._pages: Any = None
-        self._none = SchedulerRoute(scheduler, PATH, NoPanelsHandler, {})
+        self._none = SchedulerRoutes(scheduler, (PATH, NoPanelsHandler, {}))
         self._plots: list[dict[str, str]] = []
 
     def install(self) -> None:
