@@ -165,7 +165,7 @@ setup(
         "tornado>=6.6",
         "cloudpickle>=3.0",
         "prometheus-client>=0.20",
-        "pydantic>=2.7",
+        "pydantic>=2.8",
         "starlette>=0.42",
         "wsproto>=1.2",
         "click>=8.1",

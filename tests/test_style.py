@@ -305,7 +305,8 @@ CONSTANT_MAKERS = frozenset(
     "bool bytes float frozenset int object str tuple range slice getLogger TypeVar ParamSpec TypeVarTuple "
     "NewType ContextVar MappingProxyType namedtuple compile Struct Path PurePosixPath version encode "
     "timedelta Decimal ConfigDict JSONEncoder JSONDecoder "
-    "blocking awaitable both_forms".split()  # the two forms of a function
+    "blocking awaitable both_forms "  # the two forms of a function
+    "option options".split()  # decorators of commands
 )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import click
 import dask.config
 
-from daskserve.cli.output import CommandError, ExitCode
+from daskserve.cli.output import CommandError, ExitCode, errors_as_messages
 from daskserve.client.client import Client
 from daskserve.client.definitions.specs import check_name
 from daskserve.client.functions.finding import connect, unanswered
@@ -28,36 +30,52 @@ def checked_name(context: click.Context, parameter: click.Parameter, value: str)
     return value
 
 
-def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option of a Dask scheduler to a command."""
-    return click.option(
-        "-a",
-        "--address",
-        help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
-        "http://host:8787. Default: scheduler-address of Dask's configuration.",
-    )(command)
+#: The option of a Dask scheduler.
+address_option = click.option(
+    "-a",
+    "--address",
+    help="Address of a Dask scheduler, such as tcp://host:8786, or of its HTTP server, such as "
+    "http://host:8787. Default: scheduler-address of Dask's configuration.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAddress:
+    """A running instance, as the options of a command select it."""
+
+    address: str | None
+    name: str | None
 
 
 def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select a running instance to a command."""
+    """Add the options that select a running instance to a command, which gets an `InstanceAddress`.
+
+    Errors of the command are shown as messages; see `errors_as_messages`.
+    """
+
+    @functools.wraps(command)
+    def gathered(*args: Any, address: str | None, name: str | None, **values: Any) -> Any:
+        with errors_as_messages():
+            return command(*args, InstanceAddress(address, name), **values)
+
     named = click.option(
         "--instance",
         "name",
         help="Name of the instance, if programs have several of their own on the cluster.",
     )
-    return address_option(named(command))
+    return address_option(named(gathered))
 
 
 @contextmanager
-def connected(address: str | None, name: str | None) -> Iterator[Client]:
-    """Yield a client of the instance on a cluster, and disconnect it afterwards.
+def connected(at: InstanceAddress) -> Iterator[Client]:
+    """Yield a client of a running instance, and disconnect it afterwards.
 
     Raises
     ------
     NotRunningError
-        No instance runs there, or none of this name; under `errors_as_messages`, the exit code is 3.
+        No instance runs there, or none of this name. The exit code of the command is 3.
     """
-    client = connect(address=known(address), name=name)
+    client = connect(address=known(at.address), name=at.name)
     try:
         yield client
     finally:
@@ -65,21 +83,21 @@ def connected(address: str | None, name: str | None) -> Iterator[Client]:
 
 
 @contextmanager
-def reading(address: str | None, name: str | None) -> Iterator[Client]:
+def reading(at: InstanceAddress) -> Iterator[Client]:
     """Yield a client for a command that changes nothing: it fails soon if the controller does not answer.
 
-    Others wait longer, because a controller is replaced within seconds.
+    Other commands wait longer, because a controller is replaced within seconds.
 
     Raises
     ------
     CommandError
-        It does not answer. The message has what the scheduler knows, and the exit code is 3.
+        The controller does not answer. The message says what the scheduler knows; the exit code is 3.
     """
-    with connected(address, name) as client:
+    with connected(at) as client:
         try:
             client.controller_health(ANSWER_S)
         except UnavailableError as error:
-            text = unanswered(known(address), client.instance_name, ANSWER_S)
+            text = unanswered(known(at.address), client.instance_name, ANSWER_S)
             raise CommandError(text, ExitCode.NOT_RUNNING, type(error).__name__) from error
         yield client
 

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 
 import click
 from pydantic import ValidationError
@@ -26,6 +27,8 @@ from daskserve.errors import (
 )
 from daskserve.payload.shown_errors import shortened
 
+#: Adds an option to a command, as `click.option` does.
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 #: The name of the parameter that `json_option` adds.
 _AS_JSON = "as_json"
 #: The colours of states.
@@ -72,9 +75,19 @@ class CommandError(click.ClickException):
         click.echo(json.dumps({"error": {"type": self.kind, "message": self.message}}), file=file, err=True)
 
 
-def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option ``--json``, the parameter ``as_json``, to a command."""
-    return click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")(command)
+def options(*decorators: Decorator) -> Decorator:
+    """Return a decorator that adds several options to a command."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for each in reversed(decorators):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+#: The option ``--json``; its parameter is ``as_json``.
+json_option = click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")
 
 
 def wants_json() -> bool:
@@ -109,6 +122,15 @@ def _styled(found: re.Match[str]) -> str:
 def is_terminal() -> bool:
     """Return whether standard input is a terminal."""
     return sys.stdin.isatty()
+
+
+@contextmanager
+def writing(file: Path | str) -> Iterator[None]:
+    """Show the error of a file that cannot be written as a message."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"Could not write {file}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import yaml
 
-from daskserve.cli.output import json_option, print_json
+from daskserve.cli.output import json_option, print_json, writing
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Service, SimulationResult
@@ -142,10 +142,8 @@ def policy_command(
     except (TraceError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if plot_path is not None:
-        try:
+        with writing(plot_path):
             Path(plot_path).write_text(plot(outcomes), encoding="utf-8")
-        except OSError as error:
-            raise click.ClickException(f"Could not write {plot_path}: {error}") from error
     if as_json:
         print_json([as_dict(outcome, price) for outcome in outcomes])
     else:
@@ -169,7 +167,8 @@ def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, Aut
     values = _from_file(options["config_path"]) | _from_settings(options["settings"])
     given = ("policy", "target_ongoing_requests", "min_replicas", "max_replicas", "initial_replicas")
     values |= {name: options[name] for name in given if options[name] is not None}
-    values.setdefault("max_replicas", max(100, values.get("min_replicas") or 1))
+    least = values.get("min_replicas")
+    values.setdefault("max_replicas", max(100, least) if isinstance(least, int) else 100)
     first = str(values.get("policy", AutoscalingConfig.model_fields["policy"].default))
     found = {}
     for name in dict.fromkeys((first, *compare)):

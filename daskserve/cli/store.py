@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from daskserve import stores
-from daskserve.cli.instance import connected, instance_options
+from daskserve.cli.instance import InstanceAddress, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json
 from daskserve.client.views.table import table
 from daskserve.common.formatting import counted
@@ -25,14 +24,12 @@ def store() -> None:
     """
 
 
-def instances_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option that selects instances to a command."""
-    return click.option(
-        "--instance",
-        "instances",
-        multiple=True,
-        help="Name of an instance; may be given several times. Default: all.",
-    )(command)
+instances_option = click.option(
+    "--instance",
+    "instances",
+    multiple=True,
+    help="Name of an instance; may be given several times. Default: all.",
+)
 
 
 @store.command()
@@ -134,8 +131,8 @@ def end(found: stores.StoreReport, text: str, as_json: bool, **more: Any) -> Non
 @click.command(name="rewrite-store")
 @instance_options
 @json_option
-def rewrite_store(address: str | None, name: str | None, as_json: bool) -> None:
+def rewrite_store(at: InstanceAddress, as_json: bool) -> None:
     """Rewrite all records of the instance on a cluster after its store was removed, moved or replaced."""
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         count = client.rewrite_store()
     print_json({"records": count}) if as_json else click.echo(f"{counted(count, 'record')} written.")

@@ -11,7 +11,7 @@ from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.option_checks import faults_of, names, nearest, shortened, without_nulls
 from daskserve.config_file.places import Document, Faults, Path, Place
 from daskserve.config_file.ray_keys import RayKey
-from daskserve.config_file.references import has_references, references_in
+from daskserve.config_file.references import has_references, references_in, slashed
 from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, RAY_DEFAULT_POLICIES
 from daskserve.options.backend import BackendConfig
@@ -28,8 +28,6 @@ ACTOR_NAMES: Sequence[str] = ("actor_options", "ray_actor_options")
 ENV_NAMES: Sequence[str] = ("env", "runtime_env")
 OTHER_NAMES: Sequence[str] = (*ACTOR_NAMES, *ENV_NAMES, "version", "deployment_actors")
 INTERNAL = frozenset({"internal_metadata", "references"})
-#: The permitted folders of an environment, beside an absolute path with local://.
-LOCAL = "local://"
 
 
 def known_names(model: type[Options]) -> list[str]:
@@ -42,7 +40,7 @@ DEPLOYMENT_NAMES: Sequence[str] = ("name", *known_names(BackendConfig), *OTHER_N
 
 
 class Checks:
-    """Checks the documents of a file, and returns them without what daskserve does not read."""
+    """Checks the documents of a file, and returns the values that daskserve reads."""
 
     def __init__(self, document: Document, faults: Faults) -> None:
         self._document = document
@@ -89,24 +87,18 @@ class Checks:
             value, path, known_names(ApplicationConfig), ray_keys.APPLICATION, "an application"
         )
         deployments = found.pop("deployments", None)
-        env = self._env(found, path)
-        for name in ENV_NAMES:
-            found.pop(name, None)
+        self._replace_env(found, path)
         self._import_path(found, path)
         self._name(found.get("name", DEFAULT_APPLICATION), path)
         self._route(found, path)
         apart = ("name", "import_path", "route_prefix", "logging_config", "external_scaler_enabled")
         plain = {name: each for name, each in found.items() if name not in apart}
         self._options(ApplicationConfig, {**plain, "import_path": "a:b"}, path)
-        scaled = {name: found[name] for name in apart[-1:] if name in found}
-        self._options(BackendConfig, scaled, path)
+        self._options(BackendConfig, {name: found[name] for name in apart[-1:] if name in found}, path)
         self._part(found, "logging_config", LoggingConfig, {}, path)
         self._policy(found.get("autoscaling_policy"), (*path, "autoscaling_policy"))
-        if env is not None:
-            found["env"] = env
         if deployments is not None:
             others: dict[str, Place] = {}
-
             is_scaled = found.get("external_scaler_enabled") is True
 
             def one(each: Any, where: Path) -> dict[str, Any]:
@@ -138,11 +130,7 @@ class Checks:
                 (*path, ACTOR_NAMES[1]),
                 "ray_actor_options is another spelling of actor_options; give only one",
             )
-        env = self._env(found, path)
-        for name in ENV_NAMES:
-            found.pop(name, None)
-        if env is not None:
-            found["env"] = env
+        self._replace_env(found, path)
         if not isinstance(found.get("version", ""), (str, type(None))):
             self._fault(
                 (*path, "version"), f"version must be text, got {found['version']!r}; write it in quotes"
@@ -160,7 +148,7 @@ class Checks:
         theirs: Mapping[str, RayKey],
         path: Path,
     ) -> None:
-        """Check the options of a model under a key, and leave out of ``found`` those that are not read."""
+        """Check the options under a key, and remove from ``found`` those that are not read."""
         where, options = (*path, name), found.pop(name, None)
         if options is not None and self._is_mapping(options, where, name):
             options = without_nulls(model, self._known(options, where, known_names(model), theirs, name))
@@ -168,7 +156,7 @@ class Checks:
             found[name] = options
 
     def _scales_alone(self, deployment: Any, path: Path) -> None:
-        """Note a deployment that scales itself in an application that others scale."""
+        """Report a deployment with autoscaling in an application that is scaled externally."""
         values = deployment if isinstance(deployment, Mapping) else {}
         is_auto = values.get("num_replicas") == "auto"
         if is_auto or values.get("autoscaling_config") is not None:
@@ -258,7 +246,7 @@ class Checks:
         self._rays_policy({"policy": value}, path[:-1])
 
     def _rays_policy(self, config: Any, path: Path) -> None:
-        """Note a policy that is in Ray Serve itself, but for its default one."""
+        """Report a policy of Ray Serve itself, except its default policy."""
         policy = config.get("policy") if isinstance(config, Mapping) else None
         name = policy.get("policy_function", policy.get("name")) if isinstance(policy, Mapping) else policy
         if isinstance(name, str) and name.startswith("ray.") and name not in RAY_DEFAULT_POLICIES:
@@ -277,13 +265,20 @@ class Checks:
         found = self._known(
             value, path, [*known_names(ActorOptions), "runtime_env"], ray_keys.ACTOR, path[-1]
         )
-        env = self._env({name: each for name, each in found.items() if name == "runtime_env"}, path)
-        options = {name: each for name, each in found.items() if name != "runtime_env"}
-        self._options(ActorOptions, options, path)
-        return options if env is None else {**options, "runtime_env": env}
+        env = self._env({"runtime_env": found.pop("runtime_env", None)}, path)
+        self._options(ActorOptions, found, path)
+        return found if env is None else {**found, "runtime_env": env}
+
+    def _replace_env(self, found: dict[str, Any], path: Path) -> None:
+        """Check an environment, and replace it, under either of its names, by what is read of it."""
+        env = self._env(found, path)
+        for name in ENV_NAMES:
+            found.pop(name, None)
+        if env is not None:
+            found["env"] = env
 
     def _env(self, values: Mapping[str, Any], path: Path) -> Any:
-        """Check an environment, under one of its two names, and return it without what is not read."""
+        """Check an environment and return what is read of it; None without one."""
         given = [name for name in ENV_NAMES if values.get(name) not in (None, {})]
         if not given:
             return None
@@ -292,22 +287,15 @@ class Checks:
             self._fault(where, "runtime_env is another spelling of env; give only one")
         value = values[given[-1]]
         if not isinstance(value, Mapping):
-            value = {"python": value}
-            self._options(Environment, value, where)
-            return values[given[-1]]
+            self._options(Environment, {"python": value}, where)
+            return value
         found = self._known(value, where, known_names(Environment), ray_keys.ENVIRONMENT, given[-1])
-        self._options(
-            Environment, {k: each for k, each in found.items() if k not in ("packages", "pip", "uv")}, where
-        )
+        options = dict(found)
         for name in ("packages", "pip", "uv"):
-            if name not in found or has_references(found[name]):
-                continue
-            if isinstance(found[name], str):  # which would be read where the application is built
-                self._fault(
-                    (*where, name), f"{name} must be a list of requirements, got the file {found[name]!r}"
-                )
-            else:
-                self._options(Environment, {name: found[name]}, where)
+            # The file would be read where the application is built.
+            if isinstance(file := found.get(name), str) and not has_references(options.pop(name)):
+                self._fault((*where, name), f"{name} must be a list of requirements, got the file {file!r}")
+        self._options(Environment, options, where)
         if given[-1] != ENV_NAMES[0]:
             for inside, _ in references_in(found):  # which have the other name from here on
                 self._document.put((*path, ENV_NAMES[0], *inside), self._document.at((*where, *inside)))
@@ -361,7 +349,7 @@ class Checks:
         theirs: Mapping[str, RayKey],
         what: Any,
     ) -> dict[str, Any]:
-        """Return the values whose keys are known; note the others."""
+        """Return the values whose keys are known; report the others."""
         found = {}
         for name, value in values.items():
             place = self._document.key_at((*path, name))
@@ -386,9 +374,9 @@ class Checks:
 
 
 def places_of_references(value: Any, path: Path, document: Document, name: str) -> dict[str, str]:
-    """Return where the references in a value stand: the way to each, and ``serve.yaml:12:7``."""
+    """Return the places of the references in a value, such as ``serve.yaml:12:7``, by `slashed` path."""
     found = {}
     for where, _ in references_in(value):
         place = document.at((*path, *where))
-        found["/".join(map(str, where))] = f"{name}:{place.line}:{place.column}"
+        found[slashed(where)] = f"{name}:{place.line}:{place.column}"
     return found

@@ -12,7 +12,7 @@ from daskserve.options.fields.secrets import masked
 from daskserve.options.http import HTTPOptions
 
 #: The functions that hide secrets, by the option's name.
-_HIDING: Mapping[str, Any] = {
+HIDING: Mapping[str, Any] = {
     name: each.show
     for model in (AutoscalingConfig, Environment, HTTPOptions)
     for name, field in model.model_fields.items()
@@ -25,7 +25,7 @@ def shown(config: Any) -> Any:
     """Return plain values of a configuration without literal secrets and without the places of references."""
     if isinstance(config, Mapping):
         return {
-            name: _hidden(_HIDING[name], each) if name in _HIDING and each is not None else shown(each)
+            name: _hidden(HIDING[name], each) if name in HIDING and each is not None else shown(each)
             for name, each in config.items()
             if name != "references"
         }
@@ -35,13 +35,13 @@ def shown(config: Any) -> Any:
 
 
 def _hidden(hide: Any, value: Any) -> Any:
-    """Return a secret as it is shown: references stay."""
+    """Return a masked secret; a reference to a variable stays."""
     if isinstance(value, str) and value.startswith("${"):
         return value
-    if isinstance(value, Mapping) and isinstance(hide(value), Mapping):
-        found = hide(value)
+    found = hide(value)
+    if isinstance(value, Mapping) and isinstance(found, Mapping):
         return {
             name: each if isinstance(each, str) and each.startswith("${") else found.get(name)
             for name, each in value.items()
         }
-    return hide(value)
+    return found

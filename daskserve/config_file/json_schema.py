@@ -1,7 +1,7 @@
-"""The JSON Schema of configuration files, from which editors complete and check while one writes.
+"""The JSON Schema of configuration files, with which editors complete and check what you write.
 
-It is derived from the models that also check files. What only code can say, such as two options that exclude
-one another, is not in it.
+It is derived from the models that also check files. Rules that only code can express, such as options that
+exclude each other, are not in it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _packages() -> dict[str, Any]:
 
 
 def _object(model: type[Options], theirs: Mapping[str, RayKey], **others: Any) -> dict[str, Any]:
-    """Return the schema of a model, with Ray Serve's keys that are not read; ``others`` are parts of it."""
+    """Return the schema of a model, with Ray Serve's unused keys; ``others`` replace properties."""
     found = model.model_json_schema()
     definitions = found.pop("$defs", {})
     spellings = spellings_of(model)
@@ -134,7 +134,7 @@ def _inlined(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _clean(value: Any) -> Any:
-    """Return a part of a schema in plain words, in which references may stand for numbers and bools."""
+    """Return a part of a schema without links, that accepts references for numbers and bools."""
     if isinstance(value, list):
         return [_clean(each) for each in value]
     if not isinstance(value, Mapping):

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from daskserve.config_file.places import MAX_DEPTH, Document, Faults, Path, Place
+from daskserve.config_file.places import MAX_DEPTH, Document, Faults, Lines, Path, Place
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -36,17 +36,16 @@ class _Reading:
         self._text = text
         self._faults = faults
         self._decoder = json.JSONDecoder()
-        self._starts = [0, *(found.end() for found in re.finditer("\n", text))]
-        self._line = 0
+        self._place = Lines(text).place
 
     def skipped(self, index: int) -> int:
-        """Return where the white space ends that begins here."""
+        """Return the index after the white space at an index."""
         found = _SPACE.match(self._text, index)
         assert found is not None
         return found.end()
 
     def value(self, index: int, path: Path, key: Place | None) -> tuple[Any, int]:
-        """Return the value that begins here, and where it ends."""
+        """Return the value at an index, and the index after it."""
         self.document.put(path, self._place(index), key)
         if len(path) > MAX_DEPTH:
             raise self._error(f"Values are nested deeper than {MAX_DEPTH} levels", index)
@@ -101,9 +100,3 @@ class _Reading:
 
     def _error(self, text: str, index: int) -> json.JSONDecodeError:
         return json.JSONDecodeError(text, self._text, index)
-
-    def _place(self, index: int) -> Place:
-        # Places are asked for in order.
-        while self._line + 1 < len(self._starts) and self._starts[self._line + 1] <= index:
-            self._line += 1
-        return Place(self._line + 1, index - self._starts[self._line] + 1)

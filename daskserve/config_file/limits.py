@@ -1,4 +1,4 @@
-"""How much one configuration may declare: a mistake in a generated file must not occupy the controller."""
+"""Limits of one configuration, so that a mistake in a generated file does not occupy the controller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from daskserve.common import settings
 
 
 def excess(applications: Iterable[Any]) -> str:
-    """Return which limit a configuration exceeds, and the remedy; empty if it may be read."""
+    """Return which limit a configuration exceeds, and the remedy; empty if none."""
     known, most = list(applications), settings.controller()
     lists = [each.get("deployments") for each in known if isinstance(each, Mapping)]
     deployments = sum(len(each) for each in lists if isinstance(each, list))

@@ -2,26 +2,25 @@
 
 Options stay as they are written, with their references to environment variables
 (`daskserve.config_file.references`), and deployments keep the spellings of Ray Serve. The models of
-`daskserve.options` check them when the file is read, and again, with the values of the variables, when the
-application is built.
+`daskserve.options` check them when the file is read. They check them again, with the values of the variables,
+when the application is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import AliasChoices, ConfigDict, Field
 
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.fields.base import Options
 
-#: Says where each reference stands: the way to it, with slashes, and ``serve.yaml:12:7``.
+#: The place of each reference, such as ``serve.yaml:12:7``, by its path, with slashes.
 Places: TypeAlias = dict[str, str]
 
 
 class DeploymentOverride(Options):
-    """Options of a deployment that win over those of its code, beside its name."""
+    """The name of a deployment, and options that override those of its code."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,8 +99,3 @@ class InstanceConfig(Options):
         description="Percentage, from 0 to 100, of the replicas that the options ask for. None: all of them.",
     )
     references: Places = Field(default_factory=dict, description="Set by daskserve.")
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_plain` gave."""
-        return cls(**values)

@@ -1,4 +1,4 @@
-"""Checks of options against their models that find all faults, not the first ones only."""
+"""Checks options against their models, and finds all faults instead of only the first."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _ALL_OPTIONS = re.compile(r"; \w+\.model_fields has all\.?$")
 
 
 def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return all that is wrong with options: the way to each value, and what is wrong with it.
+    """Return all faults of options, each with the path of its value.
 
-    A model that finds wrong values does not look at what they mean together, so they are taken out and the
-    others are validated again. Values with references to variables are not known yet, and left out.
+    Pydantic does not compare the values of a model with each other while one of them is invalid. So values
+    with faults are removed, and the others are validated again. Values with references to variables are not
+    known yet: they are left out, and that they are missing is no fault.
     """
-    left = _known(values)
+    unknown: set[Path] = set()
+    left = _known(model, values, (), unknown)
     found: list[tuple[Path, str]] = []
     while True:
         try:
@@ -35,20 +37,20 @@ def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Pat
             errors = [_place_and_text(each) for each in error.errors(include_url=False)]
         except (TypeError, ValueError, NotImplementedError) as error:
             errors = [((), str(error))]
-        before = len(found)
         removed = []
         for loc, text in errors:
             paths = _given(model, left, loc, text)
-            found.append((paths[0], text))
+            if not any(loc == path[:-1] and names(text, path) for path in unknown):
+                found.append((paths[0], text))
             removed += paths
         for path in removed:
             _remove(left, path)
-        if len(found) == before or () in removed:
+        if () in removed:
             return found
 
 
 def text_of(error: ValidationError) -> str:
-    """Return what is wrong with options, one line for each: the option, the reason and the value."""
+    """Return the faults of options, one in each line: the option, the reason and the value."""
     found = [_place_and_text(each) for each in error.errors(include_url=False)]
     return "\n".join(
         text if names(text, path) else f"{'.'.join(map(str, path))}: {text}" for path, text in found
@@ -56,7 +58,7 @@ def text_of(error: ValidationError) -> str:
 
 
 def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those that are null and cannot be: they are not given."""
+    """Return options without those that are null but have no null value: they count as not given."""
     spellings = spellings_of(model)
 
     def cannot_be(name: str) -> bool:
@@ -69,19 +71,25 @@ def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a question that names the most similar one of the known names; empty if none is."""
+    """Return a question with the most similar known name; empty if none is similar."""
     similar = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
-def _known(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: _known(each)
-            for key, each in value.items()
-            if not isinstance(each, str) or not has_references(each)
-        }
-    return value
+def _known(model: type[BaseModel], values: Mapping[str, Any], path: Path, unknown: set[Path]) -> Any:
+    """Return options without those that have references, and add the paths of these to ``unknown``."""
+    spellings, found = spellings_of(model), {}
+    for name, value in values.items():
+        field = model.model_fields.get(spellings.get(name, name))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, Options)), None)
+        if inner is not None and isinstance(value, Mapping):
+            found[name] = _known(inner, value, (*path, name), unknown)
+        elif has_references(value):
+            unknown.add((*path, name))
+        else:
+            found[name] = value
+    return found
 
 
 def _place_and_text(error: Any) -> tuple[tuple[int | str, ...], str]:
@@ -101,7 +109,7 @@ def shortened(value: Any) -> str:
 
 
 def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text: str) -> list[Path]:
-    """Return the ways to the given values that the place and the text of an error name."""
+    """Return the paths of the given values that an error is about, by its place and its text."""
     path: Path = ()
     for each in loc:
         name = each if path else _spelling(model, values, each)
@@ -144,7 +152,7 @@ def _spelling(model: type[BaseModel], values: Any, name: int | str) -> int | str
 
 
 def _remove(values: Any, path: Path) -> None:
-    """Remove the innermost key of a path from the mappings that it leads through."""
+    """Remove the last key of a path that is in a mapping, from that mapping."""
     holder, key = values, None
     for index, each in enumerate(path):
         if not isinstance(values, dict):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from daskserve.errors import ConfigFileError
 
-#: The way to a value: keys of mappings and indices of lists.
+#: The path of a value: keys of mappings and indices of lists.
 Path: TypeAlias = tuple[str | int, ...]
 #: How deep values may be nested, and how many there may be once all aliases are resolved.
 MAX_DEPTH = 100
@@ -20,6 +22,18 @@ class Place(NamedTuple):
 
     line: int
     column: int
+
+
+class Lines:
+    """Finds the place of a character in a text."""
+
+    def __init__(self, text: str) -> None:
+        self._starts = [0, *(found.end() for found in re.finditer("\n", text))]
+
+    def place(self, index: int) -> Place:
+        """Return the place of the character at an index."""
+        line = bisect_right(self._starts, index)
+        return Place(line, index - self._starts[line - 1] + 1)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keys of Ray Serve's files without a counterpart: those that cannot matter, and those that are refused."""
+"""Keys of Ray Serve's files without a counterpart: some are ignored with a warning, others are errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RayKey:
     text : str
         The replacement.
     is_harmless : callable
-        Whether what runs is the same without a value.
+        Whether a value makes no difference to what runs.
     """
 
     text: str

@@ -24,7 +24,7 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """The content of a file, and the warnings for its author.
+    """The content of a file, and warnings for its author.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     faults = Faults(name)
     document = _parsed(text.removeprefix("\ufeff"), faults)
     if too_many := excess(_applications(document)):
-        # First, because checking that many takes long.
+        # First, because checking so many values takes long.
         faults.add(Place(1, 1), too_many)
         faults.check()
     checks = Checks(document, faults)
@@ -71,13 +71,13 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     for index, part in parts:
         _join(values, part, (index,), document, faults)
     faults.check()
-    return ReadFile(InstanceConfig.from_plain(values), faults.lines(faults.warnings))
+    return ReadFile(InstanceConfig(**values), faults.lines(faults.warnings))
 
 
 def checked(
     values: Mapping[str, Any], part: Literal["instance", "application", "deployment"]
 ) -> dict[str, Any]:
-    """Return the values of a file, or of a part of one, without what is not read.
+    """Return the values of a file, or of a part of one, that are read.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def _parsed(text: str, faults: Faults) -> Document:
 def _join(
     values: dict[str, Any], part: Mapping[str, Any], path: tuple[int], document: Document, faults: Faults
 ) -> None:
-    """Add one document of a file to what the others hold."""
+    """Add the values of one document of a file to those of the others."""
     has_list = document.has((*path, "applications"))
     for index, each in enumerate(part.get("applications", ())):
         where = (*path, "applications", index) if has_list else path

@@ -1,7 +1,7 @@
 """References to environment variables in a configuration: ``${NAME}`` and ``${NAME:-default}``.
 
-They stay as they are in what is stored and shown. The process that uses a value puts the variable's in its
-place: for an application, the one that builds it. ``$${NAME}`` is the text ``${NAME}``.
+Records and the status keep references as they are. The process that uses a value replaces the reference by
+the variable's value: for an application, the process that builds it. ``$${NAME}`` is the text ``${NAME}``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from daskserve.config_file.hiding import HIDING
 from daskserve.config_file.model import ApplicationConfig, InstanceConfig
 from daskserve.config_file.places import Path
 from daskserve.errors import ConfigFileError
-from daskserve.options.autoscaling import AutoscalingConfig
-from daskserve.options.environment import Environment
-from daskserve.options.fields.base import Masked
-from daskserve.options.http import HTTPOptions
 
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?)")
 _WORDS: Mapping[str, bool] = {"true": True, "false": False}
-#: Below these, a variable's value stays text: they are the user's own, or secrets.
-_TEXTS = frozenset({"args", "user_config", "init_args", "init_kwargs"}) | {
-    name
-    for model in (AutoscalingConfig, Environment, HTTPOptions)
-    for name, field in model.model_fields.items()
-    if any(isinstance(each, Masked) for each in field.metadata)
-}
+#: The options below which the value of a variable stays text: values of the user's own, and secrets.
+_TEXTS = frozenset({"args", "user_config", "init_args", "init_kwargs"}) | HIDING.keys()
 
 ConfigT = TypeVar("ConfigT", ApplicationConfig, InstanceConfig)
 
@@ -45,14 +37,14 @@ def _texts_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Return the ways to texts with references, and the texts."""
+    """Yield the path of each text with references, and the text."""
     for where, text in _texts_in(value, path):
         if any(not found[1] for found in _REFERENCE.finditer(text)):
             yield where, text
 
 
 def not_references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Return the ways to texts that have something like a reference, with what is meant to be one."""
+    """Yield the path of each text with an incomplete reference, and that reference."""
     for where, text in _texts_in(value, path):
         rest = _REFERENCE.sub("", text)
         if "${" in rest:
@@ -87,16 +79,13 @@ def resolved(config: ConfigT, variables: Mapping[str, str]) -> ConfigT:
                 return "$"
             name, default = found[2], found[3]
             value = variables.get(name) or default
-            if value is None and name in variables:
-                return ""
-            if value is None:
+            if value is None and name not in variables:
                 where = config.references.get(slashed(path), ".".join(map(str, path)))
                 missing[
                     f"{where}: there is no environment variable {name!r} in the process that reads it; set "
                     f"it there, or give a default: ${{{name}:-default}}"
                 ] = None
-                return ""
-            return value
+            return value or ""
 
         found = _REFERENCE.sub(replacement, text)
         is_whole = _REFERENCE.fullmatch(text) is not None

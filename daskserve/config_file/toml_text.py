@@ -1,7 +1,7 @@
 """TOML as plain values with their places.
 
-`tomllib` reads the values, and says whether the text is TOML; it does not tell where they are. So a text that
-it accepts is scanned again for keys and values only.
+`tomllib` reads the values, and raises an error if the text is not TOML, but does not return their places. So
+a text that it accepts is scanned again, for keys and values only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from datetime import date, datetime, time
 from typing import Any
 
-from daskserve.config_file.places import Document, Faults, Path, Place
+from daskserve.config_file.places import Document, Faults, Lines, Path, Place
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _STRING = re.compile(
@@ -28,7 +28,7 @@ def parse_toml(text: str, faults: Faults) -> Document:
     text = text.replace("\r\n", "\n")
     try:
         value = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number with too many digits
         message = str(error)
         found = _ERROR_PLACE.search(message)
         lines = text.splitlines() or [""]
@@ -57,8 +57,7 @@ class _Scan:
         self.document = Document()
         self._text = text
         self._index = 0
-        self._starts = [0, *(found.end() for found in re.finditer("\n", text))]
-        self._line = 0
+        self._lines = Lines(text)
         self._tables: dict[Path, int] = {}
 
     def run(self) -> None:
@@ -85,7 +84,7 @@ class _Scan:
         return self._innermost(path)
 
     def _innermost(self, path: Path) -> Path:
-        """Return the way to the last table of an array of tables, for the way to the array."""
+        """Return the path of an array's last table, for the path of an array of tables."""
         return (*path, self._tables[path]) if path in self._tables else path
 
     def _entry(self, table: Path) -> None:
@@ -96,7 +95,7 @@ class _Scan:
 
     def _key(self, table: Path) -> tuple[Path, Place]:
         """Return the path and the place of a dotted key that begins here."""
-        path, place = table, Place(1, 1)
+        path = table
         while True:
             self._skip(_BLANK)
             place = self._place()
@@ -142,6 +141,4 @@ class _Scan:
         self._index = found.end()
 
     def _place(self) -> Place:
-        while self._line + 1 < len(self._starts) and self._starts[self._line + 1] <= self._index:
-            self._line += 1
-        return Place(self._line + 1, self._index - self._starts[self._line] + 1)
+        return self._lines.place(self._index)

@@ -1,8 +1,8 @@
 """YAML as plain values with their places.
 
-PyYAML composes the nodes, which know their places. The values are those of its safe loader, with three
-differences, because what a file holds must be the same in JSON: a date is text, a key is the text that was
-written (``on`` is no bool there), and two equal keys are a fault instead of the last one winning.
+PyYAML composes the nodes, which have their places. The values are those of its safe loader, with three
+differences, so that a file means the same in JSON: a date is text, a key is the text as it was written
+(``on`` is no bool there), and two equal keys are a fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCALARS: Mapping[str, Callable[[Any, Any], Any]] = {
 def parse_yaml(text: str, faults: Faults) -> Document:
     """Return the documents of a text; note its faults."""
     building = _Building(faults)
-    # Written in C where libyaml is installed, which is several times as fast.
+    # The loader in C, where libyaml is installed, is several times as fast.
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         nodes = list(yaml.compose_all(text, Loader=loader))
@@ -47,7 +47,7 @@ def parse_yaml(text: str, faults: Faults) -> Document:
         return building.document
     for node in nodes:
         if node is None or (node.tag == f"{_TAG}null" and len(nodes) > 1):
-            continue  # nothing between two lines of dashes
+            continue  # an empty document
         building.document.values.append(building.value(node, (len(building.document.values),), None))
     return building.document
 
@@ -99,8 +99,8 @@ class _Building:
         try:
             if construct is not None:
                 return construct(self._constructor, node)
-        except (ValueError, KeyError, yaml.YAMLError):
-            pass  # such as !!int of a text
+        except (ValueError, LookupError, yaml.YAMLError):
+            pass  # such as !!int of a text, or of no text
         self._faults.add(
             place, f"{node.value!r} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
         )

@@ -55,8 +55,8 @@ class ActorOptions(Options):
     @classmethod
     def _amounts_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
         for name, amount in value.items():
-            if amount < 0:
-                raise ValueError(f"resource {name!r} asks for {amount}; an amount cannot be negative")
+            if not amount >= 0:
+                raise ValueError(f"resource {name!r} asks for {amount}; an amount is a number from 0")
         return value
 
     def demand(self) -> dict[str, float]:

@@ -160,8 +160,8 @@ class AutoscalingConfig(Options):
     @model_validator(mode="before")
     @classmethod
     def _unpack_policy(cls, values: Any) -> Any:
-        """Accept what Ray Serve writes: ``policy={"policy_function": ..., "policy_kwargs": {...}}``, the name
-        of its default policy, and its older names of options.
+        """Accept Ray Serve's ``policy={"policy_function": ..., "policy_kwargs": {...}}``, the name of its
+        default policy, and its older names of options.
         """
         if not isinstance(values, Mapping):
             return values
@@ -170,24 +170,20 @@ class AutoscalingConfig(Options):
             value = values.pop(old, None)
             if value is not None and values.get(name) is None:
                 values[name] = value
-        if not isinstance(values.get("policy"), Mapping):
-            if values.get("policy") in RAY_DEFAULT_POLICIES:
-                del values["policy"]
-            return values
-        policy = dict(values["policy"])
-        if "name" in policy:  # its older name
-            policy.setdefault("policy_function", policy.pop("name"))
-        if policy.get("policy_function") in RAY_DEFAULT_POLICIES:
-            del policy["policy_function"]
-        rest = {name: value for name, value in values.items() if name != "policy"}
-        found = {"policy": policy.pop("policy_function", cls.model_fields["policy"].default)}
-        if "policy_kwargs" in policy:
-            found["policy_kwargs"] = policy.pop("policy_kwargs")
-        if policy:
-            raise ValueError(
-                f"policy has no option {sorted(policy)[0]!r}; it takes policy_function and policy_kwargs"
-            )
-        return {**rest, **found}
+        if isinstance(values.get("policy"), Mapping):
+            policy = dict(values["policy"])
+            older = policy.pop("name", cls.model_fields["policy"].default)
+            values["policy"] = policy.pop("policy_function", older)
+            if "policy_kwargs" in policy:
+                values["policy_kwargs"] = policy.pop("policy_kwargs")
+            if policy:
+                raise ValueError(
+                    f"policy has no option {min(map(str, policy))!r}; it takes policy_function and "
+                    "policy_kwargs"
+                )
+        if values.get("policy") in RAY_DEFAULT_POLICIES:
+            values["policy"] = cls.model_fields["policy"].default
+        return values
 
     @field_validator("*")
     @classmethod
@@ -220,7 +216,7 @@ class AutoscalingConfig(Options):
                 "max_replicas or lower min_replicas"
             )
         unit = self.multiple_of
-        least, most = -(-self.min_replicas // unit) * unit, self.max_replicas // unit * unit
+        least, most = share_of(self.min_replicas, None, unit), self.max_replicas // unit * unit
         if not 0 < most >= least:
             raise ValueError(
                 f"no multiple_of={unit} lies between min_replicas={self.min_replicas} and max_replicas="
@@ -256,7 +252,7 @@ class AutoscalingConfig(Options):
         return self
 
     def in_groups_of(self, size: int) -> AutoscalingConfig:
-        """Return a copy for groups of another size, which does not count as set.
+        """Return a copy for groups of another size; ``multiple_of`` does not count as set in it.
 
         Raises
         ------

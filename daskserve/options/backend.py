@@ -18,7 +18,7 @@ from daskserve.options.fields.ray_names import translated
 from daskserve.options.fields.secrets import masked
 from daskserve.options.logging import LoggingConfig
 from daskserve.options.payload_logging import PayloadLoggingConfig
-from daskserve.options.placement import Bundle, GangSchedulingConfig, Strategy, check_bundles, check_whole
+from daskserve.options.placement import Bundles, GangSchedulingConfig, Strategy, check_whole
 from daskserve.options.rollout import RolloutConfig
 from daskserve.options.routing.hedging import HedgingConfig
 from daskserve.options.routing.priorities import PriorityConfig
@@ -164,7 +164,7 @@ class BackendConfig(Options):
         description="Replicas that start together or not at all, and end together, see "
         "[Gangs](docs/deployments.md#gangs). ``max_surge`` and ``max_unavailable`` then count gangs.",
     )
-    placement_group_bundles: Annotated[list[Bundle] | None, CONTROLLER_ONLY, REPLACES] = Field(
+    placement_group_bundles: Annotated[Bundles | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
         description="Bundles of resources that each replica reserves, all or none, see "
         "[Placement groups](docs/deployments.md#placement-groups). It runs in the first one, which must "
@@ -288,13 +288,6 @@ class BackendConfig(Options):
             raise ValueError(
                 "a router must be able to queue a request; give a number from 1, or -1 for no limit"
             )
-        return value
-
-    @field_validator("placement_group_bundles")
-    @classmethod
-    def _bundles_are_right(cls, value: list[dict[str, float]] | None) -> list[dict[str, float]] | None:
-        if value is not None:
-            check_bundles(value)
         return value
 
     @field_validator("max_surge", "max_unavailable", mode="before")
@@ -448,14 +441,12 @@ class BackendConfig(Options):
 
     def with_facts(self, facts: Mapping[str, Any]) -> BackendConfig:
         """Return a copy with the facts about the callable that a started replica reports."""
-        known = {
-            name: facts[name] for name in ("accepts_batches", "is_blocking", "is_asgi_app") if name in facts
-        }
         metadata = self.internal_metadata
-        for name, default in (("ignores_bodies", False), ("docs_path", "")):
-            known[name] = facts.get(name, default)
-        known = {name: value for name, value in known.items() if getattr(metadata, name) != value}
-        if not known:
+        names = ("accepts_batches", "is_blocking", "is_asgi_app")
+        known = {"ignores_bodies": False, "docs_path": ""} | {
+            name: facts[name] for name in (*names, "ignores_bodies", "docs_path") if name in facts
+        }
+        if all(getattr(metadata, name) == value for name, value in known.items()):
             return self
         return self.model_copy(update={"internal_metadata": metadata.model_copy(update=known)})
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from daskserve.errors import BadRequestError
-from daskserve.options.fields.base import Masked, Options, Secret, parse_typed
+from daskserve.options.fields.base import Folder, Masked, Options, Secret, parse_typed
 from daskserve.options.fields.secrets import each_hidden
 from daskserve.options.rollout import RolloutConfig, percent_of
 
@@ -210,7 +210,7 @@ class ModelRepository(Options):
 
     place: ClassVar[str] = "model_repository"
 
-    url: str = Field(
+    url: Folder = Field(
         description="Folder of the models: a path on the workers, or a URL that fsspec opens, such as "
         "``s3://bucket/models``. Credentials are those of fsspec's configuration on the workers.",
         min_length=1,
@@ -239,25 +239,17 @@ class ModelRepository(Options):
         "all of them once it is loaded.",
     )
 
-    @field_validator("url")
-    @classmethod
-    def _is_absolute(cls, url: str) -> str:
-        if "://" not in url and not url.startswith("/"):
-            raise ValueError(
-                f"{url!r} is a relative path, which means another folder on each worker; give an absolute "
-                "path or a URL"
-            )
-        return url
-
     @field_validator("rollout")
     @classmethod
     def _is_of_models(cls, rollout: RolloutConfig | None) -> RolloutConfig | None:
-        unused = [] if rollout is None else [each for each in ("sticky", "compare") if getattr(rollout, each)]
-        if rollout is not None and percent_of(rollout.shadow):
+        if rollout is None:
+            return None
+        unused = [each for each in ("sticky", "compare") if getattr(rollout, each)]
+        if percent_of(rollout.shadow):
             unused.append("shadow")
         if unused:
             raise ValueError(f"a model's rollout has no {' and no '.join(unused)}; leave it out")
-        for gate in () if rollout is None else rollout.gates:
+        for gate in rollout.gates:
             if gate.metric == "prometheus" and "$version" not in gate.query:
                 raise ValueError(
                     f"{gate.query!r} has one value for both versions of a model, which the same replicas "

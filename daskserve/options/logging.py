@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from daskserve.common import settings
 from daskserve.options.fields.base import ByteCount, Options, parse_options
 
-#: The levels of Python itself: workers do not know those that a program adds.
+#: The levels of Python itself. Workers do not know the levels that a program adds.
 _LEVELS: Mapping[str, int] = {
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
@@ -27,7 +27,7 @@ _LEVELS: Mapping[str, int] = {
 class LoggingConfig(Options):
     """How an instance, an application or a deployment logs.
 
-    A field that is not set is as in the next larger one of these.
+    Fields that a deployment does not set are those of its application, and then those of its instance.
     """
 
     place: ClassVar[str] = "logging_config"
@@ -91,12 +91,12 @@ class LoggingConfig(Options):
         return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
     def over(self, outer: LoggingConfig | None) -> LoggingConfig:
-        """Return this config with the fields of a larger one where it sets none."""
+        """Return this config, with the fields that it does not set from ``outer``."""
         return self if outer is None else LoggingConfig(**{**outer.model_dump(), **self.model_dump()})
 
 
 def over(inner: LoggingConfig | None, outer: LoggingConfig | None) -> LoggingConfig | None:
-    """Return a config over another one; either may be missing."""
+    """Return ``inner.over(outer)``; either may be missing."""
     return outer if inner is None else inner.over(outer)
 
 
@@ -105,7 +105,5 @@ def instance_logging(given: LoggingConfig | Mapping[str, Any] | None) -> dict[st
     defaults = settings.logging_defaults()
     if given is None and defaults is None:
         return None
-    own = None if given is None else parse_options(LoggingConfig, given, what="logging_config")
-    outer = None if defaults is None else parse_options(LoggingConfig, defaults, what="daskserve.logging")
-    found = over(own, outer)
-    return None if found is None else found.model_dump(mode="json")
+    outer = parse_options(LoggingConfig, defaults, what="daskserve.logging")
+    return parse_options(LoggingConfig, given, what="logging_config").over(outer).model_dump(mode="json")

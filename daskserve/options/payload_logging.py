@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_serializer, field_validator
 
 from daskserve.common.types import split_import_path
-from daskserve.options.fields.base import ByteCount, Masked, Options
+from daskserve.options.fields.base import ByteCount, Folder, Masked, Options
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.fields.secrets import masked
 
@@ -17,7 +17,7 @@ class PayloadLoggingConfig(Options):
 
     place: ClassVar[str] = "payload_logging"
 
-    sink: Annotated[str, Masked(masked)] = Field(
+    sink: Annotated[Folder, Masked(masked)] = Field(
         description="Folder of the files: a path on the workers, or a URL that fsspec opens, such as "
         "``s3://bucket/payloads``. Credentials are those of fsspec's configuration on the workers.",
         min_length=1,
@@ -42,16 +42,6 @@ class PayloadLoggingConfig(Options):
     flush_period_s: float = Field(
         10, ge=0.1, le=3600, description="How long events are gathered for one file, in seconds."
     )
-
-    @field_validator("sink")
-    @classmethod
-    def _is_absolute(cls, sink: str) -> str:
-        if "://" not in sink and not sink.startswith("/"):
-            raise ValueError(
-                f"{masked(sink)!r} is a relative path, which means another folder on each worker; give an "
-                "absolute path or a URL"
-            )
-        return sink
 
     @field_validator("redact")
     @classmethod

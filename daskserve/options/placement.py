@@ -1,7 +1,7 @@
-"""Where the replicas of a backend go, and with what: gangs, and placement groups.
+"""Gangs and placement groups.
 
-The replicas of a gang start together or not at all, and end together. A placement group is bundles of
-resources that one replica reserves together, with itself in the first.
+The replicas of a gang start together or not at all, and end together. A placement group consists of the
+bundles of resources that one replica reserves together; the replica runs in the first one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from daskserve.common.formatting import shown
 from daskserve.options.actor import ActorOptions
 from daskserve.options.fields.base import Options, as_bytes
 
-#: How bundles that are placed together lie to each other.
+#: How bundles that are placed together are spread over workers and hosts.
 Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
@@ -66,12 +66,7 @@ def _memory_in_bytes(bundle: Any) -> Any:
     return bundle
 
 
-#: The resources of one bundle.
-Bundle = Annotated[dict[str, float], BeforeValidator(_memory_in_bytes)]
-
-
-def check_bundles(bundles: Sequence[Mapping[str, float]]) -> None:
-    """Raise `ValueError` unless these are bundles of resources."""
+def _checked_bundles(bundles: list[dict[str, float]]) -> list[dict[str, float]]:
     if not bundles:
         raise ValueError("there is no bundle; give at least one, in which the replica runs, or None")
     for number, bundle in enumerate(bundles):
@@ -84,7 +79,14 @@ def check_bundles(bundles: Sequence[Mapping[str, float]]) -> None:
                 right = name.removeprefix("num_")[:-1].upper()
                 raise ValueError(f"bundle {number} has {name!r}; in a bundle, the resource is {right!r}")
         if not any(bundle.values()):
-            raise ValueError(f"bundle {number} is {dict(bundle)!r}; give an amount above 0")
+            raise ValueError(f"bundle {number} is {bundle!r}; give an amount above 0")
+    return bundles
+
+
+#: The type of an option that is a list of bundles of resources.
+Bundles = Annotated[
+    list[Annotated[dict[str, float], BeforeValidator(_memory_in_bytes)]], AfterValidator(_checked_bundles)
+]
 
 
 def check_covered(bundles: Sequence[Mapping[str, float]] | None, options: ActorOptions) -> None:

@@ -13,9 +13,9 @@ from daskserve.common.formatting import as_whole, shown
 from daskserve.common.types import split_import_path
 from daskserve.options.fields.base import Masked, Options, Secret
 from daskserve.options.fields.secrets import masked
+from daskserve.options.routing.request_router import SessionPart
 
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?) ?%")
-_STICKY = re.compile(r"(header|cookie):([!#$%&'*+.^_`|~0-9A-Za-z-]+)")
 
 
 def percent_of(value: Any) -> float:
@@ -42,17 +42,11 @@ def _checked_share(value: Any) -> str:
     return f"{shown(percent_of(value))}%"
 
 
-def _checked_sticky(value: str | None) -> str | None:
-    if value is not None and not _STICKY.fullmatch(value):
-        raise ValueError(f"{value!r} names no part of a request; give 'header:X-Session' or 'cookie:session'")
-    return value
-
-
 def _as_path(value: Any) -> Any:
     """Return the import path of a function, which the processes that send requests import by it."""
     if not callable(value):
         return value
-    path = f"{value.__module__}:{value.__qualname__}"
+    path = f"{value.__module__}:{getattr(value, '__qualname__', value)}"
     if value.__module__ == "__main__" or not path.replace(":", ".").replace(".", "").isidentifier():
         raise ValueError(f"{path} cannot be imported by other processes; move the function into a module")
     return path
@@ -167,7 +161,7 @@ class RolloutConfig(Options):
         description="Probability with which a new version that is as good as the old one is taken back, over "
         "all steps and gates.",
     )
-    sticky: Annotated[str | None, AfterValidator(_checked_sticky)] = Field(
+    sticky: SessionPart | None = Field(
         None,
         description="The part of an HTTP request that names its session, ``header:NAME`` or ``cookie:NAME``: "
         "a session stays with its version. Calls of handles are sticky by their ``session_id``.",

@@ -43,9 +43,7 @@ class TracingConfig(Options):
 
 
 def checked_tracing(config: TracingConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the plain values of the options of traces; none without traces."""
+    """Return the plain values of the options of traces; empty without traces."""
     if config is None:
         return {}
-    if not isinstance(config, TracingConfig):
-        config = parse_options(TracingConfig, config, what="tracing_config")
-    return config.model_dump(mode="json")
+    return parse_options(TracingConfig, config, what="tracing_config").model_dump(mode="json")

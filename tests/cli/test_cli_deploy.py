@@ -13,11 +13,13 @@ import yaml
 from click.testing import CliRunner, Result
 
 import daskserve as serve
+from daskserve.cli.instance import InstanceAddress
 from daskserve.cli.main import main
 from daskserve.cli.verbs import config_file as cli_config_file
 from daskserve.cli.verbs import deploy as cli_deploy
 from daskserve.cli.verbs import operate as cli_operate
 from daskserve.client.verbs import declared
+from daskserve.errors import NotRunningError
 from daskserve.testing import local_instance
 
 CODE = """
@@ -54,7 +56,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Client]:
     with local_instance(workers=2) as client:
 
         @contextmanager
-        def connected(address: str | None, name: str | None) -> Iterator[serve.Client]:
+        def connected(at: InstanceAddress) -> Iterator[serve.Client]:
             yield client
 
         monkeypatch.setattr(cli_deploy, "connected", connected)
@@ -90,6 +92,16 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def answer(client: serve.Client, name: str = "shop") -> Any:
     return client.get_app_handle(name).remote().result(timeout_s=10)
+
+
+def test_an_instance_that_ends_during_a_deploy_is_not_started_again(
+    client: serve.Client, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any, **__: Any) -> None:
+        raise NotRunningError("It has ended.")
+
+    monkeypatch.setattr(type(client), "plan_config", end)
+    assert call("deploy", "serve.yaml", code=3).stderr == "Error: It has ended.\n"
 
 
 def test_a_file_is_deployed_shown_changed_and_deleted(client: serve.Client, folder: Path) -> None:

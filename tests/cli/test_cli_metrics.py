@@ -127,6 +127,11 @@ def test_wrong_usage_is_an_error_with_a_remedy(arguments: list[str], message: st
     assert message in result.output
 
 
+def test_a_file_that_cannot_be_written_is_an_error(scheduler: Scheduler, tmp_path: Path) -> None:
+    result = run("targets", scheduler.url, "--file", str(tmp_path / "none/targets.json"))
+    assert (result.exit_code, "Could not write" in result.output) == (1, True)
+
+
 def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "targets.json").mkdir()
     with pytest.raises(OSError):

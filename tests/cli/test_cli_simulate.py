@@ -83,6 +83,7 @@ def always(context: object, number: int) -> int:
         (["--min", "9", "--max", "3"], "max_replicas=3 is less than min_replicas=9"),
         (["--set", "max_replicas"], "has no '='"),
         (["--set", "nonsense=1"], "nonsense"),
+        (["--set", "min_replicas=many"], "min_replicas"),
         (["--set", "policy_kwargs={"], "not YAML"),
         (["--concurrency", "0"], "concurrency is 0"),
         (["--start-up-s", "-1"], "start_up_s is -1"),

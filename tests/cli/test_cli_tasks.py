@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import daskserve as serve
+from daskserve.cli.instance import InstanceAddress
 from daskserve.cli.main import main
 from daskserve.cli.verbs import tasks as command
 from daskserve.client.functions import task_admin
@@ -36,7 +37,7 @@ def queue(client: serve.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A queue with one task in each state, as far as the tests have any."""
 
     @contextmanager
-    def connected(address: str | None, name: str | None) -> Iterator[serve.Client]:
+    def connected(at: InstanceAddress) -> Iterator[serve.Client]:
         yield client
 
     monkeypatch.setattr(command, "connected", connected)

@@ -151,12 +151,15 @@ class CountedCalls:
         self.clock = LoopClock()
         self.cluster_connection = self.listener = self
         self.count = 0
+        self.watched: set[str] = set()
+        self.backends = ["echo"]
 
     def cluster(self, instance: str) -> CountedCalls:
         return self
 
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> None:
-        pass
+    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
+        self.watched.add(key)
+        return lambda: self.watched.remove(key)
 
     def on_worker_left(self, callback: Callable[[str], None]) -> None:
         self.lose_worker = callback
@@ -164,7 +167,8 @@ class CountedCalls:
     async def call(self, verb: str) -> dict[str, Any]:
         self.count += 1
         assert self.count < 5, "the status is asked for without a pause"
-        return asdict(status(2))
+        backend = BackendStatus("HEALTHY", 2, 2, "v1")
+        return asdict(status(2, backends=dict.fromkeys(self.backends, backend), endpoints={}))
 
 
 @pytest.mark.virtual_time
@@ -179,3 +183,18 @@ async def test_a_notification_leads_to_one_call_and_then_the_pauses_go_on() -> N
     await asyncio.sleep(SETTLED_S / 2)
     assert (counts, calls.count, running.done()) == ([1, 2], 3, False)
     running.cancel()
+
+
+@pytest.mark.virtual_time
+async def test_a_deleted_backend_is_watched_no_more_and_nothing_is_at_the_end() -> None:
+    calls = CountedCalls()
+    running = asyncio.create_task(ChangeReports(calls, lambda line: None).run())  # type: ignore[arg-type]
+    await asyncio.sleep(1)
+    assert calls.watched == {"routes", "backend/echo"}
+    calls.backends = ["other"]
+    calls.lose_worker("tcp://a:1")
+    await asyncio.sleep(1)
+    assert calls.watched == {"routes", "backend/other"}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not calls.watched

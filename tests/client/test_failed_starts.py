@@ -13,8 +13,22 @@ import pytest
 from fastapi import FastAPI
 
 import daskserve as serve
-from daskserve.errors import ClosedError, DeployError, NotFoundError
+from daskserve.client.instance.calls import wait_for_http
+from daskserve.errors import ClosedError, DeployError, NotFoundError, RequestTimeoutError, ServeError
 from daskserve.testing import local_instance
+
+
+class LateProxies:
+    """Calls of a controller whose proxies do not listen."""
+
+    async def call(self, verb: str, *, timeout_s: float) -> None:
+        raise RequestTimeoutError("the port is closed")
+
+
+async def test_proxies_that_do_not_listen_in_time_are_an_error_that_commands_show() -> None:
+    with pytest.raises(ServeError, match="not available after 5s: the port is closed") as caught:
+        await wait_for_http(LateProxies(), 5.0)  # type: ignore[arg-type]
+    assert isinstance(caught.value, TimeoutError)
 
 
 def load(path: str) -> Any:

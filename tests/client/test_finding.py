@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from tables import each_case
 
+from daskserve.client.client import Client
+from daskserve.client.functions import connecting, instances
 from daskserve.client.functions.finding import named_instance
-from daskserve.cluster.protocols.started import common_instance
+from daskserve.client.functions.forms import Form
+from daskserve.cluster.protocols.started import StartedInstances, common_instance
 from daskserve.common.types import DEFAULT_INSTANCE
-from daskserve.errors import BadRequestError
+from daskserve.errors import AlreadyRunningError, BadRequestError
+from daskserve.loops.blocking import finish
+from daskserve.options.http import HTTPOptions
 
 
 def running(*names: str, defaults: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
@@ -38,3 +43,28 @@ def test_one_of_several_own_instances_must_be_named() -> None:
         named_instance(running("a", "b"), None)
     assert named_instance(running("a", "b"), "b") == "b"
     assert named_instance(running("a", "b"), "c") is None
+
+
+@each_case("here", [[], ["x"]])
+def test_an_instance_of_another_program_does_not_count_as_started_here(
+    here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Connection:
+        """A connection to a cluster on which an instance of the name runs already."""
+
+        owner_id = "me"
+        started = StartedInstances(owner_id, lambda *_: None)  # type: ignore[arg-type, return-value]
+
+        def runs_here(self) -> bool:
+            return False
+
+        def sync(self, coroutine: Any, *, timeout_s: float | None) -> Any:
+            coroutine.close()
+            raise AlreadyRunningError
+
+    for name in here:
+        Connection.started.add(name, is_owned=True)
+    monkeypatch.setattr(connecting, "present_connection", Connection)
+    with pytest.raises(AlreadyRunningError):
+        finish(instances.start_with(Form(False, Client), HTTPOptions(), name="x"))
+    assert Connection.started.latest == (here[0] if here else None)

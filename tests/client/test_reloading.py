@@ -244,6 +244,10 @@ def test_a_failing_watch_is_reported_and_a_file_that_changes_later_is_found(
     assert lines == ["The files cannot be watched now: RecursionError('too deep')"]
 
 
+def test_a_program_that_fails_before_it_watches_files_ends(folder: Path) -> None:
+    Reloader(Patterns.of([str(folder)]), lambda: lambda: None, print).stop()
+
+
 def test_a_change_that_a_newer_one_replaces_is_not_reported(folder: Path) -> None:
     lines: list[str] = []
     reloader = Reloader(Patterns.of([str(folder)]), lambda: lambda: None, lines.append)

@@ -109,6 +109,11 @@ def test_json_is_the_same_configuration(folder: Path) -> None:
 
 def test_mistakes_are_messages() -> None:
     assert command("build").exit_code == 2
+    unwritable = command("build", "built_shop:app", "-o", "/nowhere/at/all.yaml")
+    assert (unwritable.exit_code, "Could not write /nowhere/at/all.yaml: No such" in unwritable.stderr) == (
+        1,
+        True,
+    )
     missing = command("build", "built_shop:nothing")
     assert missing.exit_code == 1
     assert "built_shop has no 'nothing'" in missing.stderr

@@ -108,6 +108,7 @@ def app(*lines: str, deployment: str = "") -> str:
         (app("args: {x: &a [*a]}"), "f.yaml:3:13: this value contains itself, by an alias"),
         (app("args: {x: !!python/name:os.system ''}"), "f.yaml:3:13: '' cannot have the tag"),
         (app("args: {a: 1, a: 2}"), "f.yaml:3:16: the key 'a' is here already, in line 3"),
+        (app("args: {a: !!int ''}"), "f.yaml:3:13: '' cannot have the tag !!int; leave the tag out"),
         (app(deployment="num_replica: 2"), "f.yaml:5:5: a deployment has no option 'num_replica'; did you"),
         (app(deployment="num_replicas: 0"), "f.yaml:5:19: num_replicas: Input should be greater than"),
         (app(deployment="max_surge_percent: 300"), "f.yaml:5:24: max_surge_percent is 300; give"),
@@ -234,6 +235,7 @@ def test_one_fault_is_one_line_with_its_place(text: str, expected: str) -> None:
         ("f.json", "", ["f.json:1:1: this is not JSON: Expecting value"]),
         ("f.yaml", "[" * 100_000, ["f.yaml:1:"]),
         ("f.toml", "applications = 3\nx = \n", ["f.toml:2:5: this is not TOML"]),
+        ("f.toml", "applications = " + "9" * 5000, ["f.toml:1:5016: this is not TOML: Exceeds the limit"]),
         ("f.toml", "# c\n[[applications]]\nnme = '''a\nb'''\n", ["f.toml:2:3:", "f.toml:3:1:"]),
         (
             "f.toml",
@@ -372,4 +374,31 @@ def test_what_looks_like_a_reference_and_is_none_is_warned_of() -> None:
         "'${env:FOO}'",
         "'${'",
         "'${A-b}'",
+    ]
+
+
+@each_case(
+    "lines",
+    [
+        "http_options: {trusted_forwarders: ['${NET}']}",
+        "http_options: {ssl_certfile: '${CERT}', ssl_keyfile: /key}",
+        "autoscaling_config: {policy: promql, prometheus_address: '${P}', prometheus_queries: {a: x}}",
+        "autoscaling_config: {min_replicas: 3, max_replicas: '${MOST}'}",
+        "placement_group_bundles: [{CPU: '${CPUS}'}]",
+        "rollout: {steps: ['${FIRST}', '100%']}",
+        "rollout: {gates: [{metric: prometheus, query: x, prometheus_address: '${P}'}]}",
+        "model_repository: {url: '${FOLDER}'}",
+        "gang_scheduling_config: {gang_size: '${SIZE}'}\n    num_replicas: 4",
+        "payload_logging: {sink: '${FOLDER}', max_bytes: 10}",
+        "deployment_actors: [{name: a, actor_class: '${CLASS}'}]",
+    ],
+)
+def test_options_that_need_a_value_of_a_variable_are_no_fault(lines: str) -> None:
+    is_of_instance = lines.startswith("http_options")
+    assert read(f"{lines}\n{app()}" if is_of_instance else app(deployment=lines)).warnings == []
+
+
+def test_other_faults_beside_a_value_of_a_variable_are_found() -> None:
+    assert faults(app(deployment="payload_logging: {sink: '${FOLDER}', max_bytes: 0}")) == [
+        "f.yaml:5:53: payload_logging.max_bytes: Input should be greater than or equal to 1, got 0"
     ]

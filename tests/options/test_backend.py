@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tables import each_case
 import daskserve as serve
 from daskserve.client.definitions.specs import join_config, split_config
 from daskserve.errors import BadRequestError
+from daskserve.options.actor import ActorOptions
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.backend import AUTO_MAX_REPLICAS, BackendConfig, BackendMetadata
 from daskserve.payload.pickling import load_bytes
@@ -58,11 +61,17 @@ def test_the_classic_name_of_the_target_is_accepted() -> None:
         ({"autoscaling_config": {"max_replicas": 0}}, "max_replicas"),
         ({"autoscaling_config": {"most_replicas": 1}}, "most_replicas"),
         ({"num_replicas": "auto", "autoscaling_config": 7}, "autoscaling_config"),
+        ({"rollout": {"compare": functools.partial(print, 1)}}, "move the function into a module"),
     ],
 )
 def test_invalid_options_are_refused_by_name(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         BackendConfig(**options)
+
+
+def test_an_amount_of_a_resource_is_a_number() -> None:
+    with pytest.raises(ValidationError, match="resource 'GPU' asks for nan; an amount is a number from 0"):
+        ActorOptions(resources={"GPU": math.nan})
 
 
 def test_a_dry_run_can_be_combined_with_a_fixed_number() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from daskserve.cli.output import writing
 from daskserve.dashboards.files import ERROR_RATIO, P99_S, files
 
 USE = """\
@@ -70,10 +71,8 @@ def grafana(
     where = dashboards_path or str(root / "dashboards")
     for name, text in files(prometheus_url, where, interval_s, error_ratio, p99_s).items():
         file = root / name
-        try:
+        with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise click.ClickException(f"Could not write {file}: {error}") from error
         click.echo(str(file))
     click.echo(USE.format(dashboards=where, rules=root / "prometheus/rules"), nl=False)

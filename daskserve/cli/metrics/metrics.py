@@ -17,7 +17,7 @@ import click
 import dask.config
 
 from daskserve.cli.metrics.grafana import grafana
-from daskserve.cli.output import json_option, print_json
+from daskserve.cli.output import json_option, print_json, writing
 from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
 from daskserve.telemetry.table import SECTIONS
@@ -151,12 +151,14 @@ def targets(scheduler: str, file: Path | None, follow: bool, interval_s: float) 
         )
     if follow and file is None:
         raise click.UsageError("--follow is given without --file; add --file.")
-    if not follow:
+    if follow and file is not None:
+        _follow(address, file, interval_s)
+    elif file is None:
+        click.echo(_fetch(address), nl=False)
+    else:
         text = _fetch(address)
-        click.echo(text, nl=False) if file is None else replace(file, text)
-        return
-    assert file is not None
-    _follow(address, file, interval_s)
+        with writing(file):
+            replace(file, text)
 
 
 def _follow(address: str, file: Path, interval_s: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
+from daskserve.cli.output import options
 from daskserve.common import settings
 from daskserve.common.types import Location
 from daskserve.options.http import HTTPOptions
@@ -20,37 +21,6 @@ _OBJECTS = frozenset({"middlewares"})
 _TRUSTED_BY_UVICORN = "127.0.0.1"
 _ALL_NETWORKS = ("0.0.0.0/0", "::/0")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-
-
-def http_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `HTTPOptions`, and uvicorn's and Ray Serve's names of some, to a command.
-
-    `given_http_options` collects their values.
-    """
-    for name, field in reversed(HTTPOptions.model_fields.items()):
-        if name not in _OBJECTS:
-            command = _option(name, field)(command)
-    for add in (
-        click.option("--http-host", help="Ray Serve's name of --host."),
-        click.option("--http-port", type=int, help="Ray Serve's name of --port."),
-        click.option(
-            "--proxy-location",
-            type=click.Choice([*map(str, Location), "Disabled"]),
-            help="Ray Serve's name of --location.",
-        ),
-        click.option(
-            "--proxy-headers/--no-proxy-headers",
-            default=None,
-            help="uvicorn's way to --trusted-forwarders: trust those of --forwarded-allow-ips, or none.",
-        ),
-        click.option(
-            "--forwarded-allow-ips",
-            help="Addresses and networks for --proxy-headers, separated by commas; * means all. Default: the "
-            f"variable FORWARDED_ALLOW_IPS, or {_TRUSTED_BY_UVICORN}.",
-        ),
-    ):
-        command = add(command)
-    return command
 
 
 def _option(name: str, field: FieldInfo) -> Callable[..., Any]:
@@ -88,6 +58,30 @@ def _is_bytes(field: FieldInfo) -> bool:
 def _plain(description: str) -> str:
     """Return a description without marks of its documents."""
     return _LINK.sub(r"\1", description).replace("``", "")
+
+
+#: The options of `HTTPOptions`, and uvicorn's and Ray Serve's names of some. `given_http_options` collects
+#: their values.
+http_options = options(
+    click.option(
+        "--forwarded-allow-ips",
+        help="Addresses and networks for --proxy-headers, separated by commas; * means all. Default: the "
+        f"variable FORWARDED_ALLOW_IPS, or {_TRUSTED_BY_UVICORN}.",
+    ),
+    click.option(
+        "--proxy-headers/--no-proxy-headers",
+        default=None,
+        help="uvicorn's way to --trusted-forwarders: trust those of --forwarded-allow-ips, or none.",
+    ),
+    click.option(
+        "--proxy-location",
+        type=click.Choice([*map(str, Location), "Disabled"]),
+        help="Ray Serve's name of --location.",
+    ),
+    click.option("--http-port", type=int, help="Ray Serve's name of --port."),
+    click.option("--http-host", help="Ray Serve's name of --host."),
+    *(_option(name, field) for name, field in HTTPOptions.model_fields.items() if name not in _OBJECTS),
+)
 
 
 def given_http_options(values: Mapping[str, Any]) -> dict[str, Any]:

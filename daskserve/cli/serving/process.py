@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from daskserve.cli.output import options
 from daskserve.common import settings
 
 #: The levels of uvicorn, by name.
@@ -25,46 +26,35 @@ _VARIABLE = re.compile(r"\s*(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*=\
 _QUOTED = re.compile(r"(?P<quote>['\"])(?P<text>.*)(?P=quote)\s*(?:#.*)?")
 
 
-def env_file_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option of a file of environment variables to a command."""
-    return click.option(
-        "--env-file",
-        type=click.Path(exists=True, dir_okay=False),
-        help="File with a variable NAME=VALUE in each line, for the application. Variables that are set "
-        "already win.",
-    )(command)
-
-
-def log_level_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option of a log level to a command."""
-    return click.option(
-        "--log-level",
-        type=click.Choice(list(LOG_LEVELS), case_sensitive=False),
-        help="Level of daskserve's own messages, in this process and those that it starts. Default: warning.",
-    )(command)
-
-
-def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of ``logging_config`` to a command; `use_log_options` applies them."""
-    for add in (
-        click.option(
-            "--logs-dir",
-            type=click.Path(file_okay=False),
-            help="Folder of log files on the hosts of the workers. Default: no files.",
-        ),
-        click.option(
-            "--log-encoding",
-            type=click.Choice(["text", "json"], case_sensitive=False),
-            help="Encoding of the access log and of what replicas log.  [default: text]",
-        ),
-        click.option(
-            "--access-log/--no-access-log",
-            default=None,
-            help="Whether each request is one line on standard output.",
-        ),
-    ):
-        command = add(command)
-    return command
+env_file_option = click.option(
+    "--env-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File with a variable NAME=VALUE in each line, for the application. Variables that are set "
+    "already win.",
+)
+log_level_option = click.option(
+    "--log-level",
+    type=click.Choice(list(LOG_LEVELS), case_sensitive=False),
+    help="Level of daskserve's own messages, in this process and those that it starts. Default: warning.",
+)
+#: The options of ``logging_config``; `use_log_options` applies them.
+log_options = options(
+    click.option(
+        "--access-log/--no-access-log",
+        default=None,
+        help="Whether each request is one line on standard output.",
+    ),
+    click.option(
+        "--log-encoding",
+        type=click.Choice(["text", "json"], case_sensitive=False),
+        help="Encoding of the access log and of what replicas log.  [default: text]",
+    ),
+    click.option(
+        "--logs-dir",
+        type=click.Path(file_okay=False),
+        help="Folder of log files on the hosts of the workers. Default: no files.",
+    ),
+)
 
 
 def use_log_options(

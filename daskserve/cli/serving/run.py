@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ import dask.config
 
 from daskserve.cli.completion import complete_files
 from daskserve.cli.instance import address_option
-from daskserve.cli.output import errors_as_messages
+from daskserve.cli.output import errors_as_messages, options
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import (
     env_file_option,
@@ -45,47 +45,44 @@ from daskserve.config_file.reading import is_config_file
 ROLLING_UPDATE, RECREATE = "rolling-update", "recreate"
 
 
-def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that follow files, with uvicorn's names, to a command."""
-    for add in (
-        click.option(
-            "--reload-strategy",
-            type=click.Choice([ROLLING_UPDATE, RECREATE]),
-            default=ROLLING_UPDATE,
-            show_default=True,
-            help="Whether new replicas start before the old ones end, or after it: for code that holds a "
-            "port, a GPU or much memory.",
-        ),
-        click.option(
-            "--reload-exclude",
-            "reload_excludes",
-            multiple=True,
-            metavar="PATTERN",
-            help="Files and folders that are not watched. May be repeated.",
-        ),
-        click.option(
-            "--reload-include",
-            "reload_includes",
-            multiple=True,
-            metavar="PATTERN",
-            help="Other files to watch than *.py, such as '*.html'. May be repeated.",
-        ),
-        click.option(
-            "--reload-dir",
-            "reload_dirs",
-            multiple=True,
-            type=click.Path(exists=True, file_okay=False),
-            help="Folder to watch, instead of --app-dir. May be repeated.",
-        ),
-        click.option(
-            "-r",
-            "--reload",
-            is_flag=True,
-            help="Deploy the application again when its files change, for as long as the command runs.",
-        ),
-    ):
-        command = add(command)
-    return command
+#: The options that follow files, with uvicorn's names.
+reload_options = options(
+    click.option(
+        "-r",
+        "--reload",
+        is_flag=True,
+        help="Deploy the application again when its files change, for as long as the command runs.",
+    ),
+    click.option(
+        "--reload-dir",
+        "reload_dirs",
+        multiple=True,
+        type=click.Path(exists=True, file_okay=False),
+        help="Folder to watch, instead of --app-dir. May be repeated.",
+    ),
+    click.option(
+        "--reload-include",
+        "reload_includes",
+        multiple=True,
+        metavar="PATTERN",
+        help="Other files to watch than *.py, such as '*.html'. May be repeated.",
+    ),
+    click.option(
+        "--reload-exclude",
+        "reload_excludes",
+        multiple=True,
+        metavar="PATTERN",
+        help="Files and folders that are not watched. May be repeated.",
+    ),
+    click.option(
+        "--reload-strategy",
+        type=click.Choice([ROLLING_UPDATE, RECREATE]),
+        default=ROLLING_UPDATE,
+        show_default=True,
+        help="Whether new replicas start before the old ones end, or after it: for code that holds a "
+        "port, a GPU or much memory.",
+    ),
+)
 
 
 @click.command()

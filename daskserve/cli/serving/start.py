@@ -7,7 +7,7 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.instance import address_option, checked_name, connected, instance_options
+from daskserve.cli.instance import InstanceAddress, address_option, checked_name, connected, instance_options
 from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, log_options, use_log_level, use_log_options
@@ -99,12 +99,12 @@ def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> Non
     help="Time in seconds within which the controller must answer.",
 )
 @json_option
-def controller_health(address: str | None, name: str | None, timeout_s: float, as_json: bool) -> None:
+def controller_health(at: InstanceAddress, timeout_s: float, as_json: bool) -> None:
     """Say whether the controller answers, where it runs, and the delay of its event loop.
 
     Exits with 1 if it does not answer, and with 3 if no instance runs. Requests are served without it.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         try:
             found = {"is_alive": True, **client.controller_health(timeout_s)}
         except UnavailableError as error:

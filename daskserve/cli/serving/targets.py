@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from daskserve.cli.output import options
 from daskserve.client.hosting.sources import Source
 from daskserve.client.verbs.applications import RunTarget
 from daskserve.common import settings
@@ -21,26 +22,23 @@ from daskserve.config_file.reading import ReadFile, in_force, read
 _IN_THE_FILE = ("name", "route_prefix", "factory", "runtime_env", "runtime_env_json", "working_dir")
 
 
-def environment_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add Ray Serve's options for the environment of replicas to a command."""
-    for add in (
-        click.option(
-            "--working-dir",
-            help="Folder or zip file that is sent along to replicas, each in a process of its own.",
-        ),
-        click.option(
-            "--runtime-env-json",
-            metavar="JSON",
-            help='Environment of replicas, such as \'{"env_vars": {"A": "1"}, "packages": ["numpy"]}\'.',
-        ),
-        click.option(
-            "--runtime-env",
-            type=click.Path(exists=True, dir_okay=False),
-            help="YAML file with the environment of replicas.",
-        ),
-    ):
-        command = add(command)
-    return command
+#: Ray Serve's options for the environment of replicas.
+environment_options = options(
+    click.option(
+        "--runtime-env",
+        type=click.Path(exists=True, dir_okay=False),
+        help="YAML file with the environment of replicas.",
+    ),
+    click.option(
+        "--runtime-env-json",
+        metavar="JSON",
+        help='Environment of replicas, such as \'{"env_vars": {"A": "1"}, "packages": ["numpy"]}\'.',
+    ),
+    click.option(
+        "--working-dir",
+        help="Folder or zip file that is sent along to replicas, each in a process of its own.",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

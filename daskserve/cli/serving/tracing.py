@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
+from daskserve.cli.output import options
+
 _EXPORTER, _RATIO = "tracing_exporter", "tracing_ratio"
 
 
-def tracing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `daskserve.options.tracing.TracingConfig` to a command."""
-    for add in (
-        click.option(
-            "--tracing-exporter",
-            _EXPORTER,
-            help="Import path of a function that returns exporters of OpenTelemetry's SDK; turns traces on. "
-            "Default: OTLP by HTTP, or what OTEL_TRACES_EXPORTER names.",
-        ),
-        click.option(
-            "--tracing-ratio",
-            _RATIO,
-            type=click.FloatRange(0, 1),
-            help="Share of the requests that begin a trace; turns traces on. Default: no traces.",
-        ),
-    ):
-        command = add(command)
-    return command
+#: The options of `daskserve.options.tracing.TracingConfig`.
+tracing_options = options(
+    click.option(
+        "--tracing-ratio",
+        _RATIO,
+        type=click.FloatRange(0, 1),
+        help="Share of the requests that begin a trace; turns traces on. Default: no traces.",
+    ),
+    click.option(
+        "--tracing-exporter",
+        _EXPORTER,
+        help="Import path of a function that returns exporters of OpenTelemetry's SDK; turns traces on. "
+        "Default: OTLP by HTTP, or what OTEL_TRACES_EXPORTER names.",
+    ),
+)
 
 
 def given_tracing(values: Mapping[str, Any]) -> dict[str, Any]:

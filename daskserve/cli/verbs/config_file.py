@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, instance_options, reading
+from daskserve.cli.output import json_option, print_json, writing
 from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_json, to_yaml
 
 
@@ -45,12 +45,11 @@ def schema(as_json: bool) -> None:
 @instance_options
 @json_option
 def build(
+    at: InstanceAddress,
     paths: tuple[str, ...],
     output_path: str | None,
     app_dir: str,
     running: bool,
-    address: str | None,
-    name: str | None,
     as_json: bool,
 ) -> None:
     """Write the configuration file of applications, as YAML or, with --json, as JSON.
@@ -60,8 +59,7 @@ def build(
     """
     if not paths and not running:
         raise click.UsageError("Give the import path of an application, such as module:app, or --running.")
-    with errors_as_messages():
-        values, notes = _running(address, name, paths) if running else _importable(paths, app_dir)
+    values, notes = _running(at, paths) if running else _importable(paths, app_dir)
     for each in notes:
         click.echo(each, err=True)
     note = f"# daskserve schema > {SCHEMA_FILE} writes what editors complete from.\n"
@@ -69,7 +67,8 @@ def build(
     if output_path is None:
         click.echo(text, nl=False)
     else:
-        Path(output_path).write_text(text, encoding="utf-8")
+        with writing(output_path):
+            Path(output_path).write_text(text, encoding="utf-8")
 
 
 def _importable(paths: Sequence[str], app_dir: str) -> tuple[dict[str, Any], list[str]]:
@@ -80,10 +79,8 @@ def _importable(paths: Sequence[str], app_dir: str) -> tuple[dict[str, Any], lis
     return {"applications": applications}, notes
 
 
-def _running(
-    address: str | None, name: str | None, applications: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+def _running(at: InstanceAddress, applications: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     from daskserve.client.hosting.describing import declared
 
-    with reading(address, name) as client:
+    with reading(at) as client:
         return declared(client, applications)

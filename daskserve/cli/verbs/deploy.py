@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import click
 
 from daskserve.cli.completion import complete_files
-from daskserve.cli.instance import connected, instance_options, known, reading
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, known, reading
 from daskserve.cli.output import (
     CommandError,
     ExitCode,
     coloured,
-    errors_as_messages,
     json_option,
+    options,
     print_json,
 )
 from daskserve.cli.serving.run import parsed
@@ -78,7 +78,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         target = Target(**{each.name: values.pop(each.name) for each in fields(Target)})
         return command(target, **values)
 
-    options = (
+    add = options(
         click.argument("target", shell_complete=complete_files),
         click.argument("arguments", nargs=-1, metavar="[KEY=VALUE]..."),
         click.option(
@@ -101,10 +101,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "and this one does not name is deleted.",
         ),
     )
-    whole: Callable[..., Any] = gathered
-    for option in reversed(options):
-        whole = option(whole)
-    return whole
+    return add(gathered)
 
 
 def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
@@ -134,8 +131,7 @@ def declaration(target: str, arguments: tuple[str, ...], application: str, route
 @json_option
 def deploy(
     target: Target,
-    address: str | None,
-    name: str | None,
+    at: InstanceAddress,
     dry_run: bool,
     wait: bool,
     timeout_s: float | None,
@@ -150,33 +146,28 @@ def deploy(
 
     An import path is like a file with one application, and --merge.
     """
-    with errors_as_messages():
-        wanted = target.read()
-        _warn(wanted.warnings)
-        with _instance_for(wanted.config, address, name, may_start=not dry_run) as client:
-            plan = Plan(0, {}) if client is None else client.plan_config(wanted.config, merge=target.merges)
-            if client is None:
-                raise NotRunningError(
-                    "No instance runs there, so all would be new. Deploy without --dry-run."
-                )
-            _show(plan, as_json=as_json and (dry_run or bool(plan.failed)))
-            if plan.failed:
-                raise _not_built(plan, "Nothing was changed.")
-            if dry_run:
-                return
-            number = client.deploy_config(
-                wanted.config,
-                merge=target.merges,
-                expected_version=plan.version,
-                source=wanted.source,
-                version=version,
+    wanted = target.read()
+    _warn(wanted.warnings)
+    with _instance_for(at, wanted.config, may_start=not dry_run) as client:
+        plan = client.plan_config(wanted.config, merge=target.merges)
+        _show(plan, as_json=as_json and (dry_run or bool(plan.failed)))
+        if plan.failed:
+            raise _not_built(plan, "Nothing was changed.")
+        if dry_run:
+            return
+        number = client.deploy_config(
+            wanted.config,
+            merge=target.merges,
+            expected_version=plan.version,
+            source=wanted.source,
+            version=version,
+        )
+        found: dict[str, Any] = {"version": number, "plan": plan.to_plain()}
+        if wait:
+            found["applications"] = client.wait_for_config(
+                number, timeout_s=timeout_s, on_wait=_tell_what_is_awaited
             )
-            found: dict[str, Any] = {"version": number, "plan": plan.to_plain()}
-            if wait:
-                found["applications"] = client.wait_for_config(
-                    number, timeout_s=timeout_s, on_wait=_tell_what_is_awaited
-                )
-            _tell(found, as_json=as_json)
+        _tell(found, as_json=as_json)
 
 
 def _tell_what_is_awaited(waiting: Mapping[str, str]) -> None:
@@ -207,26 +198,19 @@ def _tell(found: dict[str, Any], *, as_json: bool) -> None:
 @instance_options
 @click.option("--exit-code", is_flag=True, help="Exit with 4 if there are changes.")
 @json_option
-def diff(
-    target: Target,
-    address: str | None,
-    name: str | None,
-    exit_code: bool,
-    as_json: bool,
-) -> None:
+def diff(target: Target, at: InstanceAddress, exit_code: bool, as_json: bool) -> None:
     """Show what `daskserve deploy TARGET` would change: what restarts, what is reconfigured, what goes.
 
     A worker builds the applications for that. If one cannot be built, the exit code is 1.
     """
-    with errors_as_messages():
-        wanted = target.read()
-        _warn(wanted.warnings)
-        with reading(address, name) as client:
-            plan = client.plan_config(wanted.config, merge=target.merges)
-            _warn_of_http(client, wanted.config)
-        _show(plan, as_json=as_json)
-        if plan.failed:
-            raise _not_built(plan)
+    wanted = target.read()
+    _warn(wanted.warnings)
+    with reading(at) as client:
+        plan = client.plan_config(wanted.config, merge=target.merges)
+        _warn_of_http(client, wanted.config)
+    _show(plan, as_json=as_json)
+    if plan.failed:
+        raise _not_built(plan)
     if exit_code and plan.has_changes:
         click.get_current_context().exit(ExitCode.CHANGES)
 
@@ -235,13 +219,13 @@ def diff(
 @instance_options
 @click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
 @json_option
-def config(address: str | None, name: str | None, application: str | None, as_json: bool) -> None:
+def config(at: InstanceAddress, application: str | None, as_json: bool) -> None:
     """Show the configuration that was deployed, as a file which deploys to the same.
 
     References to variables and secrets are shown as they are. Applications of programs are not in it; see
     `daskserve build`.
     """
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.get_config(application)
     apps = [each["config"] for each in found["applications"].values()]
     whole = without_places({**({} if application else found["instance"]), "applications": apps})
@@ -252,25 +236,30 @@ def config(address: str | None, name: str | None, application: str | None, as_js
 
 
 @contextmanager
-def _instance_for(
-    config: InstanceConfig, address: str | None, name: str | None, *, may_start: bool
-) -> Iterator[Client | None]:
-    """Yield a client of the running instance, or of a new one; None if there is none and may be none."""
-    try:
-        with connected(address, name) as client:
+def _instance_for(at: InstanceAddress, config: InstanceConfig, *, may_start: bool) -> Iterator[Client]:
+    """Yield a client of the running instance, or of a new one if one may be started."""
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(connected(at))
+        except NotRunningError:
+            if at.name is not None:
+                raise
+            if not may_start:
+                text = "No instance runs there, so all would be new. Deploy without --dry-run."
+                raise NotRunningError(text) from None
+            client = stack.enter_context(_started(at, config))
+        else:
             _warn_of_http(client, config)
-            yield client
-            return
-    except NotRunningError:
-        if name is not None:
-            raise
-    if not may_start:
-        yield None
-        return
+        yield client
+
+
+@contextmanager
+def _started(at: InstanceAddress, config: InstanceConfig) -> Iterator[Client]:
+    """Start a detached instance with the HTTP options of a configuration, and yield its client."""
     whole = in_force(config, settings.process_variables())
     client = start(
         detached=True,
-        address=known(address),
+        address=known(at.address),
         http_options=dict(whole.http_options),
         proxy_location=whole.proxy_location,
     )
@@ -281,13 +270,9 @@ def _instance_for(
         client.disconnect()
 
 
-def _http(config: InstanceConfig) -> dict[str, Any]:
-    return dict(in_force(config, settings.process_variables()).http_options)
-
-
 def _warn_of_http(client: Client, config: InstanceConfig) -> None:
     """Say which HTTP options of a file are not in force, because they act when the instance starts."""
-    given = _http(config)
+    given = in_force(config, settings.process_variables()).http_options
     found = finish(differences(client._verbs, given)) if given else ""
     if found:
         _warn([f"HTTP options act when the instance starts; in force, {found}."])

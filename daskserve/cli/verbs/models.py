@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options, reading
-from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
+from daskserve.cli.output import coloured, json_option, options, print_json
 from daskserve.client.views.table import table
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.specs import deployment_tag
@@ -23,10 +20,9 @@ def models() -> None:
     """
 
 
-def deployment_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument of a deployment, the options that select a running instance, and ``--json``."""
-    named = click.argument("deployment", shell_complete=complete_applications)
-    return named(instance_options(json_option(command)))
+deployment_options = options(
+    click.argument("deployment", shell_complete=complete_applications), instance_options, json_option
+)
 
 
 def tag_of(deployment: str) -> str:
@@ -37,12 +33,12 @@ def tag_of(deployment: str) -> str:
 
 @models.command(name="list")
 @deployment_options
-def list_(deployment: str, address: str | None, name: str | None, as_json: bool) -> None:
+def list_(at: InstanceAddress, deployment: str, as_json: bool) -> None:
     """List the models of DEPLOYMENT: what is loaded, has failed, or is in its folder.
 
     Exits with 1 if a version has failed to load, or was taken back.
     """
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.list_models(tag_of(deployment))
     if as_json:
         print_json(found)
@@ -67,17 +63,16 @@ def list_(deployment: str, address: str | None, name: str | None, as_json: bool)
 @click.option("--no-default", is_flag=True, help="Leave the default version as it is.")
 @click.option("--timeout-s", type=click.FloatRange(0), help="How long to wait. Default: as long as it takes.")
 def load(
+    at: InstanceAddress,
     deployment: str,
     model: str,
     version: str | None,
     no_default: bool,
     timeout_s: float | None,
-    address: str | None,
-    name: str | None,
     as_json: bool,
 ) -> None:
     """Load VERSION of MODEL, by default the newest, in all replicas of DEPLOYMENT, and wait for it."""
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         tag = tag_of(deployment)
         loaded = client.load_model(tag, model, version, default=not no_default, timeout_s=timeout_s)
         state = client.list_models(tag).get(model, {}).get(loaded, {}).get("state")
@@ -92,11 +87,9 @@ def load(
 @deployment_options
 @click.argument("model")
 @click.argument("version", required=False)
-def unload(
-    deployment: str, model: str, version: str | None, address: str | None, name: str | None, as_json: bool
-) -> None:
+def unload(at: InstanceAddress, deployment: str, model: str, version: str | None, as_json: bool) -> None:
     """Unload VERSION of MODEL, or all of its versions, from the replicas of DEPLOYMENT."""
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         client.unload_model(tag_of(deployment), model, version)
     _tell(deployment, model, version, "unloaded", as_json=as_json)
 
@@ -105,11 +98,9 @@ def unload(
 @deployment_options
 @click.argument("model")
 @click.argument("version")
-def default(
-    deployment: str, model: str, version: str, address: str | None, name: str | None, as_json: bool
-) -> None:
+def default(at: InstanceAddress, deployment: str, model: str, version: str, as_json: bool) -> None:
     """Make VERSION, which is loaded, the default version of MODEL."""
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         client.set_default_model(tag_of(deployment), model, version)
     _tell(deployment, model, version, "the default", as_json=as_json)
 

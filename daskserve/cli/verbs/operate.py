@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options
-from daskserve.cli.output import errors_as_messages, is_terminal, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options
+from daskserve.cli.output import is_terminal, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
 from daskserve.errors import NotFoundError, NotRunningError
@@ -25,14 +25,14 @@ def split_target(target: str) -> tuple[str, str | None]:
 @click.argument("number", metavar="N", type=click.IntRange(1))
 @instance_options
 @json_option
-def scale(target: str, number: int, address: str | None, name: str | None, as_json: bool) -> None:
+def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
     """Set the number of replicas of a deployment, or of an application's ingress.
 
     The number lasts until the deployment is deployed with other options; write it into the file to keep it. A
     deployment that is autoscaled cannot be scaled.
     """
     application, deployment = split_target(target)
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         found = client.scale_deployment(application, deployment, number)
     _tell({"application": application, "deployment": deployment, "target_num_replicas": found}, as_json)
 
@@ -42,14 +42,14 @@ def scale(target: str, number: int, address: str | None, name: str | None, as_js
 @instance_options
 @click.option("--no-wait", is_flag=True, help="Return before the new replicas run.")
 @json_option
-def restart(target: str, address: str | None, name: str | None, no_wait: bool, as_json: bool) -> None:
+def restart(at: InstanceAddress, target: str, no_wait: bool, as_json: bool) -> None:
     """Replace the replicas of an application, or of one deployment, by ones of the same code.
 
     New replicas start before old ones stop, as in an update, so that no request is lost. If they do not come
     up, the old ones stay, and the exit code is 1.
     """
     application, deployment = split_target(target)
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         client.restart(application, deployment, blocking=not no_wait)
     _tell({"application": application, "deployment": deployment, "restarted": not no_wait}, as_json)
 
@@ -61,18 +61,13 @@ def restart(target: str, address: str | None, name: str | None, no_wait: bool, a
 @click.option("--ignore-not-found", is_flag=True, help="Exit with 0 if there is no such application.")
 @json_option
 def delete(
-    application: str,
-    address: str | None,
-    name: str | None,
-    no_wait: bool,
-    ignore_not_found: bool,
-    as_json: bool,
+    at: InstanceAddress, application: str, no_wait: bool, ignore_not_found: bool, as_json: bool
 ) -> None:
     """Delete an application, be it from a file or from a program; requests under way complete.
 
     If there is no such application, the exit code is 1.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         try:
             client.delete_application(application, blocking=not no_wait, missing_ok=False)
         except NotFoundError:
@@ -95,10 +90,9 @@ def delete(
 )
 @json_option
 def rollback(
+    at: InstanceAddress,
     application: str,
     revision: int | None,
-    address: str | None,
-    name: str | None,
     wait: bool,
     timeout_s: float | None,
     as_json: bool,
@@ -107,7 +101,7 @@ def rollback(
 
     The rollback is a revision, too, so it can be rolled back.
     """
-    with errors_as_messages(), connected(address, name) as client:
+    with connected(at) as client:
         number = client.rollback(application, revision, timeout_s=timeout_s, blocking=wait)
     if as_json:
         print_json({"application": application, "rollback_of": number, "is_complete": wait})
@@ -120,22 +114,21 @@ def rollback(
 @instance_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
-def shutdown(address: str | None, name: str | None, yes: bool, as_json: bool) -> None:
+def shutdown(at: InstanceAddress, yes: bool, as_json: bool) -> None:
     """End the instance on a cluster, with all its applications.
 
     Asks first on a terminal. Elsewhere, --yes is needed. Without an instance there is nothing to end.
     """
-    with errors_as_messages():
-        try:
-            with connected(address, name) as client:
-                if not yes:
-                    confirm_end(client)
-                ended = client.instance_name
-                client.shutdown()
-        except NotRunningError:
-            if name is not None:
-                raise
-            ended = None
+    try:
+        with connected(at) as client:
+            if not yes:
+                confirm_end(client)
+            ended = client.instance_name
+            client.shutdown()
+    except NotRunningError:
+        if at.name is not None:
+            raise
+        ended = None
     if as_json:
         print_json({"instance": ended, "ended": ended is not None})
     elif ended is None:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import connected, instance_options, reading
-from daskserve.cli.output import ExitCode, coloured, errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
+from daskserve.cli.output import ExitCode, coloured, json_option, options, print_json
 from daskserve.client.client import Client
 from daskserve.common.formatting import counted, shown
 
@@ -26,20 +26,22 @@ def rollout() -> None:
     """
 
 
-def _target(command: Callable[..., Any]) -> Callable[..., Any]:
-    named = click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
-    model = click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment.")
-    return named(model(instance_options(json_option(command))))
+_target = options(
+    click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications),
+    click.option("--model", metavar="NAME", default="", help="Name of a model of the deployment."),
+    instance_options,
+    json_option,
+)
 
 
 @rollout.command()
 @_target
-def status(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
+def status(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
     """Show how far a rollout is, with the figures of its gates, or how the last one ended.
 
     Exits with 1 if the new version was taken back.
     """
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.rollout_status(**_named(target, model))
     _print(found, as_json)
     if found["state"] in TAKEN_BACK:
@@ -48,26 +50,24 @@ def status(target: str, model: str, address: str | None, name: str | None, as_js
 
 @rollout.command()
 @_target
-def pause(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
+def pause(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
     """Keep a rollout at its present step; its gates stay in force."""
-    _show(address, name, as_json, lambda client: client.pause_rollout(**_named(target, model)))
+    _show(at, as_json, lambda client: client.pause_rollout(**_named(target, model)))
 
 
 @rollout.command()
 @_target
 @click.option("--full", is_flag=True, help="Skip all other steps.")
-def promote(
-    target: str, model: str, address: str | None, name: str | None, as_json: bool, full: bool
-) -> None:
+def promote(at: InstanceAddress, target: str, model: str, as_json: bool, full: bool) -> None:
     """Let a rollout go on to its next step, whatever it waits for."""
-    _show(address, name, as_json, lambda client: client.promote_rollout(**_named(target, model), full=full))
+    _show(at, as_json, lambda client: client.promote_rollout(**_named(target, model), full=full))
 
 
 @rollout.command()
 @_target
-def abort(target: str, model: str, address: str | None, name: str | None, as_json: bool) -> None:
+def abort(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
     """Give the old version all traffic, and take the change back."""
-    _show(address, name, as_json, lambda client: client.abort_rollout(**_named(target, model)))
+    _show(at, as_json, lambda client: client.abort_rollout(**_named(target, model)))
 
 
 def named(target: str) -> dict[str, str]:
@@ -80,10 +80,8 @@ def _named(target: str, model: str) -> dict[str, str]:
     return named(target) | ({"model": model} if model else {})
 
 
-def _show(
-    address: str | None, name: str | None, as_json: bool, verb: Callable[[Client], dict[str, Any]]
-) -> None:
-    with errors_as_messages(), connected(address, name) as client:
+def _show(at: InstanceAddress, as_json: bool, verb: Callable[[Client], dict[str, Any]]) -> None:
+    with connected(at) as client:
         found = verb(client)
     _print(found, as_json)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import click
 
-from daskserve.cli.instance import connected, instance_options
-from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options
+from daskserve.cli.output import coloured, json_option, options, print_json
 from daskserve.client.views.table import table
 
 STATES = ("PENDING", "STARTED", "RETRY", "SUCCESS", "FAILURE", "REVOKED", "REJECTED")
@@ -27,19 +26,20 @@ def tasks() -> None:
     """
 
 
-def queue_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select a queue, and ``--json``."""
-    folder = click.option(
+queue_options = options(
+    click.option(
         "-d", "--app-dir", default=".", show_default=True, help="Folder in which modules are found, too."
-    )
-    return folder(instance_options(json_option(command)))
+    ),
+    instance_options,
+    json_option,
+)
 
 
-def _opened(queue: str, address: str | None, name: str | None, app_dir: str) -> Any:
+def _opened(at: InstanceAddress, queue: str, app_dir: str) -> Any:
     from daskserve.client.functions.task_admin import opened_queue
 
     sys.path.insert(0, os.path.abspath(app_dir))
-    return opened_queue(queue, partial(connected, address, name))
+    return opened_queue(queue, partial(connected, at))
 
 
 @tasks.command(name="list")
@@ -48,23 +48,16 @@ def _opened(queue: str, address: str | None, name: str | None, app_dir: str) -> 
 @click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="How many tasks.")
 @queue_options
 def list_(
-    queue: str | None,
-    state: tuple[str, ...],
-    limit: int,
-    app_dir: str,
-    address: str | None,
-    name: str | None,
-    as_json: bool,
+    at: InstanceAddress, queue: str | None, state: tuple[str, ...], limit: int, app_dir: str, as_json: bool
 ) -> None:
     """List the queues of the instance with the numbers of their tasks, or the tasks of QUEUE."""
     from daskserve.client.functions.task_admin import queue_counts
 
-    with errors_as_messages():
-        if queue is None:
-            rows = queue_counts(partial(connected, address, name))
-        else:
-            with _opened(queue, address, name, app_dir) as admin:
-                rows = admin.tasks(state or STATES, limit)
+    if queue is None:
+        rows = queue_counts(partial(connected, at))
+    else:
+        with _opened(at, queue, app_dir) as admin:
+            rows = admin.tasks(state or STATES, limit)
     if as_json:
         print_json(rows)
         return
@@ -86,9 +79,9 @@ def list_(
 @click.argument("queue")
 @click.argument("id")
 @queue_options
-def show(queue: str, id: str, app_dir: str, address: str | None, name: str | None, as_json: bool) -> None:
+def show(at: InstanceAddress, queue: str, id: str, app_dir: str, as_json: bool) -> None:
     """Show a task of QUEUE, with its result or its error."""
-    with errors_as_messages(), _opened(queue, address, name, app_dir) as admin:
+    with _opened(at, queue, app_dir) as admin:
         found = admin.show(id)
     if as_json:
         print_json(found)
@@ -106,14 +99,12 @@ def show(queue: str, id: str, app_dir: str, address: str | None, name: str | Non
 @click.argument("queue")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @queue_options
-def cancel(
-    queue: str, ids: tuple[str, ...], app_dir: str, address: str | None, name: str | None, as_json: bool
-) -> None:
+def cancel(at: InstanceAddress, queue: str, ids: tuple[str, ...], app_dir: str, as_json: bool) -> None:
     """Cancel tasks of QUEUE: those that wait at once, async code that runs within a second.
 
     Exits with 1 if one of them has ended otherwise.
     """
-    with errors_as_messages(), _opened(queue, address, name, app_dir) as admin:
+    with _opened(at, queue, app_dir) as admin:
         found = {id: admin.cancel(id) for id in ids}
     if as_json:
         print_json(found)
@@ -128,11 +119,9 @@ def cancel(
 @click.argument("queue")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @queue_options
-def retry(
-    queue: str, ids: tuple[str, ...], app_dir: str, address: str | None, name: str | None, as_json: bool
-) -> None:
+def retry(at: InstanceAddress, queue: str, ids: tuple[str, ...], app_dir: str, as_json: bool) -> None:
     """Queue tasks of QUEUE again that failed, were cancelled, or could not be run."""
-    with errors_as_messages(), _opened(queue, address, name, app_dir) as admin:
+    with _opened(at, queue, app_dir) as admin:
         for id in ids:
             admin.retry(id)
     _tell(list(ids), as_json=as_json)
@@ -141,9 +130,9 @@ def retry(
 @tasks.command()
 @click.argument("queue")
 @queue_options
-def requeue(queue: str, app_dir: str, address: str | None, name: str | None, as_json: bool) -> None:
+def requeue(at: InstanceAddress, queue: str, app_dir: str, as_json: bool) -> None:
     """Queue all tasks of QUEUE again that failed for good, or could not be run."""
-    with errors_as_messages(), _opened(queue, address, name, app_dir) as admin:
+    with _opened(at, queue, app_dir) as admin:
         ids = admin.requeue()
     _tell(ids, as_json=as_json)
 

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import coloured, errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, instance_options, reading
+from daskserve.cli.output import coloured, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.history import Event
 from daskserve.common.types import DEFAULT_APPLICATION
@@ -49,9 +49,9 @@ def time_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 )
 @instance_options
 @json_option
-def history(application: str, address: str | None, name: str | None, as_json: bool) -> None:
+def history(at: InstanceAddress, application: str, as_json: bool) -> None:
     """Show the last ten revisions of an application: who, when, what changed, and how it ended."""
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.history(application)
     if as_json:
         print_json(asdict(found))
@@ -72,19 +72,13 @@ def history(application: str, address: str | None, name: str | None, as_json: bo
 )
 @json_option
 def events(
-    application: str | None,
-    address: str | None,
-    name: str | None,
-    follow: bool,
-    since: float | None,
-    limit: int,
-    as_json: bool,
+    at: InstanceAddress, application: str | None, follow: bool, since: float | None, limit: int, as_json: bool
 ) -> None:
     """Show what happened to the instance, or to APP, and why.
 
     With --json, prints one list; with --follow, one object per line.
     """
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client._events(application, since_s=since, limit=limit)
         _show(found.events, as_json=as_json, is_stream=follow)
         if application is not None and not found.events:
@@ -116,10 +110,10 @@ def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:
 @click.argument("target", metavar="APP[/DEPLOYMENT]", shell_complete=complete_applications)
 @instance_options
 @json_option
-def explain(target: str, address: str | None, name: str | None, as_json: bool) -> None:
+def explain(at: InstanceAddress, target: str, as_json: bool) -> None:
     """Explain the number of replicas of a deployment, or of all deployments of an application."""
     application, slash, deployment = target.partition("/")
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         if slash:
             names = [deployment]
         else:

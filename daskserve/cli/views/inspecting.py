@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import CommandError, errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, instance_options, reading
+from daskserve.cli.output import json_option, print_json, writing
 from daskserve.client.views.profile import Profile
 
 _FORMATS: Mapping[str, Callable[[Profile], str]] = {
@@ -42,9 +42,8 @@ _FORMATS: Mapping[str, Callable[[Profile], str]] = {
 @click.option("--stack", is_flag=True, help="Show what the code does now, as `daskserve stacks`.")
 @json_option
 def profile(
+    at: InstanceAddress,
     replica: str,
-    address: str | None,
-    name: str | None,
     seconds: float,
     output: Path | None,
     kind: str | None,
@@ -60,22 +59,20 @@ def profile(
     if stack:
         if output is not None or memory or kind is not None:
             raise click.UsageError("--stack has no --output, --format or --memory.")
-        _show_stacks(replica, address, name, is_full=False, as_json=as_json)
+        _show_stacks(at, replica, is_full=False, as_json=as_json)
         return
     ending = "" if output is None else output.suffix.removeprefix(".")
     kind = kind or ("json" if as_json else ending if ending in _FORMATS else "text")
     if memory and kind in ("svg", "collapsed"):
         raise click.UsageError(f"There are no stacks with --memory, so no --format {kind}.")
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.profile(replica, seconds, memory=memory)
     text = _FORMATS[kind](found)
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
+    with writing(output):
         output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written: {error.strerror or error}") from None
     if not as_json:
         click.echo(f"{found!r}\nWritten to {output}.")
 
@@ -85,18 +82,16 @@ def profile(
 @instance_options
 @click.option("--full", is_flag=True, help="Show threads and frames outside of the user's code, too.")
 @json_option
-def stacks(replica: str, address: str | None, name: str | None, full: bool, as_json: bool) -> None:
+def stacks(at: InstanceAddress, replica: str, full: bool, as_json: bool) -> None:
     """Show what the threads and tasks of REPLICA do now, also if they are stuck, or it still starts.
 
     REPLICA is a replica as `daskserve status` shows it, or a deployment: then its busiest replica.
     """
-    _show_stacks(replica, address, name, is_full=full, as_json=as_json)
+    _show_stacks(at, replica, is_full=full, as_json=as_json)
 
 
-def _show_stacks(
-    replica: str, address: str | None, name: str | None, *, is_full: bool, as_json: bool
-) -> None:
-    with errors_as_messages(), reading(address, name) as client:
+def _show_stacks(at: InstanceAddress, replica: str, *, is_full: bool, as_json: bool) -> None:
+    with reading(at) as client:
         found = client.stacks(replica)
     if as_json:
         print_json(found.values)

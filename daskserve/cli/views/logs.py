@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import instance_options, reading
-from daskserve.cli.output import errors_as_messages, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, instance_options, reading
+from daskserve.cli.output import json_option, print_json
 from daskserve.cli.serving.process import LOG_LEVELS
 from daskserve.cli.views.history import tell_of_none, time_options
 from daskserve.client.views.logs import LogRecord, Logs
@@ -42,9 +42,8 @@ _COLOURS: Mapping[str, str] = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": 
 )
 @json_option
 def logs(
+    at: InstanceAddress,
     target: str | None,
-    address: str | None,
-    name: str | None,
     follow: bool,
     since: float | None,
     level: str | None,
@@ -73,7 +72,7 @@ def logs(
         "limit": limit,
     }
     told: set[str] = set()
-    with errors_as_messages(), reading(address, name) as client:
+    with reading(at) as client:
         found = client.logs(**wanted, since_s=since)
         _show(found, as_json=as_json, is_stream=follow)
         _tell(found, told)

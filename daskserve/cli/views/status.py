@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import instance_options, known, reading
+from daskserve.cli.instance import InstanceAddress, instance_options, known, reading
 from daskserve.cli.output import (
     ExitCode,
     coloured,
-    errors_as_messages,
     json_option,
     print_json,
 )
@@ -34,21 +33,18 @@ from daskserve.errors import BadRequestError
 )
 @click.option("-w", "--watch", "watches", is_flag=True, help="Show it again after each change, until Ctrl-C.")
 @json_option
-def status(
-    address: str | None, name: str | None, application: str | None, watches: bool, as_json: bool
-) -> None:
+def status(at: InstanceAddress, application: str | None, watches: bool, as_json: bool) -> None:
     """Show what runs on a cluster, and why the rest does not.
 
     Exits with 1 if an application or a deployment has failed or is unhealthy. If only programs have instances
     there, and several, all of them are shown, with --json as a list. With --watch, --json prints a line for
     each change.
     """
-    with errors_as_messages():
-        if watches:
-            with reading(address, name) as client:
-                watch(client, application, as_json=as_json)
-            return
-        found, others = _statuses(address, name, application)
+    if watches:
+        with reading(at) as client:
+            watch(client, application, as_json=as_json)
+        return
+    found, others = _statuses(at, application)
     if as_json:
         plain = [asdict(each) for each in found]
         print_json(plain[0] if len(plain) == 1 else plain)
@@ -60,23 +56,21 @@ def status(
         click.get_current_context().exit(ExitCode.FAILED)
 
 
-def _statuses(
-    address: str | None, name: str | None, application: str | None
-) -> tuple[list[Status], list[str]]:
+def _statuses(at: InstanceAddress, application: str | None) -> tuple[list[Status], list[str]]:
     """Return the status of the instance, or of all if none is named and only programs have some.
 
     With it come the names of the instances that are not shown.
     """
     try:
-        with reading(address, name) as client:
+        with reading(at) as client:
             others = [each for each in client.instances() if each != client.instance_name]
             return [_of(client.status(), application)], others
     except BadRequestError:
-        if name is not None:
+        if at.name is not None:
             raise
     found = []
-    for each in instances(known(address)):
-        with reading(address, each) as client:
+    for each in instances(known(at.address)):
+        with reading(replace(at, name=each)) as client:
             found.append(client.status())
     return [_of(each, application) for each in found if application in (None, *each.applications)], []
 

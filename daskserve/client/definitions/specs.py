@@ -24,6 +24,7 @@ from daskserve.options.http import HTTPOptions
 from daskserve.options.placement import check_covered
 from daskserve.options.routing.route_variables import check_not_reserved, check_variables
 from daskserve.options.specs import BackendSpec
+from daskserve.options.start_messages import ControllerStart
 from daskserve.payload.importing import ImportPath, ModuleVersions
 from daskserve.payload.parcels import pack_code
 from daskserve.payload.pickling import Substitute, load_bytes
@@ -133,10 +134,26 @@ def split_config(
     return sealed, user_config
 
 
-def packed_middlewares(options: HTTPOptions) -> bytes | None:
-    """Return the pickled middlewares of HTTP options; None without any."""
+def controller_start(
+    options: HTTPOptions,
+    *,
+    start_id: str,
+    opens_with_route: bool = False,
+    logging: Mapping[str, Any] | None,
+    tracing: Mapping[str, Any],
+) -> ControllerStart:
+    """Return the start message of a controller, with the middlewares pickled."""
     remedy = "Let the middleware create it when it answers its first request."
-    return dump_option("middlewares", options.middlewares, remedy) if options.middlewares else None
+    return ControllerStart(
+        http=options,
+        middlewares=dump_option("middlewares", options.middlewares, remedy) if options.middlewares else None,
+        callback=settings.controller().callback,
+        start_id=start_id,
+        opens_with_route=opens_with_route,
+        history_bytes=settings.controller().history_bytes,
+        logging=logging,
+        tracing=tracing,
+    )
 
 
 def join_config(found: Mapping[str, Any]) -> BackendConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from typing import Any
 
 from daskserve.client.instance.calls import ControllerCalls
 from daskserve.client.views.status import Status
@@ -15,7 +16,7 @@ from daskserve.errors import ClosedError, ServeError
 
 logger = logging.getLogger("daskserve.client")
 
-#: How soon to look again while something is on its way, and otherwise, in case a notification was lost.
+#: How often the status is read while something changes, and otherwise, in case a notification was lost.
 UNSETTLED_S, SETTLED_S = 1.0, 30.0
 #: Number of replicas that a line names.
 NAMED = 3
@@ -79,7 +80,7 @@ def _named(replicas: set[str], state: str) -> str:
 
 
 def is_settled(status: Status) -> bool:
-    """Return whether nothing is on its way: all backends are healthy and all proxies listen."""
+    """Return whether nothing changes at the moment: all backends are healthy and all proxies listen."""
     return all(each.status == "HEALTHY" for each in status.backends.values()) and all(
         each.state == "RUNNING" for each in status.actors
     )
@@ -88,21 +89,27 @@ def is_settled(status: Status) -> bool:
 class ChangeReports:
     """Reports the changes of an instance; runs on the connection's loop.
 
-    Notifications say when to look, and the status says what has changed.
+    A notification only wakes the loop. The status says what has changed.
     """
 
     def __init__(self, calls: ControllerCalls, report: Callable[[str], None]) -> None:
         self._calls = calls
         self._report = report
+        self._listener = calls.cluster_connection.cluster(calls.instance).listener
         self._woken = asyncio.Event()
-        self._watched: set[str] = set()
+        #: The functions that stop watching, by key.
+        self._watches: dict[str, Callable[[], None]] = {}
 
     async def run(self) -> None:
         """Report changes until cancelled or until the instance ends."""
-        cluster_connection = self._calls.cluster_connection
-        listener = cluster_connection.cluster(self._calls.instance).listener
-        listener.on_worker_left(lambda _: self._woken.set())
-        self._watch("routes")
+        self._listener.on_worker_left(self._wake)
+        try:
+            await self._report_changes()
+        finally:
+            self._watch(())
+
+    async def _report_changes(self) -> None:
+        self._watch(["routes"])
         before: Status | None = None
         while True:
             self._woken.clear()
@@ -116,16 +123,19 @@ class ChangeReports:
             else:
                 for line in changes(before, after):
                     self._report(line)
-                for backend in after.backends:
-                    self._watch(f"backend/{backend}")
+                self._watch(["routes", *(f"backend/{tag}" for tag in after.backends)])
                 before = after
                 pause_s = SETTLED_S if is_settled(after) else UNSETTLED_S
             with suppress(TimeoutError):
-                await cluster_connection.clock.wait_for(self._woken.wait(), pause_s)
+                await self._calls.cluster_connection.clock.wait_for(self._woken.wait(), pause_s)
 
-    def _watch(self, key: str) -> None:
-        if key not in self._watched:
-            self._watched.add(key)
-            self._calls.cluster_connection.cluster(self._calls.instance).listener.watch(
-                key, lambda _: self._woken.set()
-            )
+    def _watch(self, keys: Collection[str]) -> None:
+        """Watch these published values, and no others."""
+        for key in self._watches.keys() - set(keys):
+            self._watches.pop(key)()
+        for key in keys:
+            if key not in self._watches:
+                self._watches[key] = self._listener.watch(key, self._wake)
+
+    def _wake(self, _: Any) -> None:
+        self._woken.set()

@@ -27,8 +27,8 @@ def both_forms(
     verb: Callable[Concatenate[ClientVerbs, P], Coroutine[Any, Any, T]],
 ) -> tuple[Callable[P, T], Callable[P, Coroutine[Any, Any, T]]]:
     """Return the blocking and the awaitable function of a client's verb."""
-
-    return blocking(of_default(verb)), awaitable(of_default(verb))
+    body = of_default(verb)
+    return blocking(body), awaitable(body)
 
 
 create_backend, create_backend_async = both_forms(ClientVerbs.create_backend)

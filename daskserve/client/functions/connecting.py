@@ -77,20 +77,17 @@ async def dial_connection(form: Form[Any], address: str) -> DaskConnection:
 
 async def launch(form: Form[Any], *, detached: bool, dashboard: bool) -> DaskConnection:
     """Return the connection to a new cluster on this machine; a detached one outlives the program."""
-    size = settings.local_cluster_size()
-    if detached:
-        if form.asynchronous:
-            cluster_connection = connection_of(
-                await start_detached_cluster_async(size, has_dashboard=dashboard)
-            )
-        else:
-            cluster_connection = connection_of(start_detached_cluster(size, has_dashboard=dashboard))
-        cluster_connection.owns_client = True
-        return cluster_connection
-    if form.asynchronous:
+    size, waits = settings.local_cluster_size(), form.asynchronous
+    cluster = None
+    if detached and waits:
+        client = await start_detached_cluster_async(size, has_dashboard=dashboard)
+    elif detached:
+        client = start_detached_cluster(size, has_dashboard=dashboard)
+    elif waits:
         cluster, client = await start_local_cluster_async(size, has_dashboard=dashboard)
     else:
         cluster, client = start_local_cluster(size, has_dashboard=dashboard)
     cluster_connection = connection_of(client)
+    cluster_connection.owns_client |= detached
     cluster_connection.started.cluster = cluster
     return cluster_connection

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.client.client import ClientVerbs
-from daskserve.client.definitions.specs import check_name, packed_middlewares
+from daskserve.client.definitions.specs import check_name, controller_start
 from daskserve.client.functions.connecting import find_connection, join_configured, launch
 from daskserve.client.functions.finding import (
     find_configured,
@@ -173,10 +173,15 @@ async def start_with(
     report
         Is called with the address of the page of a cluster that this starts.
     """
-    logs = instance_logging(logging_config)
+    start = controller_start(
+        options,
+        start_id=uuid.uuid4().hex,
+        opens_with_route=opens_with_route,
+        logging=instance_logging(logging_config),
+        tracing=tracing or {},
+    )
     for risk in options.risks():
         warn_caller(risk)
-    middlewares = packed_middlewares(options)
     found = await find_connection(form, dask_client, address)
     is_joining = found is None
     if is_joining:
@@ -187,31 +192,22 @@ async def start_with(
     instance = name or (DEFAULT_INSTANCE if detached else _new_name(cluster_connection))
     owner = None if detached else cluster_connection.owner_id
     owns_cluster = detached and found is None
-    start_id = uuid.uuid4().hex
-    message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "start_id": start_id}
-    message["is_default"] = is_default
+    message = {"owner": owner, "owns_cluster": owns_cluster, "store": store, "is_default": is_default}
+    was_started = instance in cluster_connection.started
     try:
         if owns_cluster:
             cluster_connection.owning_instances.add(instance)
         cluster_connection.started.add(instance, is_owned=not detached)
-        starting = _start_on(
-            cluster_connection,
-            instance,
-            options,
-            middlewares,
-            message,
-            opens_with_route=opens_with_route,
-            logs=logs,
-            tracing=tracing or {},
-        )
-        await form.run(cluster_connection, starting)
+        await form.run(cluster_connection, _start_on(cluster_connection, instance, options, start, message))
         if found is None and (page := links_of(cluster_connection.dashboard_link).get("page")):
             report(f"Watch it at {page}")
         return form.client(InstanceConnection(cluster_connection, instance, is_owner=not detached))
     except BaseException as error:
         # Clean up a partial start, also on Ctrl-C, but leave an instance that was already running.
         if found is None or not isinstance(error, AlreadyRunningError):
-            await _end_failed_start(form, cluster_connection, instance, start_id)
+            await _end_failed_start(form, cluster_connection, instance, start.start_id)
+        elif not was_started:
+            cluster_connection.started.forget(instance)  # it is that of another program
         if address is not None or (is_joining and found is not None):
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
@@ -282,34 +278,21 @@ async def _start_on(
     cluster_connection: DaskConnection,
     instance: InstanceName,
     options: HTTPOptions,
-    middlewares: bytes | None,
+    start: ControllerStart,
     message: Mapping[str, Any],
-    *,
-    opens_with_route: bool,
-    logs: Mapping[str, Any] | None,
-    tracing: Mapping[str, Any],
 ) -> None:
     timeouts = settings.timeouts()
-    controller = ControllerStart(
-        http=options,
-        middlewares=middlewares,
-        callback=settings.controller().callback,
-        start_id=message["start_id"],
-        opens_with_route=opens_with_route,
-        history_bytes=settings.controller().history_bytes,
-        logging=logs,
-        tracing=tracing,
-    )
     await start_instance(
         cluster_connection,
         instance,
         timeout_s=timeouts.proxy_s,
         grace_s=timeouts.grace_s,
-        payload=controller.encode(),
+        payload=start.encode(),
+        start_id=start.start_id,
         system_workers=options.system_workers,
         **message,
     )
-    if not opens_with_route:
+    if not start.opens_with_route:
         await wait_for_http(ControllerCalls(cluster_connection, instance), timeouts.proxy_s)
 
 

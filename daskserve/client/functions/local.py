@@ -13,17 +13,15 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from daskserve.client.definitions.specs import packed_middlewares
+from daskserve.client.definitions.specs import controller_start
 from daskserve.client.instance.calls import ControllerCalls, wait_for_http
 from daskserve.client.instance.connection import InstanceConnection
-from daskserve.common import settings
 from daskserve.common.clock import OneLoopClock
 from daskserve.common.types import InstanceName, Location
 from daskserve.context import current_replica
 from daskserve.options.fields.base import parse_options
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig, instance_logging
-from daskserve.options.start_messages import ControllerStart
 from daskserve.options.tracing import TracingConfig, checked_tracing
 
 if TYPE_CHECKING:
@@ -53,13 +51,9 @@ async def running_cluster(
     options = parse_options(
         HTTPOptions, no_server if http_options is None else http_options, what="http_options"
     )
-    message = ControllerStart(
-        http=options,
-        middlewares=packed_middlewares(options),
-        callback=settings.controller().callback,
+    message = controller_start(
+        options,
         start_id="local",
-        opens_with_route=False,
-        history_bytes=settings.controller().history_bytes,
         # What a program configures for its clusters does not change its tests.
         logging=None if logging_config is None else instance_logging(logging_config),
         tracing=checked_tracing(tracing_config),

@@ -174,4 +174,5 @@ async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
     try:
         await calls.call("wait_for_http", timeout_s=timeout_s)
     except RequestTimeoutError as error:
-        raise TimeoutError(f"HTTP proxies not available after {shown(timeout_s)}s: {error}") from error
+        text = f"HTTP proxies not available after {shown(timeout_s)}s: {error}"
+        raise RequestTimeoutError(text) from error

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -80,6 +81,17 @@ def _as_number(value: Any) -> Any:
     return value
 
 
+def _checked_folder(value: str) -> str:
+    if "://" not in value and not value.startswith("/"):
+        raise ValueError(
+            f"{masked(value)!r} is a relative path, which means another folder on each worker; give an "
+            "absolute path or a URL"
+        )
+    return value
+
+
+#: The type of an option that is a folder: an absolute path on the workers, or a URL.
+Folder = Annotated[str, AfterValidator(_checked_folder)]
 #: The type of an option that is a number of bytes.
 ByteCount = Annotated[
     int, BeforeValidator(as_bytes), WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]})
@@ -108,7 +120,12 @@ def effect_of(field: FieldInfo) -> Effect:
 class Options(BaseModel):
     """Base class of all option models: unknown keys and invalid assignments are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        populate_by_name=True,
+        protected_namespaces=(),  # pydantic before 2.10 warns of each field that begins with "model_"
+    )
     #: The argument that takes these options, for errors; empty if users do not set them.
     place: ClassVar[str] = ""
 

@@ -26,8 +26,8 @@ HIDDEN = "***"
 MAX_BYTES = 64 << 10
 
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
-#: the path is hidden.
-_LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
+#: the path is hidden. A match begins only where a word begins, so that long texts are read once.
+_LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|(?<![^\s/?#:@'\"])[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
 #: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; but a number
 #: of tokens is one of words.
 _SECRET = re.compile(r"passw|passphrase|secret|token|credential|authorization|(?:api|private)_?key", re.I)
@@ -136,7 +136,8 @@ def without_secrets(name: str, value: Any) -> Any:
 def masked(value: Any) -> Any:
     """Return a copy of plain values in which the credentials of all URLs are masked."""
     if isinstance(value, str):
-        return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(f"{HIDDEN}@", value))
+        without_login = _LOGIN.sub(f"{HIDDEN}@", value) if "@" in value else value
+        return _PARAMETER.sub(rf"\1{HIDDEN}", without_login)
     if isinstance(value, Mapping):
         return {masked(key): masked(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

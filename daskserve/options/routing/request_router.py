@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -44,6 +44,10 @@ def _checked_session(value: str) -> str:
     return value
 
 
+#: The type of an option that names the part of an HTTP request with the id of its session.
+SessionPart: TypeAlias = Annotated[str, AfterValidator(_checked_session)]
+
+
 class RequestRouterConfig(Options):
     """How the replica of a request is chosen."""
 
@@ -58,7 +62,7 @@ class RequestRouterConfig(Options):
         default_factory=dict,
         description="Keyword arguments of the router's ``initialize_state``; values that JSON has.",
     )
-    session: Annotated[str, AfterValidator(_checked_session)] = Field(
+    session: SessionPart = Field(
         "header:X-Session-Id",
         description='Where an HTTP request has the id of its session: ``"header:NAME"`` or '
         '``"cookie:NAME"``. Calls of handles have their ``session_id``.',
@@ -97,19 +101,19 @@ class RequestRouterConfig(Options):
             raise ValueError(f"{value!r} is neither a class nor a name")
         if value.startswith(PICKLED):
             return value
-        if value in BUILT_IN_ROUTERS or (found := _built_in(value)) is None:
-            if value not in BUILT_IN_ROUTERS and (not all(split_import_path(value))):
-                raise ValueError(
-                    f"{value!r} must be one of {', '.join(BUILT_IN_ROUTERS)}, an import path "
-                    '"module:Class", or a class'
-                )
-            if value.startswith("ray."):
-                raise ValueError(
-                    f"{value!r} is Ray's own code; use one of {', '.join(BUILT_IN_ROUTERS)}, or derive a "
-                    "class from daskserve.request_router.RequestRouter"
-                )
-            return value
-        return found
+        if (found := _built_in(value)) is not None:
+            return found
+        if not all(split_import_path(value)):
+            raise ValueError(
+                f"{value!r} must be one of {', '.join(BUILT_IN_ROUTERS)}, an import path "
+                '"module:Class", or a class'
+            )
+        if value.startswith("ray."):
+            raise ValueError(
+                f"{value!r} is Ray's own code; use one of {', '.join(BUILT_IN_ROUTERS)}, or derive a "
+                "class from daskserve.request_router.RequestRouter"
+            )
+        return value
 
     @field_validator("request_router_kwargs", mode="before")
     @classmethod

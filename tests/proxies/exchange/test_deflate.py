@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from http_harness import advance, hits, run, serving
+from http_harness import advance, hits, serving
 from tables import each_case
 from test_websocket import Echo, client_of
 from wsproto.events import AcceptConnection, BytesMessage, CloseConnection, Ping, Pong
@@ -41,129 +41,105 @@ def frame(data: bytes, *, opcode: Opcode) -> bytes:
 
 
 @each_case("is_on", [True, False])
-def test_messages_are_compressed_if_both_sides_want_it(is_on: bool) -> None:
-    async def test() -> None:
-        async with serving(Echo(), websocket_compression=is_on) as server, client_of(server) as client:
-            accepted = await client.open(extensions=[PerMessageDeflate()])
-            assert isinstance(accepted, AcceptConnection)
-            assert [each.name for each in accepted.extensions] == ["permessage-deflate"] * is_on
-            assert await client.text(TEXT) == TEXT
-            # Parts, with a ping between them; the second message refers to the first.
-            await client.send(DataMessage(data=TEXT[:999], message_finished=False))
-            await client.send(Ping(b"p"))
-            await client.send(DataMessage(data=TEXT[999:]))
-            assert isinstance(await client.event(), Pong)
-            assert await client.message() == TEXT
-
-    run(test)
+async def test_messages_are_compressed_if_both_sides_want_it(is_on: bool) -> None:
+    async with serving(Echo(), websocket_compression=is_on) as server, client_of(server) as client:
+        accepted = await client.open(extensions=[PerMessageDeflate()])
+        assert isinstance(accepted, AcceptConnection)
+        assert [each.name for each in accepted.extensions] == ["permessage-deflate"] * is_on
+        assert await client.text(TEXT) == TEXT
+        # Parts, with a ping between them; the second message refers to the first.
+        await client.send(DataMessage(data=TEXT[:999], message_finished=False))
+        await client.send(Ping(b"p"))
+        await client.send(DataMessage(data=TEXT[999:]))
+        assert isinstance(await client.event(), Pong)
+        assert await client.message() == TEXT
 
 
-def test_a_client_that_does_not_offer_it_gets_plain_messages() -> None:
-    async def test() -> None:
-        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
-            assert (await client.open()).extensions == []
-            assert await client.text(TEXT) == TEXT
-
-    run(test)
+async def test_a_client_that_does_not_offer_it_gets_plain_messages() -> None:
+    async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+        assert (await client.open()).extensions == []
+        assert await client.text(TEXT) == TEXT
 
 
 @each_case("sizes", [[LIMIT_BYTES + 1], [LIMIT_BYTES - 1, 2]])
-def test_the_size_limit_holds_for_what_a_message_becomes(sizes: list[int]) -> None:
-    async def test() -> None:
-        options: dict[str, Any] = {"websocket_compression": True, "max_websocket_message_bytes": LIMIT_BYTES}
-        async with serving(Echo(), **options) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            for _ in range(2):
-                assert await client.text("x" * LIMIT_BYTES) == "x" * LIMIT_BYTES
-            for size in sizes:
-                await client.send(DataMessage(data="x" * size, message_finished=size == sizes[-1]))
-            assert (await client.closed())[0] == 1009
-            assert hits(server) == {"max_websocket_message_bytes": 1}
-
-    run(test)
+async def test_the_size_limit_holds_for_what_a_message_becomes(sizes: list[int]) -> None:
+    options: dict[str, Any] = {"websocket_compression": True, "max_websocket_message_bytes": LIMIT_BYTES}
+    async with serving(Echo(), **options) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        for _ in range(2):
+            assert await client.text("x" * LIMIT_BYTES) == "x" * LIMIT_BYTES
+        for size in sizes:
+            await client.send(DataMessage(data="x" * size, message_finished=size == sizes[-1]))
+        assert (await client.closed())[0] == 1009
+        assert hits(server) == {"max_websocket_message_bytes": 1}
 
 
-def test_data_that_is_not_compressed_properly_closes_the_connection() -> None:
-    async def test() -> None:
-        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            await client.send_raw(b"\xc1\x84\0\0\0\0\xff\xff\xff\xff")  # a compressed text, masked with zeros
-            assert (await client.closed())[0] == 1007
-
-    run(test)
+async def test_data_that_is_not_compressed_properly_closes_the_connection() -> None:
+    async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        await client.send_raw(b"\xc1\x84\0\0\0\0\xff\xff\xff\xff")  # a compressed text, masked with zeros
+        assert (await client.closed())[0] == 1007
 
 
-def test_text_that_is_not_utf8_closes_the_connection() -> None:
-    async def test() -> None:
-        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            await client.send_raw(frame(compressed(b"\xc3"), opcode=Opcode.TEXT))
-            assert (await client.closed())[0] == 1007
-
-    run(test)
+async def test_text_that_is_not_utf8_closes_the_connection() -> None:
+    async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        await client.send_raw(frame(compressed(b"\xc3"), opcode=Opcode.TEXT))
+        assert (await client.closed())[0] == 1007
 
 
-def test_a_message_may_end_its_deflate_stream() -> None:
+async def test_a_message_may_end_its_deflate_stream() -> None:
     """The example of RFC 7692, 7.2.3.4; the next message begins another stream."""
 
-    async def test() -> None:
-        async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            for _ in range(2):
-                await client.send_raw(frame(bytes.fromhex("f348cdc9c9070000"), opcode=Opcode.TEXT))
-                assert await client.message() == "Hello"
-
-    run(test)
+    async with serving(Echo(), websocket_compression=True) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        for _ in range(2):
+            await client.send_raw(frame(bytes.fromhex("f348cdc9c9070000"), opcode=Opcode.TEXT))
+            assert await client.message() == "Hello"
 
 
-def test_a_message_that_grows_more_than_the_ratio_is_refused() -> None:
-    async def test() -> None:
-        options: dict[str, Any] = {"websocket_compression": True, "max_websocket_inflation_ratio": 200}
-        async with serving(Echo(), **options) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            small = "x" * FREE_BYTES  # grows a thousand times, too
-            assert await client.text(small) == small
-            many = "".join(map(str, range(500_000)))  # three times
-            assert await client.text(many) == many
-            await client.send(DataMessage(data="x" * (FREE_BYTES + SLICE_BYTES)))
-            assert (await client.closed())[0] == 1009
-            assert hits(server) == {"max_websocket_inflation_ratio": 1}
-
-    run(test)
+async def test_a_message_that_grows_more_than_the_ratio_is_refused() -> None:
+    options: dict[str, Any] = {"websocket_compression": True, "max_websocket_inflation_ratio": 200}
+    async with serving(Echo(), **options) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        small = "x" * FREE_BYTES  # grows a thousand times, too
+        assert await client.text(small) == small
+        many = "".join(map(str, range(500_000)))  # three times
+        assert await client.text(many) == many
+        await client.send(DataMessage(data="x" * (FREE_BYTES + SLICE_BYTES)))
+        assert (await client.closed())[0] == 1009
+        assert hits(server) == {"max_websocket_inflation_ratio": 1}
 
 
-def test_many_messages_that_grow_more_than_the_rate_are_refused() -> None:
-    async def test() -> None:
-        options: dict[str, Any] = {
-            "websocket_compression": True,
-            "max_websocket_message_bytes": LIMIT_BYTES,
-            "max_websocket_inflation_per_s": LIMIT_BYTES,
-        }
-        app = Echo()
-        async with (
-            serving(app, **options) as server,
-            client_of(server) as usual,
-            client_of(server) as client,
-        ):
-            await usual.open(extensions=[PerMessageDeflate()])
-            await client.open(extensions=[PerMessageDeflate()])
-            text = "".join(map(str, range(10_000)))
-            for _ in range(20):
-                assert await usual.text(text) == text
-            for _ in range(4):
-                await client.text("x" * LIMIT_BYTES)
-            advance(2)
-            for _ in range(2):
-                await client.text("x" * LIMIT_BYTES)
-            await client.send(DataMessage(data="x" * LIMIT_BYTES))
-            assert (await client.closed())[0] == 1008
-            assert hits(server) == {"max_websocket_inflation_per_s": 1}
+async def test_many_messages_that_grow_more_than_the_rate_are_refused() -> None:
+    options: dict[str, Any] = {
+        "websocket_compression": True,
+        "max_websocket_message_bytes": LIMIT_BYTES,
+        "max_websocket_inflation_per_s": LIMIT_BYTES,
+    }
+    app = Echo()
+    async with (
+        serving(app, **options) as server,
+        client_of(server) as usual,
+        client_of(server) as client,
+    ):
+        await usual.open(extensions=[PerMessageDeflate()])
+        await client.open(extensions=[PerMessageDeflate()])
+        text = "".join(map(str, range(10_000)))
+        for _ in range(20):
             assert await usual.text(text) == text
+        for _ in range(4):
+            await client.text("x" * LIMIT_BYTES)
+        advance(2)
+        for _ in range(2):
+            await client.text("x" * LIMIT_BYTES)
+        await client.send(DataMessage(data="x" * LIMIT_BYTES))
+        assert (await client.closed())[0] == 1008
+        assert hits(server) == {"max_websocket_inflation_per_s": 1}
+        assert await usual.text(text) == text
 
-    run(test)
 
-
-def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None:
+async def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None:
     texts = [name * (5 * SLICE_BYTES) for name in "abc"]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,16 +148,13 @@ def test_large_messages_are_compressed_in_pieces_that_do_not_mix() -> None:
         await asyncio.gather(*[send({"type": "websocket.send", "text": text}) for text in texts])
         assert (await receive())["type"] == "websocket.disconnect"
 
-    async def test() -> None:
-        async with serving(app, websocket_compression=True) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            assert [await client.message() for _ in texts] == texts
-
-    run(test)
+    async with serving(app, websocket_compression=True) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        assert [await client.message() for _ in texts] == texts
 
 
 @each_case("is_cancelled", [True, False])
-def test_a_message_that_is_not_sent_whole_closes_the_connection(is_cancelled: bool) -> None:
+async def test_a_message_that_is_not_sent_whole_closes_the_connection(is_cancelled: bool) -> None:
     """The next message would become a part of it."""
     text = "a" * (9 * SLICE_BYTES) + ("" if is_cancelled else "\ud800")
 
@@ -198,14 +171,11 @@ def test_a_message_that_is_not_sent_whole_closes_the_connection(is_cancelled: bo
             await send({"type": "websocket.send", "text": "another"})
         assert (await receive())["type"] == "websocket.disconnect"
 
-    async def test() -> None:
-        async with serving(app, websocket_compression=True) as server, client_of(server) as client:
-            await client.open(extensions=[PerMessageDeflate()])
-            while not isinstance(event := await client.event(), CloseConnection):
-                assert not event.message_finished
-            assert event.code == 1011
-
-    run(test)
+    async with serving(app, websocket_compression=True) as server, client_of(server) as client:
+        await client.open(extensions=[PerMessageDeflate()])
+        while not isinstance(event := await client.event(), CloseConnection):
+            assert not event.message_finished
+        assert event.code == 1011
 
 
 def test_a_step_never_becomes_more_than_a_slice() -> None:

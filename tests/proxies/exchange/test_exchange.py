@@ -39,65 +39,48 @@ MIB = 1 << 20
 # ---- connections
 
 
-def test_a_connection_is_kept_and_requests_may_be_pipelined() -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            assert (await client.get("/one")).body == b"/one"
-            await client.send(
-                request("/two") + request("/three", method="POST", body=b"x") + request("/four")
-            )
-            assert [(await client.response()).body for _ in range(3)] == [b"/two", b"/three", b"/four"]
-
-    run(test)
+async def test_a_connection_is_kept_and_requests_may_be_pipelined() -> None:
+    async with serving(hello) as server, connected(server) as client:
+        assert (await client.get("/one")).body == b"/one"
+        await client.send(request("/two") + request("/three", method="POST", body=b"x") + request("/four"))
+        assert [(await client.response()).body for _ in range(3)] == [b"/two", b"/three", b"/four"]
 
 
-def test_many_pipelined_requests_with_bodies_are_answered_in_order() -> None:
-    async def test() -> None:
-        bodies = [b"%d" % number * 300 for number in range(2000)]
-        async with serving(echo) as server, connected(server) as client:
-            client.writer.write(b"".join(request(method="POST", body=body) for body in bodies))
-            for body in bodies:
-                assert (await client.response()).body == body
-
-    run(test)
+async def test_many_pipelined_requests_with_bodies_are_answered_in_order() -> None:
+    bodies = [b"%d" % number * 300 for number in range(2000)]
+    async with serving(echo) as server, connected(server) as client:
+        client.writer.write(b"".join(request(method="POST", body=body) for body in bodies))
+        for body in bodies:
+            assert (await client.response()).body == body
 
 
-def test_a_request_that_waits_for_its_turn_may_have_a_large_body() -> None:
-    async def test() -> None:
-        async with serving(echo) as server, connected(server) as client:
-            body = bytes(range(256)) * 16 * 1024
-            client.writer.write(b"".join([request(), request(method="POST", body=body), request()]))
-            assert [(await client.response()).body for _ in range(3)] == [b"", body, b""]
-
-    run(test)
+async def test_a_request_that_waits_for_its_turn_may_have_a_large_body() -> None:
+    async with serving(echo) as server, connected(server) as client:
+        body = bytes(range(256)) * 16 * 1024
+        client.writer.write(b"".join([request(), request(method="POST", body=body), request()]))
+        assert [(await client.response()).body for _ in range(3)] == [b"", body, b""]
 
 
-def test_an_invalid_request_is_refused_after_the_answers_before_it() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request() + b"no request\r\n\r\n")
-            await poll_for(lambda: app.running)
-            app.go.set()
-            assert (await client.response()).body == b"at last"
-            assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
-
-    run(test)
+async def test_an_invalid_request_is_refused_after_the_answers_before_it() -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request() + b"no request\r\n\r\n")
+        await poll_for(lambda: app.running)
+        app.go.set()
+        assert (await client.response()).body == b"at last"
+        assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
+async def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, bytes(8 * MIB))
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request("/", "Connection: close"))
-            status, headers = await client.head()
-            await asyncio.sleep(0.05)
-            assert len(await client.rest()) == int(headers["content-length"]) == 8 * MIB
-            assert status == 200
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request("/", "Connection: close"))
+        status, headers = await client.head()
+        await asyncio.sleep(0.05)
+        assert len(await client.rest()) == int(headers["content-length"]) == 8 * MIB
+        assert status == 200
 
 
 @each_case(
@@ -108,69 +91,54 @@ def test_a_client_that_reads_its_last_response_late_gets_all_of_it() -> None:
         (b"GET / HTTP/1.0\r\n\r\n", "close"),
     ],
 )
-def test_a_connection_ends_when_the_client_wants_it(data: bytes, header: str) -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            await client.send(data)
-            response = await client.response()
-            assert response.body == b"/"
-            if b"1.1" in data:
-                assert response.headers["connection"] == header
-            assert await client.rest() == b""
-
-    run(test)
+async def test_a_connection_ends_when_the_client_wants_it(data: bytes, header: str) -> None:
+    async with serving(hello) as server, connected(server) as client:
+        await client.send(data)
+        response = await client.response()
+        assert response.body == b"/"
+        if b"1.1" in data:
+            assert response.headers["connection"] == header
+        assert await client.rest() == b""
 
 
-def test_http_1_0_can_keep_its_connection() -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            for _ in range(2):
-                await client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-                assert (await client.response()).headers["connection"] == "keep-alive"
-
-    run(test)
+async def test_http_1_0_can_keep_its_connection() -> None:
+    async with serving(hello) as server, connected(server) as client:
+        for _ in range(2):
+            await client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            assert (await client.response()).headers["connection"] == "keep-alive"
 
 
-def test_a_silent_connection_is_closed() -> None:
-    async def test() -> None:
-        async with serving(hello, keep_alive_timeout_s=3) as server:
-            async with connected(server) as silent, connected(server) as once:
-                assert (await once.get()).status == 200
-                await once.send(b"GET / HT")
-                advance(4)
-                assert await silent.rest() == b""
-                advance(4)  # the time of a head begins when its first bytes are read
-                assert await once.rest() == b""
-            assert hits(server) == {"keep_alive_timeout_s": 2}
-
-    run(test)
+async def test_a_silent_connection_is_closed() -> None:
+    async with serving(hello, keep_alive_timeout_s=3) as server:
+        async with connected(server) as silent, connected(server) as once:
+            assert (await once.get()).status == 200
+            await once.send(b"GET / HT")
+            advance(4)
+            assert await silent.rest() == b""
+            advance(4)  # the time of a head begins when its first bytes are read
+            assert await once.rest() == b""
+        assert hits(server) == {"keep_alive_timeout_s": 2}
 
 
-def test_a_slow_application_does_not_make_its_connection_silent() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app, keep_alive_timeout_s=4) as server, connected(server) as client:
-            await client.send(request())
-            await poll_for(lambda: app.running)
-            advance(5)
-            await asyncio.sleep(0.001)
-            app.go.set()
-            assert (await client.response()).body == b"at last"
-
-    run(test)
+async def test_a_slow_application_does_not_make_its_connection_silent() -> None:
+    app = Hanging()
+    async with serving(app, keep_alive_timeout_s=4) as server, connected(server) as client:
+        await client.send(request())
+        await poll_for(lambda: app.running)
+        advance(5)
+        await asyncio.sleep(0.001)
+        app.go.set()
+        assert (await client.response()).body == b"at last"
 
 
-def test_an_upload_that_stalls_is_closed_and_its_task_cancelled() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nab")
-            await poll_for(lambda: app.running)
-            advance(6)
-            assert await client.rest() == b""
-            await poll_for(lambda: app.cancelled)
-
-    run(test)
+async def test_an_upload_that_stalls_is_closed_and_its_task_cancelled() -> None:
+    app = Hanging()
+    async with serving(app, keep_alive_timeout_s=5) as server, connected(server) as client:
+        await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nab")
+        await poll_for(lambda: app.running)
+        advance(6)
+        assert await client.rest() == b""
+        await poll_for(lambda: app.cancelled)
 
 
 # ---- the scope
@@ -184,37 +152,34 @@ def capturing(scopes: list[Scope]) -> Any:
     return app
 
 
-def test_the_scope_follows_asgi() -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes)) as server, connected(server) as client:
-            await client.get("/a%20b/%C3%A4?x=1&y=%20?", "X-Two: 1", "x-tWO: 2", "X-Text: \xe4")
-            local = client.writer.get_extra_info("sockname")
-        (scope,) = scopes
-        assert sorted(scope.pop("headers")) == [
-            (b"host", b"test"),
-            (b"x-text", b"\xe4"),
-            (b"x-two", b"1"),
-            (b"x-two", b"2"),
-        ]
-        assert scope == {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-            "path": "/a b/ä",
-            "raw_path": b"/a%20b/%C3%A4",
-            "query_string": b"x=1&y=%20?",
-            "root_path": "",
-            "client": local,
-            "server": ("127.0.0.1", server.port),
-        }
-
-    run(test)
+async def test_the_scope_follows_asgi() -> None:
+    scopes: list[Scope] = []
+    async with serving(capturing(scopes)) as server, connected(server) as client:
+        await client.get("/a%20b/%C3%A4?x=1&y=%20?", "X-Two: 1", "x-tWO: 2", "X-Text: \xe4")
+        local = client.writer.get_extra_info("sockname")
+    (scope,) = scopes
+    assert sorted(scope.pop("headers")) == [
+        (b"host", b"test"),
+        (b"x-text", b"\xe4"),
+        (b"x-two", b"1"),
+        (b"x-two", b"2"),
+    ]
+    assert scope == {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/a b/ä",
+        "raw_path": b"/a%20b/%C3%A4",
+        "query_string": b"x=1&y=%20?",
+        "root_path": "",
+        "client": local,
+        "server": ("127.0.0.1", server.port),
+    }
 
 
-def test_a_changed_scope_does_not_reach_the_next_request() -> None:
+async def test_a_changed_scope_does_not_reach_the_next_request() -> None:
     """An application may change its scope in place; the same request sent again gets a fresh one."""
     seen: list[Scope] = []
 
@@ -225,14 +190,11 @@ def test_a_changed_scope_does_not_reach_the_next_request() -> None:
         scope["extensions"] = {"own": {}}
         await respond(send, seen[-1]["path"].encode())
 
-    async def test() -> None:
-        async with serving(change) as server, connected(server) as client:
-            for _ in range(4):
-                assert (await client.get("/same?a=1", "X-A: 1")).body == b"/same"
-            await client.send(request("/same?a=1", "X-A: 1") * 3)
-            assert [(await client.response()).body for _ in range(3)] == [b"/same"] * 3
-
-    run(test)
+    async with serving(change) as server, connected(server) as client:
+        for _ in range(4):
+            assert (await client.get("/same?a=1", "X-A: 1")).body == b"/same"
+        await client.send(request("/same?a=1", "X-A: 1") * 3)
+        assert [(await client.response()).body for _ in range(3)] == [b"/same"] * 3
     assert len(seen) == 7
     assert all(each == seen[0] for each in seen)
 
@@ -240,257 +202,219 @@ def test_a_changed_scope_does_not_reach_the_next_request() -> None:
 # ---- request bodies
 
 
-def test_bodies_come_whole_by_length_and_in_chunks() -> None:
-    async def test() -> None:
-        async with serving(echo) as server, connected(server) as client:
-            for size in (0, 1, 70_000, 3 * MIB):
-                body = bytes(range(256)) * (size // 256 + 1)
-                await client.send(request(method="POST", body=body))
-                assert (await client.response()).body == body
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-            await client.send(b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n")
-            assert (await client.response()).body == b"hiyou"
-
-    run(test)
+async def test_bodies_come_whole_by_length_and_in_chunks() -> None:
+    async with serving(echo) as server, connected(server) as client:
+        for size in (0, 1, 70_000, 3 * MIB):
+            body = bytes(range(256)) * (size // 256 + 1)
+            await client.send(request(method="POST", body=body))
+            assert (await client.response()).body == body
+        await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await client.send(b"2\r\nhi\r\n3\r\nyou\r\n0\r\n\r\n")
+        assert (await client.response()).body == b"hiyou"
 
 
-def test_both_directions_stream_at_once() -> None:
+async def test_both_directions_stream_at_once() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200})
         while (message := await receive())["more_body"]:
             await send({"type": "http.response.body", "body": message["body"].upper(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 6\r\n\r\n")
-            await client.send(b"ab")
-            await client.head()
-            assert await client.chunk() == b"AB"
-            await client.send(b"cd")
-            assert await client.chunk() == b"CD"
-            await client.send(b"ef")
-            while await client.chunk():
-                pass
-            assert (await client.get()).status == 200
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 6\r\n\r\n")
+        await client.send(b"ab")
+        await client.head()
+        assert await client.chunk() == b"AB"
+        await client.send(b"cd")
+        assert await client.chunk() == b"CD"
+        await client.send(b"ef")
+        while await client.chunk():
+            pass
+        assert (await client.get()).status == 200
 
 
-def test_a_body_that_is_not_read_stays_in_the_socket() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            size = 64 * MIB
-            client.writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
-            client.writer.write(bytes(size))
-            await poll_for(lambda: app.running)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(client.writer.drain(), 0.05)
-            app.go.set()  # an answer without reading: the rest is dropped, and the connection goes on
-            assert (await client.response()).body == b"at last"
-            assert (await client.get()).body == b"at last"
-
-    run(test)
+async def test_a_body_that_is_not_read_stays_in_the_socket() -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        size = 64 * MIB
+        client.writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+        client.writer.write(bytes(size))
+        await poll_for(lambda: app.running)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.writer.drain(), 0.05)
+        app.go.set()  # an answer without reading: the rest is dropped, and the connection goes on
+        assert (await client.response()).body == b"at last"
+        assert (await client.get()).body == b"at last"
 
 
-def test_a_large_upload_is_read_as_fast_as_the_application_reads() -> None:
-    async def test() -> None:
-        async def content() -> AsyncIterator[bytes]:
-            for _ in range(64):
-                yield bytes(MIB // 2)
+async def test_a_large_upload_is_read_as_fast_as_the_application_reads() -> None:
+    async def content() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield bytes(MIB // 2)
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            total = 0
-            while True:
-                message = await receive()
-                total += len(message["body"])
-                if not message["more_body"]:
-                    break
-            await respond(send, str(total).encode())
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        total = 0
+        while True:
+            message = await receive()
+            total += len(message["body"])
+            if not message["more_body"]:
+                break
+        await respond(send, str(total).encode())
 
-        async with serving(app) as server:
-            async with httpx.AsyncClient(trust_env=False) as client:
-                response = await client.post(server.urls[0], content=content())
-        assert response.text == str(32 * MIB)
-
-    run(test)
+    async with serving(app) as server:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            response = await client.post(server.urls[0], content=content())
+    assert response.text == str(32 * MIB)
 
 
 EXPECTING = b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
-def test_100_continue_is_sent_when_the_application_first_reads() -> None:
-    async def test() -> None:
-        go = asyncio.Event()
+async def test_100_continue_is_sent_when_the_application_first_reads() -> None:
+    go = asyncio.Event()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await go.wait()
-            await echo(scope, receive, send)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await echo(scope, receive, send)
 
-        async with serving(app) as server, connected(server) as client:
-            for body in (b"hi", b"ho"):
-                go.clear()
-                await client.send(EXPECTING)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(client.reader.read(1), 0.05)
-                go.set()
-                assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-                await client.send(body)
-                assert (await client.response()).body == body
-
-    run(test)
-
-
-def test_an_application_that_rejects_by_headers_never_asks_for_the_body() -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
+    async with serving(app) as server, connected(server) as client:
+        for body in (b"hi", b"ho"):
+            go.clear()
             await client.send(EXPECTING)
-            response = await client.response()
-            # The client may send what it announced, or not: only a new connection is clear.
-            assert (response.status, response.headers["connection"]) == (200, "close")
-            assert await client.rest() == b""
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.reader.read(1), 0.05)
+            go.set()
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(body)
+            assert (await client.response()).body == body
 
-    run(test)
+
+async def test_an_application_that_rejects_by_headers_never_asks_for_the_body() -> None:
+    async with serving(hello) as server, connected(server) as client:
+        await client.send(EXPECTING)
+        response = await client.response()
+        # The client may send what it announced, or not: only a new connection is clear.
+        assert (response.status, response.headers["connection"]) == (200, "close")
+        assert await client.rest() == b""
 
 
-def test_an_application_that_begins_its_response_before_it_reads_does_not_ask() -> None:
+async def test_an_application_that_begins_its_response_before_it_reads_does_not_ask() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
         await send({"type": "http.response.body", "body": await read_body(receive)})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.send(EXPECTING)
-            assert (await client.head())[0] == 200
-            assert await client.chunk() == b"begun "
-            await client.send(b"hi")
-            assert await client.chunk() == b"hi"
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(EXPECTING)
+        assert (await client.head())[0] == 200
+        assert await client.chunk() == b"begun "
+        await client.send(b"hi")
+        assert await client.chunk() == b"hi"
 
 
-def test_a_client_that_waits_to_be_asked_is_not_idle() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
-            await client.send(EXPECTING)
-            await poll_for(lambda: app.running)
-            advance(3)
-            await asyncio.sleep(0.01)
-            app.go.set()
-            assert (await client.response()).body == b"at last"
-
-    run(test)
+async def test_a_client_that_waits_to_be_asked_is_not_idle() -> None:
+    app = Hanging()
+    async with serving(app, keep_alive_timeout_s=1) as server, connected(server) as client:
+        await client.send(EXPECTING)
+        await poll_for(lambda: app.running)
+        advance(3)
+        await asyncio.sleep(0.01)
+        app.go.set()
+        assert (await client.response()).body == b"at last"
 
 
 # ---- bodies that are too large
 
 
 @each_case("sent", [b"", b"x" * 100])
-def test_a_declared_length_beyond_the_limit_is_a_413_and_the_application_never_runs(sent: bytes) -> None:
-    async def test() -> None:
-        scopes: list[Scope] = []
-        async with serving(capturing(scopes), max_body_bytes=10) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n" + sent)
-            response = await client.response()
-            assert (response.status, response.headers["connection"]) == (413, "close")
-            assert b"10 bytes that max_body_bytes allows" in response.body
-        assert scopes == []
+async def test_a_declared_length_beyond_the_limit_is_a_413_without_the_application(
+    sent: bytes,
+) -> None:
+    scopes: list[Scope] = []
+    async with serving(capturing(scopes), max_body_bytes=10) as server, connected(server) as client:
+        await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n" + sent)
+        response = await client.response()
+        assert (response.status, response.headers["connection"]) == (413, "close")
+        assert b"10 bytes that max_body_bytes allows" in response.body
+    assert scopes == []
 
-    run(test)
 
-
-def test_a_client_that_sends_on_after_a_malformed_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_more_after_a_bad_body_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_connection, "LINGER_S", 0.05)
 
-    async def test() -> None:
-        async with serving(echo) as server, connected(server) as client:
-            await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
-            assert (await client.response()).status == 400
-            await poll_for(lambda: hits(server) == {"linger": 1})
-
-    run(test)
+    async with serving(echo) as server, connected(server) as client:
+        await client.send(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert (await client.response()).status == 400
+        await poll_for(lambda: hits(server) == {"linger": 1})
 
 
 @each_case(("host", "is_kept"), [("a" * 255, True), ("a" * 256, False)])
-def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is_kept: bool) -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            assert (await client.response()).status == 200
-            assert [each.host for each in server.state.connections] == [host if is_kept else None]
-            await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
-            assert (await client.response()).status == 400
-
-    run(test)
+async def test_only_a_host_of_a_usual_length_is_kept_with_its_connection(host: str, is_kept: bool) -> None:
+    async with serving(hello) as server, connected(server) as client:
+        await client.send(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert (await client.response()).status == 200
+        assert [each.host for each in server.state.connections] == [host if is_kept else None]
+        await client.send(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n")
+        assert (await client.response()).status == 400
 
 
 # ---- responses
 
 
-def test_a_stream_arrives_part_by_part() -> None:
-    async def test() -> None:
-        step = asyncio.Semaphore(0)
+async def test_a_stream_arrives_part_by_part() -> None:
+    step = asyncio.Semaphore(0)
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200})
-            for part in (b"one", b"two", b""):
-                await step.acquire()
-                await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        for part in (b"one", b"two", b""):
+            await step.acquire()
+            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
 
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            step.release()
-            assert (await client.head())[1]["transfer-encoding"] == "chunked"
-            assert await client.chunk() == b"one"
-            step.release()
-            assert await client.chunk() == b"two"
-            step.release()
-            assert await client.chunk() == b""
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        step.release()
+        assert (await client.head())[1]["transfer-encoding"] == "chunked"
+        assert await client.chunk() == b"one"
+        step.release()
+        assert await client.chunk() == b"two"
+        step.release()
+        assert await client.chunk() == b""
 
 
-def test_a_stream_goes_as_fast_as_the_client_reads() -> None:
-    async def test() -> None:
-        parts = 0
+async def test_a_stream_goes_as_fast_as_the_client_reads() -> None:
+    parts = 0
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            nonlocal parts
-            await send({"type": "http.response.start", "status": 200})
-            for _ in range(64):
-                await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
-                parts += 1
-            await send({"type": "http.response.body"})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal parts
+        await send({"type": "http.response.start", "status": 200})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+            parts += 1
+        await send({"type": "http.response.body"})
 
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await client.head()
-            await asyncio.sleep(0.05)
-            assert parts < 64
-            total = 0
-            while data := await client.chunk():
-                total += len(data)
-            assert total == 64 * MIB
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await client.head()
+        await asyncio.sleep(0.05)
+        assert parts < 64
+        total = 0
+        while data := await client.chunk():
+            total += len(data)
+        assert total == 64 * MIB
 
 
 @each_case(
     "body",
     [bytearray(b"data"), memoryview(b"data"), memoryview(b"data")[::2], memoryview(b"data" * 50_000)],
 )
-def test_buffers_of_all_kinds_are_bodies(body: bytearray | memoryview) -> None:
+async def test_buffers_of_all_kinds_are_bodies(body: bytearray | memoryview) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, body)  # type: ignore[arg-type]
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            assert (await client.get()).body == bytes(body)
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        assert (await client.get()).body == bytes(body)
 
 
 def test_memoryviews_are_measured_in_bytes() -> None:
@@ -499,41 +423,32 @@ def test_memoryviews_are_measured_in_bytes() -> None:
         as_buffer("text")
 
 
-def test_head_has_no_body() -> None:
-    async def test() -> None:
-        async with serving(hello) as server, connected(server) as client:
-            response = await client.get("/path", method="HEAD")
-            assert (response.status, response.headers["content-length"]) == (200, "5")
-            assert (await client.get("/next")).body == b"/next"
-
-    run(test)
+async def test_head_has_no_body() -> None:
+    async with serving(hello) as server, connected(server) as client:
+        response = await client.get("/path", method="HEAD")
+        assert (response.status, response.headers["content-length"]) == (200, "5")
+        assert (await client.get("/next")).body == b"/next"
 
 
 @each_case("status", [204, 304])
-def test_statuses_without_a_body(status: int) -> None:
+async def test_statuses_without_a_body(status: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, b"ignored", status)
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            for _ in range(2):
-                assert (await client.get()).status == status
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        for _ in range(2):
+            assert (await client.get()).status == status
 
 
-def test_a_response_without_a_body_message_key_is_empty() -> None:
+async def test_a_response_without_a_body_message_key_is_empty() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body"})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            response = await client.get()
-            assert (response.body, response.headers["content-length"]) == (b"", "0")
-            assert "date" in response.headers
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        response = await client.get()
+        assert (response.body, response.headers["content-length"]) == (b"", "0")
+        assert "date" in response.headers
 
 
 # ---- failures of the application
@@ -596,43 +511,34 @@ async def promise_more(scope: Scope, receive: Receive, send: Send) -> None:
         promise_more,
     ],
 )
-def test_a_failure_before_the_first_byte_is_a_500_and_keeps_the_connection(app: Any) -> None:
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            for _ in range(2):
-                response = await client.get()
-                assert (response.status, response.body) == (500, b"Internal Server Error")
-
-    run(test)
+async def test_a_failure_before_the_first_byte_is_a_500_and_keeps_the_connection(app: Any) -> None:
+    async with serving(app) as server, connected(server) as client:
+        for _ in range(2):
+            response = await client.get()
+            assert (response.status, response.body) == (500, b"Internal Server Error")
 
 
-def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(raise_at_once) as server, connected(server) as client:
-            await client.get("/where%0Afrom")
-
-    run(test)
+async def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(raise_at_once) as server, connected(server) as client:
+        await client.get("/where%0Afrom")
     (record,) = tracebacks(caplog)
     assert record.getMessage() == "GET /where%0Afrom failed: ValueError('why')"
 
 
-def test_an_error_that_explains_itself_is_logged_without_a_traceback(
+async def test_an_error_that_explains_itself_is_logged_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise ActorLostError("The replica is gone.")
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.get()
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.get()
     assert "The replica is gone." in caplog.text
     assert tracebacks(caplog) == []
 
 
 @each_case("ending", ["raise", "return", "too short", "too long", "cancel"])
-def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
+async def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"9")] if ending.startswith("too") else []
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -645,30 +551,24 @@ def test_a_failure_within_the_response_cuts_the_connection(ending: str) -> None:
             body = b"x" if ending == "too short" else b"far too long"
             await send({"type": "http.response.body", "body": body})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            assert (await client.head())[0] == 200
-            rest = await client.rest()
-            assert b"half" in rest
-            assert not rest.endswith(b"0\r\n\r\n")
-            assert len(rest) < 12
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        assert (await client.head())[0] == 200
+        rest = await client.rest()
+        assert b"half" in rest
+        assert not rest.endswith(b"0\r\n\r\n")
+        assert len(rest) < 12
 
 
-def test_a_failure_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_after_the_response_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, b"whole")
         assert await receive() == {"type": "http.disconnect"}
         await respond(send, b"more")
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            for _ in range(2):
-                assert (await client.get()).body == b"whole"
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        for _ in range(2):
+            assert (await client.get()).body == b"whole"
     assert len(tracebacks(caplog)) == 2
 
 
@@ -692,65 +592,58 @@ async def vanish(client: Client, how: str) -> None:
         b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n",
     ],
 )
-def test_a_disconnect_cancels_the_request(data: bytes, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(data)
-            await poll_for(lambda: app.running)
-            await vanish(client, how)
-            await poll_for(lambda: app.cancelled)
-
-    run(test)
+async def test_a_disconnect_cancels_the_request(
+    data: bytes, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        await client.send(data)
+        await poll_for(lambda: app.running)
+        await vanish(client, how)
+        await poll_for(lambda: app.cancelled)
     assert caplog.records == []
 
 
-def test_an_application_that_survives_its_cancellation_receives_the_disconnect() -> None:
-    async def test() -> None:
-        heard: list[Message] = []
-        errors: list[BaseException] = []
-        running = asyncio.Event()
+async def test_an_application_that_survives_its_cancellation_receives_the_disconnect() -> None:
+    heard: list[Message] = []
+    errors: list[BaseException] = []
+    running = asyncio.Event()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await read_body(receive)
-            running.set()
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive)
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            heard.append(await receive())
             try:
-                await asyncio.Event().wait()
-            finally:
-                heard.append(await receive())
-                try:
-                    await respond(send, b"too late")
-                except OSError as error:
-                    errors.append(error)
+                await respond(send, b"too late")
+            except OSError as error:
+                errors.append(error)
 
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await running.wait()
-            client.writer.close()
-            await poll_for(lambda: errors)
-        assert heard == [{"type": "http.disconnect"}]
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await running.wait()
+        client.writer.close()
+        await poll_for(lambda: errors)
+    assert heard == [{"type": "http.disconnect"}]
 
 
-def test_an_application_may_return_on_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        events: list[str] = []
+async def test_an_application_may_return_on_its_cancellation(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[str] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            events.append("running")
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                events.append("returned")
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        events.append("running")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            events.append("returned")
 
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await poll_for(lambda: events)
-            client.writer.close()
-            await poll_for(lambda: len(events) == 2)
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await poll_for(lambda: events)
+        client.writer.close()
+        await poll_for(lambda: len(events) == 2)
     assert caplog.records == []
 
 
@@ -777,23 +670,20 @@ def test_a_disconnect_within_a_stream_ends_it_quietly(caplog: pytest.LogCaptureF
     assert tracebacks(caplog) == []
 
 
-def test_work_after_the_response_outlives_the_connection() -> None:
-    async def test() -> None:
-        done = []
-        gone = asyncio.Event()
+async def test_work_after_the_response_outlives_the_connection() -> None:
+    done = []
+    gone = asyncio.Event()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await respond(send)
-            await gone.wait()
-            done.append(True)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send)
+        await gone.wait()
+        done.append(True)
 
-        async with serving(app) as server:
-            async with connected(server) as client:
-                assert (await client.get()).status == 200
-            async with connected(server) as other:
-                await other.send(request())
-                assert (await other.response()).status == 200
-            gone.set()
-            await poll_for(lambda: len(done) == 2)
-
-    run(test)
+    async with serving(app) as server:
+        async with connected(server) as client:
+            assert (await client.get()).status == 200
+        async with connected(server) as other:
+            await other.send(request())
+            assert (await other.response()).status == 200
+        gone.set()
+        await poll_for(lambda: len(done) == 2)

@@ -132,38 +132,35 @@ async def test_each_part_of_an_answer_restarts_the_timeout_of_its_request(
 
 
 @each_case(("body", "status"), [(chunk(b"half") + b"zz\r\n", b"400"), (chunk(bytes(LIMIT + 1)), b"413")])
-def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, status: bytes) -> None:
-    async def test() -> None:
-        received, errors = [], []
+async def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, status: bytes) -> None:
+    received, errors = [], []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            received.append((await receive())["type"])
             try:
-                await asyncio.Event().wait()
-            finally:
-                received.append((await receive())["type"])
-                try:
-                    await respond(send, b"too late")
-                except OSError as error:
-                    errors.append(error)
+                await respond(send, b"too late")
+            except OSError as error:
+                errors.append(error)
 
-        async with serve(app) as server:
-            client = connect(server)
-            client.stop_reading()
-            client.send(UPLOAD)
-            await settle()
-            client.send(body)
-            await settle()
-            assert (received, len(errors)) == (["http.disconnect"], 1)
-            assert client.received.startswith(b"HTTP/1.1 %b " % status)
-            assert client.received.count(b"HTTP/1.1 ") == 1
-            client.send(LAST)
-            await settle()
-            assert not client.is_over  # it has not read the response
-            client.read_on()
-            await settle()
-            assert client.is_over
-
-    run(test)
+    async with serve(app) as server:
+        client = connect(server)
+        client.stop_reading()
+        client.send(UPLOAD)
+        await settle()
+        client.send(body)
+        await settle()
+        assert (received, len(errors)) == (["http.disconnect"], 1)
+        assert client.received.startswith(b"HTTP/1.1 %b " % status)
+        assert client.received.count(b"HTTP/1.1 ") == 1
+        client.send(LAST)
+        await settle()
+        assert not client.is_over  # it has not read the response
+        client.read_on()
+        await settle()
+        assert client.is_over
 
 
 @each_case(
@@ -177,17 +174,14 @@ def test_a_refused_body_ends_the_application_like_a_disconnect(body: bytes, stat
         (UPLOAD + b"zz\r\n", ("POST", "/", "1.1", 400)),
     ],
 )
-def test_what_the_server_refuses_itself_is_told(data: bytes, told: tuple[Any, ...]) -> None:
-    async def test() -> None:
-        found: list[tuple[Any, ...]] = []
-        async with serve(Application()) as server:
-            server.tell_refused(lambda client, *others: found.append(others))
-            connect(server).send(data)
-            await settle()
-            await settle()
-        assert found == [told]
-
-    run(test)
+async def test_what_the_server_refuses_itself_is_told(data: bytes, told: tuple[Any, ...]) -> None:
+    found: list[tuple[Any, ...]] = []
+    async with serve(Application()) as server:
+        server.tell_refused(lambda client, *others: found.append(others))
+        connect(server).send(data)
+        await settle()
+        await settle()
+    assert found == [told]
 
 
 # ---- the end of an exchange

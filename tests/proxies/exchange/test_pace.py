@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from http_harness import connected, echo, hits, poll_for, request, respond, run, serving
+from http_harness import connected, echo, hits, poll_for, request, respond, serving
 from tables import each_case
 
 from daskserve.common.types import Receive, Send
@@ -53,61 +53,49 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 # ---- over both servers
 
 
-def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
-    async def test() -> None:
-        app = Watched(echo)
-        async with serving(app, body_grace_s=0.04) as server, connected(server) as client:
-            await client.send(POST)
-            response = await client.response()
-            assert (response.status, response.headers["connection"]) == (408, "close")
-            assert b"240 bytes per second" in response.body
-            await poll_for(lambda: app.ended == ["CancelledError"])
-            assert hits(server) == {BODY_RATE: 1}
-            samples = server.samples("i")
-            assert ("http_requests", ("i", "", "", "POST", "408"), 1) in samples
-            assert ("http_errors", ("i", "", "", BODY_RATE), 1) in samples
-
-    run(test)
+async def test_a_body_that_stands_still_gets_408_and_the_connection_closes() -> None:
+    app = Watched(echo)
+    async with serving(app, body_grace_s=0.04) as server, connected(server) as client:
+        await client.send(POST)
+        response = await client.response()
+        assert (response.status, response.headers["connection"]) == (408, "close")
+        assert b"240 bytes per second" in response.body
+        await poll_for(lambda: app.ended == ["CancelledError"])
+        assert hits(server) == {BODY_RATE: 1}
+        samples = server.samples("i")
+        assert ("http_requests", ("i", "", "", "POST", "408"), 1) in samples
+        assert ("http_errors", ("i", "", "", BODY_RATE), 1) in samples
 
 
-def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() -> None:
-    async def test() -> None:
-        app = Watched(flood)
-        async with serving(app, write_stall_timeout_s=0.1) as server, connected(server) as client:
-            await client.send(request())
-            client.writer.transport.pause_reading()
-            await poll_for(lambda: app.ended == ["CancelledError"])
-            assert hits(server) == {WRITE_STALL: 1, UNSENT: 1}
-
-    run(test)
+async def test_a_response_that_is_not_read_is_aborted_and_its_application_cancelled() -> None:
+    app = Watched(flood)
+    async with serving(app, write_stall_timeout_s=0.1) as server, connected(server) as client:
+        await client.send(request())
+        client.writer.transport.pause_reading()
+        await poll_for(lambda: app.ended == ["CancelledError"])
+        assert hits(server) == {WRITE_STALL: 1, UNSENT: 1}
 
 
-def test_a_whole_response_that_is_not_read_is_dropped() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await respond(send, bytes(8 * MIB))
+async def test_a_whole_response_that_is_not_read_is_dropped() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, bytes(8 * MIB))
 
-        async with serving(app, write_stall_timeout_s=0.1) as server, connected(server) as client:
-            await client.send(request())
-            client.writer.transport.pause_reading()
-            await poll_for(lambda: hits(server) == {WRITE_STALL: 1})
-            await poll_for(lambda: "0 connections, 0 tasks" in repr(server))
-            assert ("http_buffered_bytes", ("i", "unsent"), 0) in server.samples("i")
-
-    run(test)
+    async with serving(app, write_stall_timeout_s=0.1) as server, connected(server) as client:
+        await client.send(request())
+        client.writer.transport.pause_reading()
+        await poll_for(lambda: hits(server) == {WRITE_STALL: 1})
+        await poll_for(lambda: "0 connections, 0 tasks" in repr(server))
+        assert ("http_buffered_bytes", ("i", "unsent"), 0) in server.samples("i")
 
 
-def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slot() -> None:
-    async def test() -> None:
-        app = Watched(flood)
-        async with serving(app, busy_write_stall_timeout_s=0.1) as server, connected(server) as client:
-            server.consult(lambda: MIB, lambda path: path == "/")
-            await client.send(request())
-            client.writer.transport.pause_reading()
-            await poll_for(lambda: app.ended == ["CancelledError"])
-            assert hits(server) == {BUSY_WRITE_STALL: 1, UNSENT: 1}
-
-    run(test)
+async def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slot() -> None:
+    app = Watched(flood)
+    async with serving(app, busy_write_stall_timeout_s=0.1) as server, connected(server) as client:
+        server.consult(lambda: MIB, lambda path: path == "/")
+        await client.send(request())
+        client.writer.transport.pause_reading()
+        await poll_for(lambda: app.ended == ["CancelledError"])
+        assert hits(server) == {BUSY_WRITE_STALL: 1, UNSENT: 1}
 
 
 # ---- what is late
@@ -299,19 +287,16 @@ def test_no_body_gives_way_to_one_that_is_too_large() -> None:
     assert not watching_all(requests, [0]).make_room(body)
 
 
-def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> None:
-    async def test() -> None:
-        options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}
-        async with serving(whole, **options) as server, connected(server) as greedy:
-            server.consult(lambda: MIB, lambda path: False)
-            await greedy.send(POST + bytes(250_000))
-            await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
-            status = 503
-            while status != 200:  # until it is known how slow the other one is
-                async with connected(server) as client:
-                    await client.send(request(method="POST", body=bytes(200_000)))
-                    status = (await client.response()).status
-                    assert status in (200, 503)
-            assert (await greedy.response()).status == 503
-
-    run(test)
+async def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> None:
+    options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}
+    async with serving(whole, **options) as server, connected(server) as greedy:
+        server.consult(lambda: MIB, lambda path: False)
+        await greedy.send(POST + bytes(250_000))
+        await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
+        status = 503
+        while status != 200:  # until it is known how slow the other one is
+            async with connected(server) as client:
+                await client.send(request(method="POST", body=bytes(200_000)))
+                status = (await client.response()).status
+                assert status in (200, 503)
+        assert (await greedy.response()).status == 503

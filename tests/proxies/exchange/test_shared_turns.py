@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http_harness import run
 
 from daskserve.proxies.exchange.limits.limits import Limits
 from daskserve.proxies.exchange.limits.turns import (
@@ -132,16 +131,13 @@ def test_work_that_fails_does_not_stop_the_rest(turns: LoopTurns, loop: ManualLo
     assert client.left == 0
 
 
-def test_a_turn_that_nobody_waits_for_any_more_is_skipped() -> None:
-    async def test() -> None:
-        all_turns = AllLoopTurns(lambda: None)
-        turns = all_turns.here()
-        assert turns is all_turns.here()
-        given_up, kept = turns.turn(1), turns.turn(1)
-        given_up.cancel()
-        await kept
-
-    run(test)
+async def test_a_turn_that_nobody_waits_for_any_more_is_skipped() -> None:
+    all_turns = AllLoopTurns(lambda: None)
+    turns = all_turns.here()
+    assert turns is all_turns.here()
+    given_up, kept = turns.turn(1), turns.turn(1)
+    given_up.cancel()
+    await kept
 
 
 class StillStream:
@@ -155,50 +151,44 @@ class StillStream:
     def resume_reading(self) -> None: ...
 
 
-def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
+async def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
     """All data arrives at once, and each piece takes a hundred slices."""
 
-    async def test() -> None:
-        done = 0
+    done = 0
 
-        def parse(data: bytes) -> Iterator[int]:
-            nonlocal done
-            for _ in range(100):
-                done += 1
-                yield SLICE_BYTES
-
-        turns = AllLoopTurns(lambda: None).here()
-        for _ in range(40):
-            stream: Any = StillStream()
-            WebSocketReader(WebSocketInbox(Limits()), parse).start(stream, turns)
-            stream.receive(b"x")
-        most = done
-        while done < 40 * 100:
-            before = done
-            await asyncio.sleep(0)
-            most = max(most, done - before)
-        assert most <= 2 * TURN_BYTES // SLICE_BYTES
-
-    run(test)
-
-
-def test_a_full_inbox_stops_work_in_the_middle_until_there_is_room() -> None:
-    async def test() -> None:
-        inbox = WebSocketInbox(Limits())
-
-        def parse(data: bytes) -> Iterator[int]:
-            for _ in range(100):
-                inbox.put({"type": "websocket.receive"}, MAX_INBOX_BYTES // 2)
-                yield 1
-
-        stream: Any = StillStream()
-        reader = WebSocketReader(inbox, parse)
-        reader.start(stream, AllLoopTurns(lambda: None).here())
-        stream.receive(b"x")
+    def parse(data: bytes) -> Iterator[int]:
+        nonlocal done
         for _ in range(100):
-            assert inbox.is_full is (_ < 98)
-            await inbox.take()
-            await asyncio.sleep(0)
-        reader.stop()
+            done += 1
+            yield SLICE_BYTES
 
-    run(test)
+    turns = AllLoopTurns(lambda: None).here()
+    for _ in range(40):
+        stream: Any = StillStream()
+        WebSocketReader(WebSocketInbox(Limits()), parse).start(stream, turns)
+        stream.receive(b"x")
+    most = done
+    while done < 40 * 100:
+        before = done
+        await asyncio.sleep(0)
+        most = max(most, done - before)
+    assert most <= 2 * TURN_BYTES // SLICE_BYTES
+
+
+async def test_a_full_inbox_stops_work_in_the_middle_until_there_is_room() -> None:
+    inbox = WebSocketInbox(Limits())
+
+    def parse(data: bytes) -> Iterator[int]:
+        for _ in range(100):
+            inbox.put({"type": "websocket.receive"}, MAX_INBOX_BYTES // 2)
+            yield 1
+
+    stream: Any = StillStream()
+    reader = WebSocketReader(inbox, parse)
+    reader.start(stream, AllLoopTurns(lambda: None).here())
+    stream.receive(b"x")
+    for _ in range(100):
+        assert inbox.is_full is (_ < 98)
+        await inbox.take()
+        await asyncio.sleep(0)
+    reader.stop()

@@ -122,62 +122,53 @@ def disconnect(code: int, reason: str = "") -> Message:
     return {"type": "websocket.disconnect", "code": code, "reason": reason}
 
 
-def test_texts_and_bytes_are_carried_both_ways_until_the_client_closes() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            assert isinstance(await client.open("/a%20b?x=1"), AcceptConnection)
-            assert await client.text("grüß dich") == "grüß dich"
-            await client.send(DataMessage(data=b"\x00\xff"))
-            assert await client.message() == b"\x00\xff"
-            assert await client.text("") == ""
-            await client.send(CloseConnection(code=4000, reason="enough"))
-            assert isinstance(await client.event(), CloseConnection)
-            assert await client.event() is None
-            await poll_for(lambda: app.ended)
-        assert app.ended == [disconnect(4000, "enough")]
-        expected = {"type": "websocket", "scheme": "ws", "path": "/a b", "raw_path": b"/a%20b"}
-        assert {key: app.scope[key] for key in expected} == expected
-        assert (app.scope["query_string"], app.scope["subprotocols"]) == (b"x=1", [])
-        assert "method" not in app.scope
-        assert (b"host", b"test") in app.scope["headers"]
-
-    run(test)
+async def test_texts_and_bytes_are_carried_both_ways_until_the_client_closes() -> None:
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        assert isinstance(await client.open("/a%20b?x=1"), AcceptConnection)
+        assert await client.text("grüß dich") == "grüß dich"
+        await client.send(DataMessage(data=b"\x00\xff"))
+        assert await client.message() == b"\x00\xff"
+        assert await client.text("") == ""
+        await client.send(CloseConnection(code=4000, reason="enough"))
+        assert isinstance(await client.event(), CloseConnection)
+        assert await client.event() is None
+        await poll_for(lambda: app.ended)
+    assert app.ended == [disconnect(4000, "enough")]
+    expected = {"type": "websocket", "scheme": "ws", "path": "/a b", "raw_path": b"/a%20b"}
+    assert {key: app.scope[key] for key in expected} == expected
+    assert (app.scope["query_string"], app.scope["subprotocols"]) == (b"x=1", [])
+    assert "method" not in app.scope
+    assert (b"host", b"test") in app.scope["headers"]
 
 
-def test_a_subprotocol_and_headers_are_agreed_upon() -> None:
+async def test_a_subprotocol_and_headers_are_agreed_upon() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         assert scope["subprotocols"] == ["v2", "v1"]
         await send({"type": "websocket.accept", "subprotocol": "v1", "headers": [(b"x-who", b"me")]})
         await receive()
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            answer = await client.open(subprotocols=["v2", "v1"])
-            assert answer.subprotocol == "v1"
-            assert (b"x-who", b"me") in answer.extra_headers
-            await client.send(CloseConnection(code=1000))
-            assert isinstance(await client.event(), CloseConnection)
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        answer = await client.open(subprotocols=["v2", "v1"])
+        assert answer.subprotocol == "v1"
+        assert (b"x-who", b"me") in answer.extra_headers
+        await client.send(CloseConnection(code=1000))
+        assert isinstance(await client.event(), CloseConnection)
 
 
-def test_a_message_in_fragments_arrives_whole() -> None:
-    async def test() -> None:
-        async with serving(Echo()) as server, client_of(server) as client:
-            await client.open()
-            await client.send(DataMessage(data="ab", message_finished=False))
-            await client.send(Ping())
-            await client.send(DataMessage(data="cd"))
-            assert isinstance(await client.event(), Pong)
-            assert await client.message() == "abcd"
-
-    run(test)
+async def test_a_message_in_fragments_arrives_whole() -> None:
+    async with serving(Echo()) as server, client_of(server) as client:
+        await client.open()
+        await client.send(DataMessage(data="ab", message_finished=False))
+        await client.send(Ping())
+        await client.send(DataMessage(data="cd"))
+        assert isinstance(await client.event(), Pong)
+        assert await client.message() == "abcd"
 
 
 @each_case("before", [b"", b"GET /x HTTP/1.1\r\nHost: test\r\n\r\n"])
-def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
+async def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -> None:
     echo = Echo()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,26 +178,23 @@ def test_a_client_need_not_wait_for_the_answer_to_its_handshake(before: bytes) -
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"first"})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            both = WSConnection(ConnectionType.CLIENT)
-            handshake = both.send(Request(host="test", target="/"))
-            # The client's own half of the protocol takes no message before the answer.
-            frame = b"\x82\x83\x00\x00\x00\x00abc"
-            await client.send(before + handshake + frame * 10_000)
-            if before:
-                assert (await client.response()).body == b"first"
-            opened = SocketClient(client.reader, client.writer)
-            opened._protocol = both
-            assert isinstance(await opened.event(), AcceptConnection)
-            for _ in range(10_000):
-                assert await opened.message() == b"abc"
-            client.writer.transport.abort()
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        both = WSConnection(ConnectionType.CLIENT)
+        handshake = both.send(Request(host="test", target="/"))
+        # The client's own half of the protocol takes no message before the answer.
+        frame = b"\x82\x83\x00\x00\x00\x00abc"
+        await client.send(before + handshake + frame * 10_000)
+        if before:
+            assert (await client.response()).body == b"first"
+        opened = SocketClient(client.reader, client.writer)
+        opened._protocol = both
+        assert isinstance(await opened.event(), AcceptConnection)
+        for _ in range(10_000):
+            assert await opened.message() == b"abc"
+        client.writer.transport.abort()
 
 
-def test_the_application_closes_with_its_code() -> None:
+async def test_the_application_closes_with_its_code() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept"})
@@ -215,15 +203,12 @@ def test_the_application_closes_with_its_code() -> None:
             await send({"type": "websocket.send", "text": "more"})
         assert await receive() == disconnect(4321, "go")
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            assert await client.closed() == (4321, "go")
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        assert await client.closed() == (4321, "go")
 
 
-def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_1011(
+async def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_1011(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,17 +217,14 @@ def test_an_application_that_returns_closes_with_1000_and_one_that_fails_with_10
         if scope["path"] == "/fail":
             raise RuntimeError("broken")
 
-    async def test() -> None:
-        async with serving(app) as server:
-            async with client_of(server) as client:
-                await client.open("/return")
-                assert (await client.closed())[0] == 1000
-            assert caplog.records == []
-            async with client_of(server) as client:
-                await client.open("/fail")
-                assert await client.closed() == (1011, "internal error")
-
-    run(test)
+    async with serving(app) as server:
+        async with client_of(server) as client:
+            await client.open("/return")
+            assert (await client.closed())[0] == 1000
+        assert caplog.records == []
+        async with client_of(server) as client:
+            await client.open("/fail")
+            assert await client.closed() == (1011, "internal error")
     assert "broken" in caplog.text
 
 
@@ -284,84 +266,72 @@ def test_a_handshake_that_is_refused_is_answered_by_http(
         run(test)
 
 
-def test_a_lost_connection_is_a_disconnect() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            client.vanish()
-            await poll_for(lambda: app.ended)
-        assert app.ended == [disconnect(1006)]
-
-    run(test)
+async def test_a_lost_connection_is_a_disconnect() -> None:
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        client.vanish()
+        await poll_for(lambda: app.ended)
+    assert app.ended == [disconnect(1006)]
 
 
-def test_an_application_that_sends_receives_the_disconnect_at_once() -> None:
-    async def test() -> None:
-        ended: list[BaseException] = []
+async def test_an_application_that_sends_receives_the_disconnect_at_once() -> None:
+    ended: list[BaseException] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            try:
-                while True:
-                    await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
-            except BaseException as error:
-                ended.append(error)
-                raise
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        try:
+            while True:
+                await send({"type": "websocket.send", "bytes": bytes(1 << 20)})
+        except BaseException as error:
+            ended.append(error)
+            raise
 
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            (session,) = server.state.sockets
-            await poll_for(session.connection.stream.writing)
-            client.vanish()
-            await poll_for(lambda: ended)
-        assert isinstance(ended[0], OSError)
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        (session,) = server.state.sockets
+        await poll_for(session.connection.stream.writing)
+        client.vanish()
+        await poll_for(lambda: ended)
+    assert isinstance(ended[0], OSError)
 
 
-def test_a_refusal_that_is_read_late_arrives_whole() -> None:
+async def test_a_refusal_that_is_read_late_arrives_whole() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         headers = [(b"content-length", b"8000000")]
         await send({"type": "websocket.http.response.start", "status": 404, "headers": headers})
         await send({"type": "websocket.http.response.body", "body": bytes(8_000_000)})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            handshake = WSConnection(ConnectionType.CLIENT).send(Request(host="test", target="/"))
-            await client.send(handshake)
-            assert (await client.head())[0] == 404
-            await asyncio.sleep(0.05)
-            assert await client.rest() == bytes(8_000_000)
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        handshake = WSConnection(ConnectionType.CLIENT).send(Request(host="test", target="/"))
+        await client.send(handshake)
+        assert (await client.head())[0] == 404
+        await asyncio.sleep(0.05)
+        assert await client.rest() == bytes(8_000_000)
 
 
-def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
-    async def test() -> None:
-        ended: list[BaseException] = []
+async def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
+    ended: list[BaseException] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            try:
-                await asyncio.Event().wait()
-            except BaseException as error:
-                ended.append(error)
-                raise
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        try:
+            await asyncio.Event().wait()
+        except BaseException as error:
+            ended.append(error)
+            raise
 
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            client.vanish()
-            await poll_for(lambda: "gone" in repr(list(server.state.sockets)))
-            advance(6)
-            await poll_for(lambda: ended)
-            assert hits(server) == {"websocket_end": 1}
-        assert isinstance(ended[0], asyncio.CancelledError)
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        client.vanish()
+        await poll_for(lambda: "gone" in repr(list(server.state.sockets)))
+        advance(6)
+        await poll_for(lambda: ended)
+        assert hits(server) == {"websocket_end": 1}
+    assert isinstance(ended[0], asyncio.CancelledError)
 
 
 @each_case(
@@ -372,135 +342,114 @@ def test_an_application_that_ignores_the_disconnect_is_cancelled() -> None:
         (b"\x81\x02hi", 1002),  # not masked
     ],
 )
-def test_a_client_that_breaks_the_protocol_is_closed_with_a_code(data: bytes, code: int) -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            await client.send_raw(data)
-            event = await client.event()
-            assert isinstance(event, CloseConnection)
-            assert event.code == code
-            await poll_for(lambda: app.ended)
-            assert app.ended[0]["code"] == code
-
-    run(test)
+async def test_a_client_that_breaks_the_protocol_is_closed_with_a_code(data: bytes, code: int) -> None:
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        await client.send_raw(data)
+        event = await client.event()
+        assert isinstance(event, CloseConnection)
+        assert event.code == code
+        await poll_for(lambda: app.ended)
+        assert app.ended[0]["code"] == code
 
 
-def test_a_message_that_is_too_large_is_refused() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app, max_websocket_message_bytes=1000) as server, client_of(server) as client:
-            await client.open()
-            assert await client.text("x" * 1000) == "x" * 1000
-            await client.send(DataMessage(data="x" * 600, message_finished=False))
-            await client.send(DataMessage(data="x" * 600))
-            assert (await client.closed())[0] == 1009
-            await poll_for(lambda: app.ended)
-            assert hits(server) == {"max_websocket_message_bytes": 1}
-        assert app.ended[0]["code"] == 1009
-
-    run(test)
+async def test_a_message_that_is_too_large_is_refused() -> None:
+    app = Echo()
+    async with serving(app, max_websocket_message_bytes=1000) as server, client_of(server) as client:
+        await client.open()
+        assert await client.text("x" * 1000) == "x" * 1000
+        await client.send(DataMessage(data="x" * 600, message_finished=False))
+        await client.send(DataMessage(data="x" * 600))
+        assert (await client.closed())[0] == 1009
+        await poll_for(lambda: app.ended)
+        assert hits(server) == {"max_websocket_message_bytes": 1}
+    assert app.ended[0]["code"] == 1009
 
 
-def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> None:
-    async def test() -> None:
-        may_read = asyncio.Event()
-        seen: list[int] = []
+async def test_a_client_that_sends_faster_than_the_application_reads_has_to_wait() -> None:
+    may_read = asyncio.Event()
+    seen: list[int] = []
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            await may_read.wait()
-            while (message := await receive())["type"] == "websocket.receive":
-                seen.append(len(message["bytes"]))
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await may_read.wait()
+        while (message := await receive())["type"] == "websocket.receive":
+            seen.append(len(message["bytes"]))
 
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            frame = client._protocol.send(DataMessage(data=bytes(100_000)))
-            for _ in range(400):
-                client._writer.write(frame)
-            session = next(iter(server.state.sockets))
-            await poll_for(lambda: session.connection.inbox.is_full)
-            for _ in range(200):
-                await asyncio.sleep(0)
-            assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
-            assert len(getattr(session.connection.stream, "_unread", b"")) < MAX_INBOX_BYTES
-            may_read.set()
-            await poll_for(lambda: len(seen) == 400)
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        frame = client._protocol.send(DataMessage(data=bytes(100_000)))
+        for _ in range(400):
+            client._writer.write(frame)
+        session = next(iter(server.state.sockets))
+        await poll_for(lambda: session.connection.inbox.is_full)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
+        assert len(getattr(session.connection.stream, "_unread", b"")) < MAX_INBOX_BYTES
+        may_read.set()
+        await poll_for(lambda: len(seen) == 400)
 
 
-def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_client_is_pinged_and_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daskserve.proxies.exchange.websocket.connection.PING_S", ping_s := 1.0)
 
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            for _ in range(2):
-                advance(ping_s)
-                ping = await client.event()
-                assert isinstance(ping, Ping)
-                await client.send(ping.response())
-                assert await client.text("still here") == "still here"
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        for _ in range(2):
             advance(ping_s)
-            assert isinstance(await client.event(), Ping)
-            advance(ping_s)
-            assert (await client.closed())[0] == 1011
-            await poll_for(lambda: app.ended)
-            assert hits(server) == {"websocket_silence": 1}
-
-    run(test)
-
-
-def test_a_client_that_sends_pings_and_does_not_read_gets_no_more_pongs() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            with contextlib.suppress(OSError):
-                await send({"type": "websocket.send", "bytes": bytes(8_000_000)})
-
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            (session,) = server.state.sockets
-            await poll_for(session.connection.stream.writing)
-            for _ in range(MAX_PONGS + 10):
-                await client.send(Ping())
-            await poll_for(lambda: session.connection._pongs == MAX_PONGS + 10)
-            assert hits(server) == {"websocket_pongs": 1}
-
-    run(test)
+            ping = await client.event()
+            assert isinstance(ping, Ping)
+            await client.send(ping.response())
+            assert await client.text("still here") == "still here"
+        advance(ping_s)
+        assert isinstance(await client.event(), Ping)
+        advance(ping_s)
+        assert (await client.closed())[0] == 1011
+        await poll_for(lambda: app.ended)
+        assert hits(server) == {"websocket_silence": 1}
 
 
-def test_a_draining_server_closes_with_going_away() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            draining = asyncio.create_task(server.drain(5))
-            assert await client.closed() == (1001, "going away")
-            await draining
-            assert app.ended == [disconnect(1001, "going away")]
+async def test_a_client_that_sends_pings_and_does_not_read_gets_no_more_pongs() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        with contextlib.suppress(OSError):
+            await send({"type": "websocket.send", "bytes": bytes(8_000_000)})
 
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        (session,) = server.state.sockets
+        await poll_for(session.connection.stream.writing)
+        for _ in range(MAX_PONGS + 10):
+            await client.send(Ping())
+        await poll_for(lambda: session.connection._pongs == MAX_PONGS + 10)
+        assert hits(server) == {"websocket_pongs": 1}
 
 
-def test_a_server_that_stops_ends_sessions_at_once() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            await server.stop()
-            goodbye = await client.event()
-            assert isinstance(goodbye, CloseConnection)
-            assert goodbye.code == 1001
-            assert await client.event() is None
-            assert len(app.ended) == 1
+async def test_a_draining_server_closes_with_going_away() -> None:
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        draining = asyncio.create_task(server.drain(5))
+        assert await client.closed() == (1001, "going away")
+        await draining
+        assert app.ended == [disconnect(1001, "going away")]
 
-    run(test)
+
+async def test_a_server_that_stops_ends_sessions_at_once() -> None:
+    app = Echo()
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        await server.stop()
+        goodbye = await client.event()
+        assert isinstance(goodbye, CloseConnection)
+        assert goodbye.code == 1001
+        assert await client.event() is None
+        assert len(app.ended) == 1
 
 
 @each_case(
@@ -511,148 +460,124 @@ def test_a_server_that_stops_ends_sessions_at_once() -> None:
         ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 8", 426),
     ],
 )
-def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
-    async def test() -> None:
-        async with serving(Echo()) as server, connected(server) as client:
-            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-            found, told = await client.head()
-            assert found == status
-            assert (
-                status == 400
-                or {name.lower(): each for name, each in told.items()}["sec-websocket-version"] == "13"
-            )
-
-    run(test)
+async def test_an_invalid_handshake_is_refused(headers: str, status: int) -> None:
+    async with serving(Echo()) as server, connected(server) as client:
+        await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+        found, told = await client.head()
+        assert found == status
+        assert (
+            status == 400
+            or {name.lower(): each for name, each in told.items()}["sec-websocket-version"] == "13"
+        )
 
 
 @each_case("headers", ["Upgrade: h2c\r\nConnection: Upgrade", "Connection: Upgrade"])
-def test_other_upgrades_are_ignored(headers: str) -> None:
+async def test_other_upgrades_are_ignored(headers: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"plain"})
 
-    async def test() -> None:
-        async with serving(app) as server, connected(server) as client:
-            await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
-            assert (await client.head())[0] == 200
-
-    run(test)
+    async with serving(app) as server, connected(server) as client:
+        await client.send(f"GET / HTTP/1.1\r\nHost: test\r\n{headers}\r\n\r\n".encode())
+        assert (await client.head())[0] == 200
 
 
-def test_a_flood_of_empty_messages_is_bounded() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            await asyncio.Event().wait()
+async def test_a_flood_of_empty_messages_is_bounded() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await asyncio.Event().wait()
 
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
-            session = next(iter(server.state.sockets))
-            await poll_for(lambda: session.connection.inbox.is_full)
-            assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        client._writer.write(client._protocol.send(DataMessage(data=b"")) * 100_000)
+        session = next(iter(server.state.sockets))
+        await poll_for(lambda: session.connection.inbox.is_full)
+        assert session.connection.inbox._held_bytes < 2 * MAX_INBOX_BYTES
 
 
-def test_received_messages_do_not_block_other_tasks() -> None:
+async def test_received_messages_do_not_block_other_tasks() -> None:
     """A client that sends on and on must not have the loop to itself, however much comes at once."""
 
-    async def test() -> None:
-        async with serving(Echo()) as server, client_of(server) as client:
-            await client.open()
-            (session,) = server.state.sockets
-            frame = client._protocol.send(DataMessage(data=b"x" * 20))
-            stream = session.connection.stream
-            stream.data_received(frame * 5000)
-            parsed = [len(session.connection.inbox._messages)]
-            while len(parsed) < 5:
-                await asyncio.sleep(0)
-                parsed.append(len(session.connection.inbox._messages))
-            assert 0 < parsed[0] < 1000
-            echoed = [await client.message() for _ in range(5000)]
-            assert echoed == [b"x" * 20] * 5000
-
-    run(test)
+    async with serving(Echo()) as server, client_of(server) as client:
+        await client.open()
+        (session,) = server.state.sockets
+        frame = client._protocol.send(DataMessage(data=b"x" * 20))
+        stream = session.connection.stream
+        stream.data_received(frame * 5000)
+        parsed = [len(session.connection.inbox._messages)]
+        while len(parsed) < 5:
+            await asyncio.sleep(0)
+            parsed.append(len(session.connection.inbox._messages))
+        assert 0 < parsed[0] < 1000
+        echoed = [await client.message() for _ in range(5000)]
+        assert echoed == [b"x" * 20] * 5000
 
 
-def test_an_invalid_answer_is_an_error_of_the_application(
+async def test_an_invalid_answer_is_an_error_of_the_application(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept", "subprotocol": "not offered"})
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            answer = await client.open()
-            assert isinstance(answer, RejectConnection)
-            assert answer.status_code == 500
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        answer = await client.open()
+        assert isinstance(answer, RejectConnection)
+        assert answer.status_code == 500
     assert "not offered" in caplog.text
 
 
-def test_an_invalid_close_code_is_an_error_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_close_code_is_an_error_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "websocket.accept"})
         await send({"type": "websocket.close", "code": 70_000})
 
-    async def test() -> None:
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            assert await client.closed() == (1011, "internal error")
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        assert await client.closed() == (1011, "internal error")
     assert "WebSocket / failed" in caplog.text
 
 
-def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
-    async def test() -> None:
-        may_accept = asyncio.Event()
+async def test_a_handshake_during_draining_is_answered_and_then_closed() -> None:
+    may_accept = asyncio.Event()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await may_accept.wait()
-            await send({"type": "websocket.accept"})
-            assert await receive() == disconnect(1001, "going away")
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await may_accept.wait()
+        await send({"type": "websocket.accept"})
+        assert await receive() == disconnect(1001, "going away")
 
-        async with serving(app) as server, client_of(server) as client:
-            opening = asyncio.create_task(client.open())
-            await poll_for(lambda: server.state.sockets)
-            draining = asyncio.create_task(server.drain(5))
-            await asyncio.sleep(0)
-            may_accept.set()
-            assert isinstance(await opening, AcceptConnection)
-            assert await client.closed() == (1001, "going away")
-            await draining
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        opening = asyncio.create_task(client.open())
+        await poll_for(lambda: server.state.sockets)
+        draining = asyncio.create_task(server.drain(5))
+        await asyncio.sleep(0)
+        may_accept.set()
+        assert isinstance(await opening, AcceptConnection)
+        assert await client.closed() == (1001, "going away")
+        await draining
 
 
-def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> None:
-    async def test() -> None:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await receive()
-            await send({"type": "websocket.accept"})
-            with contextlib.suppress(OSError):
-                while True:
-                    await send({"type": "websocket.send", "bytes": bytes(1_000_000)})
+async def test_the_session_ends_without_a_client_that_closes_and_does_not_read() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        with contextlib.suppress(OSError):
+            while True:
+                await send({"type": "websocket.send", "bytes": bytes(1_000_000)})
 
-        async with serving(app) as server, client_of(server) as client:
-            await client.open()
-            (session,) = server.state.sockets
-            await poll_for(session.connection.stream.writing)
-            client._writer.write(client._protocol.send(CloseConnection(code=1000)))
-            await poll_for(lambda: session.connection.inbox.disconnect is not None)
-            advance(5.5)  # the application is cancelled
-            await poll_for(lambda: session._task is None)
-            advance(2.5)  # and the connection is closed
-            await poll_for(lambda: not server.state.sockets)
-            assert session.connection.stream.closed()
-            assert hits(server) == {"websocket_end": 1, "websocket_close": 1}
-
-    run(test)
+    async with serving(app) as server, client_of(server) as client:
+        await client.open()
+        (session,) = server.state.sockets
+        await poll_for(session.connection.stream.writing)
+        client._writer.write(client._protocol.send(CloseConnection(code=1000)))
+        await poll_for(lambda: session.connection.inbox.disconnect is not None)
+        advance(5.5)  # the application is cancelled
+        await poll_for(lambda: session._task is None)
+        advance(2.5)  # and the connection is closed
+        await poll_for(lambda: not server.state.sockets)
+        assert session.connection.stream.closed()
+        assert hits(server) == {"websocket_end": 1, "websocket_close": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from http_harness import poll_for, run, serving
+from http_harness import poll_for, serving
 from test_websocket import Echo, client_of
 from wsproto.events import CloseConnection
 from wsproto.events import Message as DataMessage
@@ -19,55 +19,46 @@ def received_bytes(server: HTTPServer) -> float:
     return next(value for name, labels, value in server.samples("i") if labels[1:] == ("received",))
 
 
-def test_a_message_beyond_the_budget_of_all_closes_with_1013() -> None:
-    async def test() -> None:
-        app = Echo()
-        async with (
-            serving(app, max_buffered_bytes=1000) as server,
-            client_of(server) as greedy,
-            client_of(server) as client,
-        ):
-            await greedy.open()
-            await client.open()
-            await greedy.send(DataMessage(data="x" * 900, message_finished=False))
-            await poll_for(lambda: received_bytes(server) == 900)
-            await client.send(DataMessage(data="x" * 200))
-            assert (await client.closed())[0] == 1013
-            await poll_for(lambda: received_bytes(server) == 900)
-            await greedy.send(CloseConnection(1000))
-            await poll_for(lambda: received_bytes(server) == 0)
-            samples = server.samples("i")
-            assert ("http_limited_requests", ("i", "max_buffered_bytes"), 1) in samples
-
-    run(test)
+async def test_a_message_beyond_the_budget_of_all_closes_with_1013() -> None:
+    app = Echo()
+    async with (
+        serving(app, max_buffered_bytes=1000) as server,
+        client_of(server) as greedy,
+        client_of(server) as client,
+    ):
+        await greedy.open()
+        await client.open()
+        await greedy.send(DataMessage(data="x" * 900, message_finished=False))
+        await poll_for(lambda: received_bytes(server) == 900)
+        await client.send(DataMessage(data="x" * 200))
+        assert (await client.closed())[0] == 1013
+        await poll_for(lambda: received_bytes(server) == 900)
+        await greedy.send(CloseConnection(1000))
+        await poll_for(lambda: received_bytes(server) == 0)
+        samples = server.samples("i")
+        assert ("http_limited_requests", ("i", "max_buffered_bytes"), 1) in samples
 
 
-def test_messages_that_were_taken_count_no_more() -> None:
-    async def test() -> None:
-        async with serving(Echo(), max_buffered_bytes=1000) as server, client_of(server) as client:
-            await client.open()
-            for _ in range(5):
-                assert await client.text("x" * 900) == "x" * 900
-            assert received_bytes(server) == 0
-
-    run(test)
+async def test_messages_that_were_taken_count_no_more() -> None:
+    async with serving(Echo(), max_buffered_bytes=1000) as server, client_of(server) as client:
+        await client.open()
+        for _ in range(5):
+            assert await client.text("x" * 900) == "x" * 900
+        assert received_bytes(server) == 0
 
 
-def test_an_application_may_give_up_waiting_for_a_message_any_number_of_times() -> None:
-    async def test() -> None:
-        inbox = WebSocketInbox(Limits())
-        for _ in range(10):
-            waiting = asyncio.ensure_future(inbox.take())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-        assert not inbox._takers
+async def test_an_application_may_give_up_waiting_for_a_message_any_number_of_times() -> None:
+    inbox = WebSocketInbox(Limits())
+    for _ in range(10):
         waiting = asyncio.ensure_future(inbox.take())
         await asyncio.sleep(0)
-        inbox.put({"type": "websocket.receive"}, 1)
-        assert await waiting == {"type": "websocket.receive"}
-
-    run(test)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert not inbox._takers
+    waiting = asyncio.ensure_future(inbox.take())
+    await asyncio.sleep(0)
+    inbox.put({"type": "websocket.receive"}, 1)
+    assert await waiting == {"type": "websocket.receive"}
 
 
 def test_what_an_application_leaves_unread_is_free_when_it_ends() -> None:

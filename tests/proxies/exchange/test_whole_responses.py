@@ -7,7 +7,6 @@ import http
 import itertools
 from typing import Any, cast
 
-from http_harness import run
 from memory_transport import MemoryTransport, connect, serving_in_memory
 from tables import each_case
 
@@ -74,44 +73,41 @@ async def outcome(server: HTTPServer, app: Application, data: bytes, *messages: 
 
 
 @each_case("status", [200, 204, 304, 500, 299])
-def test_whole_responses_and_two_messages_give_the_same_bytes_and_states(status: int) -> None:
-    async def test() -> None:
-        app = Application()
-        count = 0
-        async with serving_in_memory(app) as server:
-            for method, version, is_draining, line, size, extra in itertools.product(
-                ("GET", "HEAD"),
-                ("HTTP/1.1", "HTTP/1.0"),
-                (False, True),
-                ("", "Connection: keep-alive", "Connection: close", "Transfer-Encoding: chunked"),
-                (0, 2, JOIN_BYTES, JOIN_BYTES + 1),
-                (
-                    (),
-                    ((b"connection", b"close"),),
-                    ((b"x-request-id", b"own"),),
-                    ((b"content-length", b"2"),),
-                ),
-            ):
-                if version == "HTTP/1.0" and "chunked" in line:
-                    continue
-                server.state.is_draining = is_draining
-                message = whole(b"x" * size, status=status, headers=TEXT + extra)
-                data = request(method, version, *filter(None, [line]))
-                case = (data, is_draining, message)
-                found = await outcome(server, app, data, message)
-                assert found == await outcome(server, app, data, *split_whole(message, REQUEST_ID)), case
-                _, lines, body, _, raised, *_ = found
-                names = [each.partition(b":")[0] for each in lines]
-                for name in (b"content-length", b"x-request-id", b"connection"):
-                    assert names.count(name) <= 1, case
-                if raised is type(None):  # it could be sent
-                    assert b"x-request-id" in names, case
-                    assert b"content-length" in names or status in (204, 304), case
-                    assert body == (b"" if method == "HEAD" or status in (204, 304) else b"x" * size), case
-                count += 1
-        assert count == 2 * 2 * (4 + 3) * 4 * 4
-
-    run(test)
+async def test_whole_responses_and_two_messages_give_the_same_bytes_and_states(status: int) -> None:
+    app = Application()
+    count = 0
+    async with serving_in_memory(app) as server:
+        for method, version, is_draining, line, size, extra in itertools.product(
+            ("GET", "HEAD"),
+            ("HTTP/1.1", "HTTP/1.0"),
+            (False, True),
+            ("", "Connection: keep-alive", "Connection: close", "Transfer-Encoding: chunked"),
+            (0, 2, JOIN_BYTES, JOIN_BYTES + 1),
+            (
+                (),
+                ((b"connection", b"close"),),
+                ((b"x-request-id", b"own"),),
+                ((b"content-length", b"2"),),
+            ),
+        ):
+            if version == "HTTP/1.0" and "chunked" in line:
+                continue
+            server.state.is_draining = is_draining
+            message = whole(b"x" * size, status=status, headers=TEXT + extra)
+            data = request(method, version, *filter(None, [line]))
+            case = (data, is_draining, message)
+            found = await outcome(server, app, data, message)
+            assert found == await outcome(server, app, data, *split_whole(message, REQUEST_ID)), case
+            _, lines, body, _, raised, *_ = found
+            names = [each.partition(b":")[0] for each in lines]
+            for name in (b"content-length", b"x-request-id", b"connection"):
+                assert names.count(name) <= 1, case
+            if raised is type(None):  # it could be sent
+                assert b"x-request-id" in names, case
+                assert b"content-length" in names or status in (204, 304), case
+                assert body == (b"" if method == "HEAD" or status in (204, 304) else b"x" * size), case
+            count += 1
+    assert count == 2 * 2 * (4 + 3) * 4 * 4
 
 
 HEADS: list[dict[str, Any]] = [
@@ -147,24 +143,19 @@ HEADS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_head_has_the_same_bytes_whether_it_can_be_cached_or_not() -> None:
-    async def test() -> None:
-        app = Application()
-        async with serving_in_memory(app) as server:
-            for fields in HEADS:
-                message = whole(**fields)
-                found = [
-                    await outcome(server, app, request(), *messages)
-                    for messages in ((message,), (message,), split_whole(message, REQUEST_ID))
-                ]
-                assert found == found[:1] * 3, fields
-                is_valid = found[0][4] is type(None)
-                assert found[0][0].startswith(
-                    b"HTTP/1.1 %d " % (fields.get("status", 200) if is_valid else 500)
-                )
-                assert is_valid or found[0][2:5] == (b"Internal Server Error", False, ValueError), fields
-
-    run(test)
+async def test_a_head_has_the_same_bytes_whether_it_can_be_cached_or_not() -> None:
+    app = Application()
+    async with serving_in_memory(app) as server:
+        for fields in HEADS:
+            message = whole(**fields)
+            found = [
+                await outcome(server, app, request(), *messages)
+                for messages in ((message,), (message,), split_whole(message, REQUEST_ID))
+            ]
+            assert found == found[:1] * 3, fields
+            is_valid = found[0][4] is type(None)
+            assert found[0][0].startswith(b"HTTP/1.1 %d " % (fields.get("status", 200) if is_valid else 500))
+            assert is_valid or found[0][2:5] == (b"Internal Server Error", False, ValueError), fields
 
 
 @each_case(
@@ -197,53 +188,44 @@ def test_a_whole_response_is_split_into_two_messages(
     assert split_whole(message)[0]["headers"] == before + [each for each in added if each[1] != REQUEST_ID]
 
 
-def test_messages_after_a_whole_response_or_within_another_are_errors() -> None:
-    async def test() -> None:
-        app = Application()
-        async with serving_in_memory(app) as server:
-            for second in (whole(b"again"), *split_whole(whole(b"again"))):
-                found = await outcome(server, app, request(), whole(b"first"), second)
-                assert found[2:5] == (b"first", False, RuntimeError), second
-            found = await outcome(server, app, request(), split_whole(whole())[0], whole())
-            assert found[0] == b"HTTP/1.1 500 Internal Server Error"
-            assert found[4] is RuntimeError
-
-    run(test)
+async def test_messages_after_a_whole_response_or_within_another_are_errors() -> None:
+    app = Application()
+    async with serving_in_memory(app) as server:
+        for second in (whole(b"again"), *split_whole(whole(b"again"))):
+            found = await outcome(server, app, request(), whole(b"first"), second)
+            assert found[2:5] == (b"first", False, RuntimeError), second
+        found = await outcome(server, app, request(), split_whole(whole())[0], whole())
+        assert found[0] == b"HTTP/1.1 500 Internal Server Error"
+        assert found[4] is RuntimeError
 
 
-def test_a_whole_response_ends_when_the_client_has_read_it() -> None:
-    async def test() -> None:
-        app = Application()
-        async with serving_in_memory(app) as server:
-            app.messages = (whole(b"first"),)
-            client = connect(server)
-            client.stop_reading()
-            client.send(request() * 2)
-            await settle()
-            assert client.received.count(b"first") == len(server.state.tasks) == 1
-            client.read_on()
-            await settle()
-            assert (client.received.count(b"first"), len(server.state.tasks)) == (2, 0)
-
-    run(test)
+async def test_a_whole_response_ends_when_the_client_has_read_it() -> None:
+    app = Application()
+    async with serving_in_memory(app) as server:
+        app.messages = (whole(b"first"),)
+        client = connect(server)
+        client.stop_reading()
+        client.send(request() * 2)
+        await settle()
+        assert client.received.count(b"first") == len(server.state.tasks) == 1
+        client.read_on()
+        await settle()
+        assert (client.received.count(b"first"), len(server.state.tasks)) == (2, 0)
 
 
-def test_a_disconnected_client_is_an_error_of_its_connection() -> None:
-    async def test() -> None:
-        app = Application()
-        async with serving_in_memory(app) as server:
-            app.messages = (whole(b"first"),)
-            client: MemoryTransport = connect(server)
-            client.send(request())
-            client.close()  # the application runs before the connection notices
-            await settle()
-            assert isinstance(app.raised, ConnectionResetError)
-            assert not server.state.tasks
-
-    run(test)
+async def test_a_disconnected_client_is_an_error_of_its_connection() -> None:
+    app = Application()
+    async with serving_in_memory(app) as server:
+        app.messages = (whole(b"first"),)
+        client: MemoryTransport = connect(server)
+        client.send(request())
+        client.close()  # the application runs before the connection notices
+        await settle()
+        assert isinstance(app.raised, ConnectionResetError)
+        assert not server.state.tasks
 
 
-def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None:
+async def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None:
     heads = [
         b"HTTP/1.1\r\n%b\r\n" % b"".join(b"%b\r\n" % line for line in lines)
         for lines in (
@@ -263,33 +245,30 @@ def test_the_framing_of_a_request_does_not_change_how_the_next_is_read() -> None
     ]
     heads += [each.replace(b"HTTP/1.1", b"HTTP/1.0") for each in heads]
 
-    async def test() -> None:
-        app = Application()
-        async with serving_in_memory(app) as server:
-            app.messages = (whole(b"first"),)
+    app = Application()
+    async with serving_in_memory(app) as server:
+        app.messages = (whole(b"first"),)
 
-            async def answers(*requests: bytes) -> bytes:
-                with connect(server) as client:
-                    for each in requests:
-                        client.send(each)
-                        await settle()
-                await settle()
-                return bytes(client.received)
+        async def answers(*requests: bytes) -> bytes:
+            with connect(server) as client:
+                for each in requests:
+                    client.send(each)
+                    await settle()
+            await settle()
+            return bytes(client.received)
 
-            def complete(head: bytes) -> bytes:
-                body = b"0\r\n\r\n" if b"chunked" in head else b"hi" if b"Length: 2" in head else b""
-                return b"GET / " + head + body
+        def complete(head: bytes) -> bytes:
+            body = b"0\r\n\r\n" if b"chunked" in head else b"hi" if b"Length: 2" in head else b""
+            return b"GET / " + head + body
 
-            alone = {head: await answers(complete(head)) for head in heads}
-            for before, after in itertools.product(heads, heads):
-                is_last = alone[before].count(b"connection: close") or (
-                    b"HTTP/1.0" in before and b"keep-alive" not in before
-                )
-                expected = alone[before] + (b"" if is_last else alone[after])
-                found = await answers(complete(before), complete(after))
-                assert without_dates(found) == without_dates(expected), (before, after)
-
-    run(test)
+        alone = {head: await answers(complete(head)) for head in heads}
+        for before, after in itertools.product(heads, heads):
+            is_last = alone[before].count(b"connection: close") or (
+                b"HTTP/1.0" in before and b"keep-alive" not in before
+            )
+            expected = alone[before] + (b"" if is_last else alone[after])
+            found = await answers(complete(before), complete(after))
+            assert without_dates(found) == without_dates(expected), (before, after)
 
 
 def without_dates(written: bytes) -> list[bytes]:

@@ -644,7 +644,7 @@ def test_an_error_after_the_first_byte_reaches_the_server(caplog: pytest.LogCapt
 
 
 @each_case("is_hidden", [False, True])
-def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_hidden: bool) -> None:
+async def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_hidden: bool) -> None:
     class Hiding:
         def __init__(self, app: ASGIApp) -> None:
             self._app = app
@@ -655,21 +655,18 @@ def test_a_request_whose_body_the_server_refuses_is_not_counted_as_cancelled(is_
 
             await self._app(scope, other, send)
 
-    async def test() -> None:
-        ingress = make_ingress(Routers(hang))
-        app = build_app(ingress, [Middleware(Hiding)] if is_hidden else [])
-        scope = make_scope("/a", "POST", (b"content-length", b"5"))
-        body = RequestBody(is_ended=False)
-        request = asyncio.ensure_future(app(scope, body, Answer().send))
-        await poll_for(lambda: ingress.ongoing)
-        body.is_refused = True
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        assert (ingress.ongoing, ingress.unanswered) == (0, 0)
-        assert [each for each in ingress.metrics.samples("i") if each[0] == "http_requests"] == []
-
-    run(test)
+    ingress = make_ingress(Routers(hang))
+    app = build_app(ingress, [Middleware(Hiding)] if is_hidden else [])
+    scope = make_scope("/a", "POST", (b"content-length", b"5"))
+    body = RequestBody(is_ended=False)
+    request = asyncio.ensure_future(app(scope, body, Answer().send))
+    await poll_for(lambda: ingress.ongoing)
+    body.is_refused = True
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert (ingress.ongoing, ingress.unanswered) == (0, 0)
+    assert [each for each in ingress.metrics.samples("i") if each[0] == "http_requests"] == []
 
 
 @each_case(
@@ -688,32 +685,26 @@ def test_messages_that_are_not_asgi_end_in_an_error_and_one_answer(messages: lis
     assert ask(make_ingress(Routers(answer)), "/a").status == 500
 
 
-def test_cancellation_is_passed_on_and_counted() -> None:
-    async def test() -> None:
-        ingress = make_ingress(Routers(hang))
-        answer = Answer()
-        request = asyncio.create_task(
-            ingress(make_scope("/a"), asyncio.Event().wait, answer.send)  # type: ignore[arg-type]
-        )
-        await poll_for(lambda: ingress.ongoing)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        assert answer.messages == []
-        assert (ingress.ongoing, ingress.unanswered) == (0, 1)
-
-    run(test)
+async def test_cancellation_is_passed_on_and_counted() -> None:
+    ingress = make_ingress(Routers(hang))
+    answer = Answer()
+    request = asyncio.create_task(
+        ingress(make_scope("/a"), asyncio.Event().wait, answer.send)  # type: ignore[arg-type]
+    )
+    await poll_for(lambda: ingress.ongoing)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert answer.messages == []
+    assert (ingress.ongoing, ingress.unanswered) == (0, 1)
 
 
-def test_a_disconnected_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async def send(message: Message) -> None:
-            raise ConnectionResetError("gone")
+async def test_a_disconnected_client_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def send(message: Message) -> None:
+        raise ConnectionResetError("gone")
 
-        with pytest.raises(ConnectionResetError):
-            await make_ingress(Routers())(make_scope("/a"), asyncio.Event().wait, send)  # type: ignore[arg-type]
-
-    run(test)
+    with pytest.raises(ConnectionResetError):
+        await make_ingress(Routers())(make_scope("/a"), asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert caplog.records == []
 
 
@@ -805,7 +796,7 @@ def test_an_open_websocket_that_fails_is_closed_by_the_server() -> None:
         scripted(make_ingress(Routers(fail)), make_socket_scope("/a"))
 
 
-def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
+async def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconnect() -> None:
     told: list[Message] = []
 
     async def answer(receive: Receive, send: Send) -> None:
@@ -813,17 +804,14 @@ def test_an_application_that_sends_after_a_disconnect_still_receives_the_disconn
         await send({"type": "websocket.send", "text": "are you there?"})
         told.append(await receive())
 
-    async def test() -> None:
-        async def receive() -> Message:
-            return {"type": "websocket.disconnect", "code": 1006}
+    async def receive() -> Message:
+        return {"type": "websocket.disconnect", "code": 1006}
 
-        async def send(message: Message) -> None:
-            if message["type"] == "websocket.send":
-                raise ConnectionResetError("gone")
+    async def send(message: Message) -> None:
+        if message["type"] == "websocket.send":
+            raise ConnectionResetError("gone")
 
-        await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
-
-    run(test)
+    await make_ingress(Routers(answer))(make_socket_scope("/a"), receive, send)
     assert told == [{"type": "websocket.disconnect", "code": 1006}]
 
 

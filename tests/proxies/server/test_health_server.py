@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from http_harness import connected, hello, make_server, request, run
+from http_harness import connected, hello, make_server, request
 from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
@@ -55,41 +55,35 @@ async def open_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) 
         await server.stop()
 
 
-def test_it_answers_what_the_ingress_says_of_its_health() -> None:
-    async def test() -> None:
-        for path, table, status in (
-            ("/-/healthz", ROUTES, 200),
-            ("/-/readyz", ROUTES, 200),
-            ("/-/healthz", RouteTable({}), 503),
-            ("/-/readyz", None, 503),
-        ):
-            ingress = make_ingress(table)
-            async with open_health(ingress) as server, connected(server) as client:
-                assert (await client.get(path)).status == status
-                assert (await client.get(path, method="HEAD")).status == status
-                assert (await client.get(path, method="DELETE")).status == 405
-                ingress.start_draining()
-                assert (await client.get(path)).status == 503
-
-    run(test)
+async def test_it_answers_what_the_ingress_says_of_its_health() -> None:
+    for path, table, status in (
+        ("/-/healthz", ROUTES, 200),
+        ("/-/readyz", ROUTES, 200),
+        ("/-/healthz", RouteTable({}), 503),
+        ("/-/readyz", None, 503),
+    ):
+        ingress = make_ingress(table)
+        async with open_health(ingress) as server, connected(server) as client:
+            assert (await client.get(path)).status == status
+            assert (await client.get(path, method="HEAD")).status == status
+            assert (await client.get(path, method="DELETE")).status == 405
+            ingress.start_draining()
+            assert (await client.get(path)).status == 503
 
 
 @each_case("path", ["/", "/a", "/-/routes", "/-/healthz/x"])
-def test_it_answers_nothing_else(path: str) -> None:
-    async def test() -> None:
-        async with open_health(make_ingress(ROUTES)) as server, connected(server) as client:
-            response = await client.get(path)
-            assert (response.status, response.body) == (
-                404,
-                b"This port answers /-/healthz and /-/readyz only.",
-            )
-            await client.send(request("/-/healthz", "Content-Length: 1", method="GET") + b"x")
-            assert (await client.response()).status == 413
-
-    run(test)
+async def test_it_answers_nothing_else(path: str) -> None:
+    async with open_health(make_ingress(ROUTES)) as server, connected(server) as client:
+        response = await client.get(path)
+        assert (response.status, response.body) == (
+            404,
+            b"This port answers /-/healthz and /-/readyz only.",
+        )
+        await client.send(request("/-/healthz", "Content-Length: 1", method="GET") + b"x")
+        assert (await client.response()).status == 413
 
 
-def test_it_opens_no_websockets() -> None:
+async def test_it_opens_no_websockets() -> None:
     handshake = (
         "Connection: Upgrade",
         "Upgrade: websocket",
@@ -97,11 +91,8 @@ def test_it_opens_no_websockets() -> None:
         "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
     )
 
-    async def test() -> None:
-        async with open_health(make_ingress(RouteTable({}))) as server, connected(server) as client:
-            assert (await client.get("/-/healthz", *handshake)).status == 403
-
-    run(test)
+    async with open_health(make_ingress(RouteTable({}))) as server, connected(server) as client:
+        assert (await client.get("/-/healthz", *handshake)).status == 403
 
 
 def test_there_is_none_by_default() -> None:
@@ -122,29 +113,23 @@ def test_it_listens_where_the_options_say() -> None:
         HTTPOptions(health_port=8000)
 
 
-def test_a_taken_health_port_is_an_error_that_names_the_option() -> None:
-    async def test() -> None:
-        proxy = make_server(hello)
-        await proxy.bind()
-        with pytest.raises(PortInUseError, match=r'http_options=\{"health_port": ...\}\.'):
-            await make_health(hello, port=proxy.port).bind()
-        await proxy.stop()
-
-    run(test)
+async def test_a_taken_health_port_is_an_error_that_names_the_option() -> None:
+    proxy = make_server(hello)
+    await proxy.bind()
+    with pytest.raises(PortInUseError, match=r'http_options=\{"health_port": ...\}\.'):
+        await make_health(hello, port=proxy.port).bind()
+    await proxy.stop()
 
 
-def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains() -> None:
+async def test_a_successor_answers_from_the_moment_in_which_a_proxy_drains() -> None:
     old, new = make_ingress(None), make_ingress(ROUTES)
 
-    async def test() -> None:
-        async with open_health(old) as first:
-            async with open_health(new, claims_port=False, port=first.port):
-                await first.drain(1)
-                for _ in range(20):
-                    async with connected(first) as client:
-                        assert (await client.get("/-/healthz")).status == 200
-            with pytest.raises(ConnectionRefusedError):
-                async with connected(first):
-                    pass
-
-    run(test)
+    async with open_health(old) as first:
+        async with open_health(new, claims_port=False, port=first.port):
+            await first.drain(1)
+            for _ in range(20):
+                async with connected(first) as client:
+                    assert (await client.get("/-/healthz")).status == 200
+        with pytest.raises(ConnectionRefusedError):
+            async with connected(first):
+                pass

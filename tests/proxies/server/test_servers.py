@@ -37,19 +37,16 @@ pytestmark = pytest.mark.smoke
 
 
 @each_case("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
-def test_urls_reach_the_server(host: str) -> None:
-    async def test() -> None:
-        if ":" in host:
-            try:
-                socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-            except OSError:
-                pytest.skip("no IPv6 here")
-        async with serving(hello, host=host) as server:
-            async with httpx.AsyncClient(trust_env=False) as client:
-                for url in server.urls:
-                    assert (await client.get(f"{url}/x")).text == "/x"
-
-    run(test)
+async def test_urls_reach_the_server(host: str) -> None:
+    if ":" in host:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("no IPv6 here")
+    async with serving(hello, host=host) as server:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for url in server.urls:
+                assert (await client.get(f"{url}/x")).text == "/x"
 
 
 def test_urls_name_the_public_host_for_a_wildcard() -> None:
@@ -59,33 +56,27 @@ def test_urls_name_the_public_host_for_a_wildcard() -> None:
 
 
 @each_case("reuse_port", [False, True])
-def test_a_taken_port_is_refused_when_binding_unless_another_does_as_well(reuse_port: bool) -> None:
-    async def test() -> None:
-        async with serving(hello, reuse_port=reuse_port) as server:
-            second = make_server(hello, port=server.port, reuse_port=reuse_port)
-            with pytest.raises(PortInUseError, match=str(server.port)):
-                await second.bind()
-            await second.bind(may_move=True)
-            second.start()
-            assert second.port not in (0, server.port)
-            async with connected(second) as client:
-                assert (await client.get()).status == 200
-            await second.stop()
-
-    run(test)
-
-
-def test_servers_of_one_instance_share_their_port() -> None:
-    async def test() -> None:
-        async with serving(hello, reuse_port=True) as first:
-            second = make_server(hello, host="127.0.0.1", port=first.port, reuse_port=True, claims_port=False)
+async def test_a_taken_port_is_refused_when_binding_unless_another_does_as_well(reuse_port: bool) -> None:
+    async with serving(hello, reuse_port=reuse_port) as server:
+        second = make_server(hello, port=server.port, reuse_port=reuse_port)
+        with pytest.raises(PortInUseError, match=str(server.port)):
             await second.bind()
-            second.start()
-            async with connected(first) as client:
-                assert (await client.get()).status == 200
-            await second.stop()
+        await second.bind(may_move=True)
+        second.start()
+        assert second.port not in (0, server.port)
+        async with connected(second) as client:
+            assert (await client.get()).status == 200
+        await second.stop()
 
-    run(test)
+
+async def test_servers_of_one_instance_share_their_port() -> None:
+    async with serving(hello, reuse_port=True) as first:
+        second = make_server(hello, host="127.0.0.1", port=first.port, reuse_port=True, claims_port=False)
+        await second.bind()
+        second.start()
+        async with connected(first) as client:
+            assert (await client.get()).status == 200
+        await second.stop()
 
 
 def test_a_foreign_host_is_refused_when_binding() -> None:
@@ -93,19 +84,16 @@ def test_a_foreign_host_is_refused_when_binding() -> None:
         asyncio.run(make_server(hello, host="192.0.2.1", port=0).bind())
 
 
-def test_a_server_that_never_started_releases_its_port() -> None:
-    async def test() -> None:
-        server = make_server(hello)
-        await server.bind()
-        with socket.create_connection(("127.0.0.1", server.port)):
-            await server.drain(60)
-        await server.stop()
-        await server.stop()
-        again = make_server(hello, port=server.port)
-        await again.bind()
-        await again.stop()
-
-    run(test)
+async def test_a_server_that_never_started_releases_its_port() -> None:
+    server = make_server(hello)
+    await server.bind()
+    with socket.create_connection(("127.0.0.1", server.port)):
+        await server.drain(60)
+    await server.stop()
+    await server.stop()
+    again = make_server(hello, port=server.port)
+    await again.bind()
+    await again.stop()
 
 
 @on_each_loop
@@ -126,47 +114,41 @@ def test_stop_cancels_requests_and_closes_connections() -> None:
     run(test)
 
 
-def test_stop_does_not_wait_for_a_request_that_will_not_end(
+async def test_stop_does_not_wait_for_a_request_that_will_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("daskserve.proxies.server.life._CANCEL_S", 0.01)
 
-    async def test() -> None:
-        entered, released = asyncio.Event(), asyncio.Event()
+    entered, released = asyncio.Event(), asyncio.Event()
 
-        async def app(scope: object, receive: Receive, send: Send) -> None:
-            try:
-                entered.set()
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                await released.wait()
-                raise
+    async def app(scope: object, receive: Receive, send: Send) -> None:
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await released.wait()
+            raise
 
-        server = make_server(app)
-        await server.bind()
-        server.start()
-        async with connected(server) as client:
-            await client.send(request())
-            await entered.wait()
-            await server.stop()
-        assert "1 requests did not end" in caplog.text
-        released.set()
-        await poll_for(lambda: len(asyncio.all_tasks()) == 1)
-
-    run(test)
+    server = make_server(app)
+    await server.bind()
+    server.start()
+    async with connected(server) as client:
+        await client.send(request())
+        await entered.wait()
+        await server.stop()
+    assert "1 requests did not end" in caplog.text
+    released.set()
+    await poll_for(lambda: len(asyncio.all_tasks()) == 1)
 
 
 @on_each_transport
-def test_a_connection_that_has_ended_is_not_watched() -> None:
-    async def test() -> None:
-        async with serving(hello) as server:
-            async with connected(server) as client:
-                assert (await client.get("/", "Connection: close")).status == 200
-                assert await client.rest() == b""
-            await poll_for(lambda: "0 connections" in repr(server))
-            assert len(server.state.watch) == 0
-
-    run(test)
+async def test_a_connection_that_has_ended_is_not_watched() -> None:
+    async with serving(hello) as server:
+        async with connected(server) as client:
+            assert (await client.get("/", "Connection: close")).status == 200
+            assert await client.rest() == b""
+        await poll_for(lambda: "0 connections" in repr(server))
+        assert len(server.state.watch) == 0
 
 
 @on_each_loop
@@ -194,46 +176,40 @@ def test_a_connection_being_accepted_during_stop_is_closed() -> None:
 
 @on_each_transport
 @pytest.mark.parametrize("pieces", [(request() + b"GET /",), (request(), b"GET /"), (request() + request(),)])
-def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server:
-            async with connected(server) as client:
-                await client.send(pieces[0])
-                await poll_for(lambda: app.running)
-                for piece in pieces[1:]:
-                    await client.send(piece)
-                advance(PERIOD_S)
-                await poll_for(lambda: server.state.connections)
-                assert app.cancelled == 0  # 1. it is still there
-            advance(2 * PERIOD_S)
-            await poll_for(lambda: app.cancelled)  # 2. and now it is not
-            assert app.running == 0
-
-    run(test)
+async def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, ...]) -> None:
+    app = Hanging()
+    async with serving(app) as server:
+        async with connected(server) as client:
+            await client.send(pieces[0])
+            await poll_for(lambda: app.running)
+            for piece in pieces[1:]:
+                await client.send(piece)
+            advance(PERIOD_S)
+            await poll_for(lambda: server.state.connections)
+            assert app.cancelled == 0  # 1. it is still there
+        advance(2 * PERIOD_S)
+        await poll_for(lambda: app.cancelled)  # 2. and now it is not
+        assert app.running == 0
 
 
 @on_each_transport
-def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
-    async def test() -> None:
-        app = Hanging()
-        handshake = request(
-            "/",
-            "Connection: Upgrade",
-            "Upgrade: websocket",
-            "Sec-WebSocket-Version: 13",
-            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-        )
-        async with serving(app) as server:
-            async with connected(server) as client:
-                await client.send(handshake + b"\x81\x82maskhi")
-                await poll_for(lambda: app.running)
-            advance(2 * PERIOD_S)
-            await poll_for(lambda: server.state.sockets and "gone" in repr(*server.state.sockets))
-            advance(DISCONNECT_GRACE_S)
-            await poll_for(lambda: app.cancelled)
-
-    run(test)
+async def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
+    app = Hanging()
+    handshake = request(
+        "/",
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    )
+    async with serving(app) as server:
+        async with connected(server) as client:
+            await client.send(handshake + b"\x81\x82maskhi")
+            await poll_for(lambda: app.running)
+        advance(2 * PERIOD_S)
+        await poll_for(lambda: server.state.sockets and "gone" in repr(*server.state.sockets))
+        advance(DISCONNECT_GRACE_S)
+        await poll_for(lambda: app.cancelled)
 
 
 # ---- draining
@@ -278,31 +254,25 @@ def test_draining_answers_a_kept_connection_once_more() -> None:
     run(test)
 
 
-def test_draining_ends_with_its_grace() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await poll_for(lambda: app.running)
-            await server.drain(0.01)
-            assert app.running == 1
-            await server.stop()
-            assert app.cancelled == 1
-
-    run(test)
+async def test_draining_ends_with_its_grace() -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await poll_for(lambda: app.running)
+        await server.drain(0.01)
+        assert app.running == 1
+        await server.stop()
+        assert app.cancelled == 1
 
 
-def test_draining_an_idle_server_takes_no_time() -> None:
-    async def test() -> None:
-        async with serving(hello) as server:
-            started = asyncio.get_running_loop().time()
-            await server.drain(60)
-            assert asyncio.get_running_loop().time() - started < 1
-
-    run(test)
+async def test_draining_an_idle_server_takes_no_time() -> None:
+    async with serving(hello) as server:
+        started = asyncio.get_running_loop().time()
+        await server.drain(60)
+        assert asyncio.get_running_loop().time() - started < 1
 
 
-def test_draining_closes_idle_connections_after_a_moment() -> None:
+async def test_draining_closes_idle_connections_after_a_moment() -> None:
     class Watched(LoopClock):
         slept_s = 0.0
 
@@ -310,14 +280,11 @@ def test_draining_closes_idle_connections_after_a_moment() -> None:
             self.slept_s += delay_s
             await super().sleep(0)
 
-    async def test() -> None:
-        clock = Watched()
-        async with serving(hello, clock=clock) as server, connected(server) as client:
-            assert (await client.get()).status == 200
-            await server.drain(60)
-        assert 0.05 <= clock.slept_s <= 1
-
-    run(test)
+    clock = Watched()
+    async with serving(hello, clock=clock) as server, connected(server) as client:
+        assert (await client.get()).status == 200
+        await server.drain(60)
+    assert 0.05 <= clock.slept_s <= 1
 
 
 @on_each_loop
@@ -348,35 +315,32 @@ def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, i
 
 
 @on_each_transport
-def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
+async def test_closing_one_of_several_servers_on_a_port_loses_no_request() -> None:
     """Clients that connect all the time, each for one request, while servers come and go."""
 
-    async def test() -> None:
-        answers: list[bytes] = []
-        is_over = False
+    answers: list[bytes] = []
+    is_over = False
 
-        async def ask(port: int) -> None:
-            while not is_over:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(request())
-                answers.append(await reader.readline())
-                writer.close()
-                await writer.wait_closed()
+    async def ask(port: int) -> None:
+        while not is_over:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request())
+            answers.append(await reader.readline())
+            writer.close()
+            await writer.wait_closed()
 
-        async with serving(hello, reuse_port=True) as first:
-            clients = [asyncio.create_task(ask(first.port)) for _ in range(4)]
-            for count in range(1, 11):
-                second = make_server(hello, port=first.port, reuse_port=True, claims_port=False)
-                await second.bind()
-                second.start()
-                await poll_for(lambda least=20 * count: len(answers) >= least)  # type: ignore[misc]
-                await second.drain(5)
-                await second.stop()
-            is_over = True
-            await asyncio.gather(*clients)
-        assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
-
-    run(test)
+    async with serving(hello, reuse_port=True) as first:
+        clients = [asyncio.create_task(ask(first.port)) for _ in range(4)]
+        for count in range(1, 11):
+            second = make_server(hello, port=first.port, reuse_port=True, claims_port=False)
+            await second.bind()
+            second.start()
+            await poll_for(lambda least=20 * count: len(answers) >= least)  # type: ignore[misc]
+            await second.drain(5)
+            await second.stop()
+        is_over = True
+        await asyncio.gather(*clients)
+    assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
 
 
 def _is_refused(port: int) -> bool:
@@ -387,50 +351,47 @@ def _is_refused(port: int) -> bool:
 # ---- with the ingress
 
 
-def test_the_ingress_over_http() -> None:
-    async def test() -> None:
-        async def dispatch(endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
-            if endpoint == "busy":
-                raise BackPressureError("The queue is full.", retry_after_s=1.5)
-            if endpoint == "slow":
-                await asyncio.Event().wait()
-            await respond(send, envelope.head["path"].encode())
+async def test_the_ingress_over_http() -> None:
+    async def dispatch(endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
+        if endpoint == "busy":
+            raise BackPressureError("The queue is full.", retry_after_s=1.5)
+        if endpoint == "slow":
+            await asyncio.Event().wait()
+        await respond(send, envelope.head["path"].encode())
 
-        table = RouteTable(
-            {f"/{name}": {"endpoint": name, "methods": ["GET"]} for name in ("ok", "busy", "slow")}
-        )
-        ingress = IngressApp(
-            options=HTTPOptions(),
-            routes=lambda: table,
-            dispatch=dispatch,
-            rng=random.Random(1),
-        )
-        async with serving(ingress) as server:
-            async with httpx.AsyncClient(base_url=server.urls[0], trust_env=False) as client:
-                found = [
-                    (response.status_code, response.text)
-                    for response in [
-                        await client.get("/ok/x"),
-                        await client.get("/none"),
-                        await client.post("/ok", content=b"x"),
-                        await client.get(
-                            "/slow", headers={"x-request-id": "7", "x-request-timeout-seconds": "0.02"}
-                        ),
-                        await client.get("/busy"),
-                        await client.get("/-/healthz"),
-                        await client.head("/-/healthz"),
-                    ]
+    table = RouteTable(
+        {f"/{name}": {"endpoint": name, "methods": ["GET"]} for name in ("ok", "busy", "slow")}
+    )
+    ingress = IngressApp(
+        options=HTTPOptions(),
+        routes=lambda: table,
+        dispatch=dispatch,
+        rng=random.Random(1),
+    )
+    async with serving(ingress) as server:
+        async with httpx.AsyncClient(base_url=server.urls[0], trust_env=False) as client:
+            found = [
+                (response.status_code, response.text)
+                for response in [
+                    await client.get("/ok/x"),
+                    await client.get("/none"),
+                    await client.post("/ok", content=b"x"),
+                    await client.get(
+                        "/slow", headers={"x-request-id": "7", "x-request-timeout-seconds": "0.02"}
+                    ),
+                    await client.get("/busy"),
+                    await client.get("/-/healthz"),
+                    await client.head("/-/healthz"),
                 ]
-        where = f"Ping http://127.0.0.1:{server.port}/-/routes for available routes."
-        assert found == [
-            (200, "/ok/x"),
-            (404, f"Path '/none' not found. {where}"),
-            (405, "Methods POST not allowed. Available HTTP methods are ['GET']."),
-            (408, "Request 7 timed out after 0.02s."),
-            (503, "The queue is full."),
-            (200, "success"),
-            (200, ""),
-        ]
-        assert ingress.responses() == {"2xx": 3, "4xx": 3, "5xx": 1}
-
-    run(test)
+            ]
+    where = f"Ping http://127.0.0.1:{server.port}/-/routes for available routes."
+    assert found == [
+        (200, "/ok/x"),
+        (404, f"Path '/none' not found. {where}"),
+        (405, "Methods POST not allowed. Available HTTP methods are ['GET']."),
+        (408, "Request 7 timed out after 0.02s."),
+        (503, "The queue is full."),
+        (200, "success"),
+        (200, ""),
+    ]
+    assert ingress.responses() == {"2xx": 3, "4xx": 3, "5xx": 1}

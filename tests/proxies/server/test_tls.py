@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from distributed import Security
-from http_harness import Client, advance, connected, hits, on_each_transport, poll_for, request, run, serving
+from http_harness import Client, advance, connected, hits, on_each_transport, poll_for, request, serving
 
 from daskserve.common.types import Receive, Send
 from daskserve.errors import BadRequestError
@@ -68,104 +68,86 @@ def context_of(folder: Path) -> Any:
 
 
 @on_each_transport
-def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: Path) -> None:
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder), max_connections=2) as server:
-            async with connected(server) as silent, connected(server) as second:
-                await poll_for(lambda: ("http_connections", ("i",), 2) in server.samples("i"))
-                advance(2)
-                streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
-                client = Client(*streams)
-                await client.send(request())
-                assert (await client.response()).body == b"https"
-                assert await silent.rest() == b""
-                assert ("http_evicted_connections", ("i",), 1) in server.samples("i")
-                assert not second.reader.at_eof()
-                client.writer.close()
-
-    run(test)
+async def test_handshakes_that_clients_do_not_complete_give_way_at_the_limit(folder: Path) -> None:
+    async with serving(tell_scheme, tls=context_of(folder), max_connections=2) as server:
+        async with connected(server) as silent, connected(server) as second:
+            await poll_for(lambda: ("http_connections", ("i",), 2) in server.samples("i"))
+            advance(2)
+            streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+            client = Client(*streams)
+            await client.send(request())
+            assert (await client.response()).body == b"https"
+            assert await silent.rest() == b""
+            assert ("http_evicted_connections", ("i",), 1) in server.samples("i")
+            assert not second.reader.at_eof()
+            client.writer.close()
 
 
 @on_each_transport
-def test_requests_work_over_tls(folder: Path) -> None:
+async def test_requests_work_over_tls(folder: Path) -> None:
     """Two on one connection, with bodies larger than any buffer."""
 
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder)) as server:
-            assert server.urls == (f"https://127.0.0.1:{server.port}",)
-            streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
-            client = Client(*streams)
-            for _ in range(2):
-                await client.send(request("/", "Content-Length: 4000000", method="POST") + bytes(4_000_000))
-                response = await client.response()
-                assert (response.status, len(response.body)) == (200, 4_000_005)
-                assert response.body.endswith(b"https")
-            client.writer.close()
-            await client.writer.wait_closed()
-
-    run(test)
+    async with serving(tell_scheme, tls=context_of(folder)) as server:
+        assert server.urls == (f"https://127.0.0.1:{server.port}",)
+        streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+        client = Client(*streams)
+        for _ in range(2):
+            await client.send(request("/", "Content-Length: 4000000", method="POST") + bytes(4_000_000))
+            response = await client.response()
+            assert (response.status, len(response.body)) == (200, 4_000_005)
+            assert response.body.endswith(b"https")
+        client.writer.close()
+        await client.writer.wait_closed()
 
 
 @on_each_transport
-def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder)) as server:
-            streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
-            client = Client(*streams)
-            await client.send(b"no request\r\n\r\n")
-            assert (await client.response()).status == 400
-            assert await client.rest() == b""
-            client.writer.close()
-            await poll_for(lambda: "0 connections" in repr(server))
-
-    run(test)
+async def test_a_malformed_request_over_tls_is_refused(folder: Path) -> None:
+    async with serving(tell_scheme, tls=context_of(folder)) as server:
+        streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+        client = Client(*streams)
+        await client.send(b"no request\r\n\r\n")
+        assert (await client.response()).status == 400
+        assert await client.rest() == b""
+        client.writer.close()
+        await poll_for(lambda: "0 connections" in repr(server))
 
 
 @on_each_transport
-def test_websockets_work_over_tls(folder: Path) -> None:
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder)) as server:
-            streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
-            client = Client(*streams)
-            key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
-            await client.send(
-                request("/", "Upgrade: websocket", "Connection: Upgrade", key, "Sec-WebSocket-Version: 13")
-            )
-            assert (await client.head())[0] == 101
-            assert await client.reader.readexactly(5) == b"\x81\x03wss"
-            client.writer.close()
-            await client.writer.wait_closed()
-
-    run(test)
+async def test_websockets_work_over_tls(folder: Path) -> None:
+    async with serving(tell_scheme, tls=context_of(folder)) as server:
+        streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
+        client = Client(*streams)
+        key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
+        await client.send(
+            request("/", "Upgrade: websocket", "Connection: Upgrade", key, "Sec-WebSocket-Version: 13")
+        )
+        assert (await client.head())[0] == 101
+        assert await client.reader.readexactly(5) == b"\x81\x03wss"
+        client.writer.close()
+        await client.writer.wait_closed()
 
 
 @on_each_transport
-def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder)) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(request("/"))
-            try:
-                answer = await reader.read()
-            except ConnectionResetError:
-                answer = b""
-            assert b"HTTP/" not in answer
-            writer.close()
-            await poll_for(lambda: "0 connections" in repr(server))
-
-    run(test)
+async def test_plain_http_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tell_scheme, tls=context_of(folder)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request("/"))
+        try:
+            answer = await reader.read()
+        except ConnectionResetError:
+            answer = b""
+        assert b"HTTP/" not in answer
+        writer.close()
+        await poll_for(lambda: "0 connections" in repr(server))
 
 
 @on_each_transport
-def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
-    async def test() -> None:
-        async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            assert await reader.read() == b""
-            assert hits(server) == {"keep_alive_timeout_s": 1}
-            writer.close()
-
-    run(test)
+async def test_a_client_without_a_tls_handshake_is_disconnected(folder: Path) -> None:
+    async with serving(tell_scheme, tls=context_of(folder), keep_alive_timeout_s=0.05) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await reader.read() == b""
+        assert hits(server) == {"keep_alive_timeout_s": 1}
+        writer.close()
 
 
 def test_an_encrypted_key_is_opened_with_its_password(folder: Path) -> None:

@@ -54,7 +54,8 @@ class Reloader:
     def stop(self) -> None:
         """Watch no longer, and build nothing more."""
         self._ended.set()
-        self._thread.join(END_S)
+        if self._thread.is_alive():  # not before start()
+            self._thread.join(END_S)
 
     def _run(self) -> None:
         while changed := self._changed():
