@@ -134,7 +134,7 @@ def _written(found: Any) -> int:
 
 
 def _for_dask(value: Any) -> Any:
-    """Return frames with Dask's own marks for what travels out of band."""
+    """Return frames whose out-of-band values are marked for Dask."""
     kind = type(value)
     if kind is OutOfBand:
         return to_serialize(value.data)
