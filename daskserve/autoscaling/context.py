@@ -7,7 +7,7 @@ state that it returned last time. The same function therefore runs in the contro
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -225,5 +225,6 @@ class Decision:
 
 
 Policy: TypeAlias = Callable[[AutoscalingContext], Decision]
-#: A policy as users write it: it returns a number of replicas, a tuple of it and the state, or a `Decision`.
-CustomPolicy: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
+#: A policy as users write it: a plain or async function that returns a number of replicas, a tuple of the
+#: number and the state, or a `Decision`.
+CustomPolicy: TypeAlias = Callable[..., Any]

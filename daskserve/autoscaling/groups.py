@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.autoscaling.context import AutoscalingContext, Decision
-from daskserve.autoscaling.loading import CallablePolicy
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag
 
@@ -15,7 +14,7 @@ LEFT_OUT = "the group's policy does not change this deployment"
 
 
 async def decide_together(
-    policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
+    policy: CustomPolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
     """Return the decision of a policy, plain or async, for each of these backends.
 

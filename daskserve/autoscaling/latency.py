@@ -98,7 +98,7 @@ def _more(
     context: AutoscalingContext, rate: float, ratio: float, text: str, known: Mapping[str, Any]
 ) -> Decision:
     present, each_carried = context.target_num_replicas, rate / context.current_num_replicas
-    bad = min([each_carried, *(pair[0] for name, pair in known.items() if name == "bad")])
+    bad = min(each_carried, known.get("bad", (math.inf,))[0])
     state = {**known, "bad": (bad, context.current_time)} if each_carried > 0 else dict(known)
     if "good" in state and state["good"][0] >= bad > 0:
         del state["good"]
@@ -112,7 +112,7 @@ def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[s
     if rate <= 0:
         return Decision(0, f"{text}, and no requests arrive: 0", known)
     carried = rate / context.current_num_replicas
-    good = max([carried, *(pair[0] for name, pair in known.items() if name == "good")])
+    good = max(carried, known.get("good", (0.0,))[0])
     state = {**known, "good": (good, context.current_time)}
     wanted = math.ceil(rate / good - ROUNDING)
     if "bad" in known:

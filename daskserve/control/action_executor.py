@@ -1,7 +1,7 @@
-"""The execution of actions: tasks that start, stop and reconfigure actors, and only report what they observe.
+"""Executes actions: tasks that start, stop and reconfigure actors, and report the results.
 
-There is one task per actor and kind of action, so repeating a request for a running action does nothing. A
-task writes levels into `Observed` and wakes the loop; the pure parts decide what they mean.
+There is one task per actor and kind of action, so a request for a running action does nothing. A task records
+its result in `Observed` and wakes the loop. The pure parts decide what follows.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ActionExecutor:
             starting = self._tasks.get(("start", replica.tag))
             if starting is not None:
                 starting.cancel()
-            # Two kinds, so that a forced stop need not wait for the grace period of an earlier stop.
+            # Two kinds, so that a forced stop does not wait for the grace period of an earlier stop.
             kind = "stop" if action.grace_s > 0 else "kill"
             self._spawn(kind, replica.tag, self._stop_replica(replica, action.grace_s), replica.backend)
         else:
@@ -130,7 +130,7 @@ class ActionExecutor:
         """Begin an action on a proxy."""
         proxy = action.proxy
         if isinstance(action, StartProxy):
-            # By its incarnation: an older one may not have answered yet.
+            # By incarnation, because an older one may not have answered yet.
             self._spawn("start proxy", str(proxy.incarnation), self._start_proxy(proxy), None)
         else:
             starting = self._tasks.get(("start proxy", str(proxy.incarnation)))
@@ -158,11 +158,11 @@ class ActionExecutor:
         task.add_done_callback(done)
 
     def _begin_start(self, replica: ReplicaRecord) -> None:
-        # It may have started while the decision to start it was written, and must not start twice.
+        # The replica may have started while the decision was written, and must not start twice.
         if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
             return
         try:
-            # Now, and not when the task begins: by then there may be a newer config than its record says.
+            # Before the task begins, because the config may be newer than the replica's record by then.
             spec = self._replica_spec(replica)
         except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error
@@ -188,7 +188,7 @@ class ActionExecutor:
             # User code may raise anything; the pure part decides how to react.
             self._observed.failed[replica.tag] = error
         else:
-            # The config it runs with is the one in its record: it may have been there before this call.
+            # It runs with the config in its record, because it may have existed before this call.
             self._observed.ready[replica.tag] = dict(facts)
             if facts.get("rank_info"):
                 self._observed.rank_infos[replica.tag] = as_rank_info(facts["rank_info"])
@@ -266,7 +266,7 @@ class ActionExecutor:
             await self._clock.wait_for(call, patience_s + backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
-            await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may have found it lost
+            await self._clock.sleep(ACTION_RETRY_S)  # the watch may detect its loss in the meantime
         except Exception as error:
             # The user's reconfigure raised; the pure part decides how to react. An error about a superseded
             # config is ignored, and so is the timeout of a stopped process.
@@ -298,8 +298,7 @@ class ActionExecutor:
         try:
             facts = await self._clock.wait_for(self._cluster.create(spec, address.worker), PROXY_START_S)
         except Exception as error:
-            # A port in use, a lost worker, or a middleware that raises: reported to callers that wait for
-            # HTTP.
+            # A port in use, a lost worker, or a middleware that raises. Callers that wait for HTTP get it.
             if self._is_current(proxy):
                 self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, text_of(error))
@@ -314,7 +313,7 @@ class ActionExecutor:
             self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
 
     def _is_current(self, proxy: ProxyRecord) -> bool:
-        """Return whether a proxy is neither leaving nor lost by now."""
+        """Return whether a proxy is neither leaving nor lost."""
         current = self._state.proxies.get(proxy.name)
         place = (proxy.worker, proxy.incarnation)
         return current is not None and (current.worker, current.incarnation) == place

@@ -16,7 +16,7 @@ from daskserve.common.types import (
     WorkerAddress,
     described,
 )
-from daskserve.control.records.applications import Applications
+from daskserve.control.records.applications import Applications, drop
 from daskserve.control.records.bundles import OccupiedResources, places_of
 from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.declared import ConfigRecord, DeclarationRecord, Declared
@@ -159,10 +159,9 @@ class State:
         known = self.backends.get(backend)
         return known is not None and known.scaled_to == 0
 
-    def has_running(self, backend: BackendTag) -> bool:
-        """Return whether any replica of a backend runs."""
-        tags = self._replicas_of.get(backend, ())
-        return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
+    def running(self, backend: BackendTag) -> list[ReplicaRecord]:
+        """Return a backend's running replicas, oldest first."""
+        return [each for each in self.replicas_of(backend) if each.state is ReplicaState.RUNNING]
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
         """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
@@ -281,14 +280,14 @@ class State:
         if endpoint.route is not None and self._endpoint_by_route.get(endpoint.route) == endpoint.name:
             del self._endpoint_by_route[endpoint.route]
         for backend in (*endpoint.traffic, *endpoint.shadows):
-            self._drop(self._endpoints_of, backend, endpoint.name)
+            drop(self._endpoints_of, backend, endpoint.name)
 
     def _replace_replica(self, tag: ReplicaTag, record: Record | None) -> None:
         # In place, so that `replicas_of` stays in the order of creation.
         old = self.replicas.pop(tag, None)
         new = record if isinstance(record, ReplicaRecord) else None
         if old is not None and old.worker is not None:
-            self._drop(self._replicas_on, old.worker, tag)
+            drop(self._replicas_on, old.worker, tag)
             self._reserve(old, -1)
         if new is not None:
             self.replicas[tag] = new
@@ -297,14 +296,7 @@ class State:
                 self._replicas_on.setdefault(new.worker, {})[tag] = None
                 self._reserve(new, 1)
         elif old is not None:
-            self._drop(self._replicas_of, old.backend, tag)
-
-    @staticmethod
-    def _drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
-        names = index.get(key, {})
-        names.pop(name, None)
-        if not names:
-            index.pop(key, None)
+            drop(self._replicas_of, old.backend, tag)
 
     def _count(self, worker: WorkerAddress, backend: BackendTag, by: int) -> None:
         _add(self._bundles_on, worker, by)
