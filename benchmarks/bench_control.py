@@ -40,7 +40,7 @@ from daskserve.control.backend.inputs import StepInputs
 from daskserve.control.controller import Controller
 from daskserve.control.declared.apply import apply
 from daskserve.control.declared.building import BATCH
-from daskserve.control.declared.plan import plan
+from daskserve.control.declared.plan import completed, planned
 from daskserve.control.declared.settling import settled
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import Origin
@@ -237,7 +237,8 @@ def plan_s(world: World, numbers: Sequence[int]) -> float:
     """Return the seconds that the plan of applications takes, given what was built."""
     built = {each.name: each for each in map(app_spec, numbers)}
     began = time.process_time()
-    found = plan(world.state, file_of(numbers), built, merges=False)
+    apps = {name: planned(world.state, name, each) for name, each in built.items()}
+    found = completed(world.state, file_of(numbers), apps, merges=False)
     assert set(found["applications"]) == built.keys()
     return time.process_time() - began
 

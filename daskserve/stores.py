@@ -56,7 +56,7 @@ class InstanceReport:
     deployments : dict
         The version of each deployment and backend, by name.
     problems : dict
-        What is damaged, by the name of the record, with the reason and what to do.
+        The damaged records by name, with the reason and the remedy.
     """
 
     epoch: int
@@ -98,7 +98,7 @@ class StoreReport:
 def check(place: str | Path) -> StoreReport:
     """Return the contents of a store or a backup, with damaged and missing records. Changes nothing.
 
-    A store may be in use. No user code is run: code is checked for being whole, not for what it does.
+    A store may be in use. No user code is run: code is only checked to be complete.
 
     Parameters
     ----------
@@ -116,8 +116,8 @@ def check(place: str | Path) -> StoreReport:
 def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | None = None) -> StoreReport:
     """Write the contents of a store to a file, also while it is in use, and return them.
 
-    The file is written whole or not at all, and is its user's only. What is damaged in the store is not in
-    it; the report names that.
+    The file is written whole or not at all, and is its user's only. Damaged records are left out; the report
+    names them.
 
     Raises
     ------
@@ -164,15 +164,16 @@ def restore(
             f"The store {url} is in use by {user}. End the instance first (daskserve shutdown, and stop its "
             "scheduler); or pass force=..., and restart the instance afterwards."
         )
+    may_lack = _covers(url, chosen)
     for name, each in chosen.items():
-        _put(url, name, each, may_lack=_covers(url, chosen))
+        _put(url, name, each, may_lack=may_lack)
     return _report(url, StoreContents(chosen))
 
 
 def repair(url: str) -> list[str]:
     """Accept a store as complete, and return the records that are lost for good.
 
-    Damaged records stay aside. Do this where there is no backup, with a copy of all files in your hands.
+    Damaged records stay aside. Call it only without a backup, after copying all files of the store.
 
     Raises
     ------
@@ -217,7 +218,7 @@ def _chosen(
 
 
 def _covers(url: str, chosen: Mapping[InstanceName, StoredInstance]) -> bool:
-    """Return whether nothing of a store remains once some instances are replaced."""
+    """Return whether some instances are all that a store holds."""
     return not archive.exists(url) or set(archive.read_store(url).instances) <= set(chosen)
 
 
@@ -228,7 +229,7 @@ def _put(url: str, name: InstanceName, given: StoredInstance, *, may_lack: bool)
             store.repair()
         else:
             store.open()
-        # Never older than before: the actors of a running cluster tell their controllers by it.
+        # An epoch never decreases, because the actors of a running cluster refuse older controllers.
         epoch = max(store.claim_epoch(), given.epoch)
         store.rewrite(epoch, given.records)
     finally:
@@ -262,7 +263,7 @@ def _report_of(stored: StoredInstance) -> InstanceReport:
 
 
 def _broken_codes(change: Change, records: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:
-    """Return why some codes cannot be loaded, as far as that can be told without running them."""
+    """Return the codes that cannot be loaded, with the reasons that can be found without running them."""
     found = {}
     for each in change.values():
         if isinstance(each, BackendRecord) and not each.is_deleting:

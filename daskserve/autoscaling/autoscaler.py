@@ -7,7 +7,7 @@ It reads no clock and does no I/O. The caller passes in samples as they arrive a
     step = scaler.step(now=..., wall=..., current=3, target=4)
     if step.replicas != 4: ...
 
-The autoscaler's state need not outlive the process. A new autoscaler only waits a little longer before its
+The autoscaler's state may be lost with the process. A new autoscaler only waits a little longer before its
 first change.
 """
 
@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from daskserve.autoscaling.context import AutoscalingContext, Decision, Sample
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision, Sample
 from daskserve.autoscaling.custom import CustomMetrics, CustomViews, PerReplica
 from daskserve.autoscaling.damping import Damping, Delays
-from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.autoscaling.loading import load_policy
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag, ReplicaTag
 from daskserve.options.autoscaling import AutoscalingConfig
@@ -49,7 +49,7 @@ class ScalingStep:
     reason : str
         A human-readable explanation.
     error : BaseException or None
-        The exception of the policy, or what is wrong with its answer. The target then does not change.
+        The exception of the policy, or of the check of its answer. The target then does not change.
     """
 
     replicas: int
@@ -83,7 +83,7 @@ class Autoscaler:
         name: BackendTag,
         config: AutoscalingConfig,
         *,
-        policy: CallablePolicy | None = None,
+        policy: CustomPolicy | None = None,
         damping: Damping | None = None,
         latency_bounds_s: Sequence[float] = (),
     ) -> None:
@@ -99,7 +99,7 @@ class Autoscaler:
         self._last_up: float | None = None
         self._last_down: float | None = None
         self._delays = Delays()
-        #: Whether the target was 0 and no replica has run since.
+        #: Whether no replica has run since the target was 0.
         self._is_waking = False
         self.configure(config, policy=policy, damping=damping)
 
@@ -110,7 +110,7 @@ class Autoscaler:
         self,
         config: AutoscalingConfig,
         *,
-        policy: CallablePolicy | None = None,
+        policy: CustomPolicy | None = None,
         damping: Damping | None = None,
     ) -> None:
         """Use new options from now on, and keep the metrics. A policy that does not load changes nothing."""
@@ -148,32 +148,9 @@ class Autoscaler:
         elif self._idle_since is None:
             self._idle_since = sample.at
 
-    def step(
-        self,
-        *,
-        now: float,
-        wall: float,
-        current: int,
-        target: int,
-        queries: Mapping[str, float] | None = None,
-        bounds: Bounds | None = None,
-    ) -> ScalingStep:
-        """Return how many replicas the backend should have from now on.
-
-        Parameters
-        ----------
-        now, wall : float
-            The time on the samples' clock, and in seconds since the epoch.
-        current : int
-            The number of running replicas.
-        target : int
-            The present target number of replicas, set by the autoscaler or by a user.
-        queries : mapping
-            Values of PromQL expressions by name.
-        bounds : Bounds
-            Bounds to use instead of the config's.
-        """
-        context = self.context(now, wall, current, target, queries, bounds)
+    def step(self, **facts: Any) -> ScalingStep:
+        """Return how many replicas the backend should have from now on; see `context` for the arguments."""
+        context = self.context(**facts)
         try:
             answer = self._policy(context)
             if inspect.isawaitable(answer):
@@ -199,6 +176,7 @@ class Autoscaler:
 
     def context(
         self,
+        *,
         now: float,
         wall: float,
         current: int,
@@ -206,7 +184,21 @@ class Autoscaler:
         queries: Mapping[str, float] | None = None,
         bounds: Bounds | None = None,
     ) -> AutoscalingContext:
-        """Return the context for a policy; see `step` for the parameters."""
+        """Return the context for a policy.
+
+        Parameters
+        ----------
+        now, wall : float
+            The time on the samples' clock, and in seconds since the epoch.
+        current : int
+            The number of running replicas.
+        target : int
+            The present target number of replicas, set by the autoscaler or by a user.
+        queries : mapping
+            Values of PromQL expressions by name.
+        bounds : Bounds
+            Bounds to use instead of the config's.
+        """
         self._follow_target(target, now)
         self._is_waking &= current == 0 < target
         horizon = now - self._damping.look_back_period_s

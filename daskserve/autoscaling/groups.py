@@ -1,4 +1,4 @@
-"""One policy for several backends: call it, and check its answer."""
+"""Call one policy for several backends, and check its answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.autoscaling.context import AutoscalingContext, Decision
-from daskserve.autoscaling.loading import CallablePolicy
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.autoscaling.results import as_decision
 from daskserve.common.types import BackendTag
 
@@ -15,14 +14,15 @@ LEFT_OUT = "the group's policy does not change this deployment"
 
 
 async def decide_together(
-    policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
+    policy: CustomPolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
     """Return the decision of a policy, plain or async, for each of these backends.
 
     Raises
     ------
     TypeError, ValueError
-        A part of the answer is invalid. All of it is then refused, because the numbers depend on each other.
+        A part of the answer is invalid. The whole answer is then refused, because its numbers depend on each
+        other.
     """
     answer = policy(dict(contexts))
     if inspect.isawaitable(answer):
@@ -33,7 +33,7 @@ async def decide_together(
 def checked_decisions(
     answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
-    """Return a decision in plain values for each backend of the group; one left out keeps its number."""
+    """Return a decision in plain values for each backend; a backend that is left out keeps its number."""
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"it returned {answer!r}; return a dict with a number of replicas, (number, state) or a Decision "

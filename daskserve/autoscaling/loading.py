@@ -6,19 +6,16 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from daskserve.autoscaling import custom, latency, load, promql, queue, schedule
-from daskserve.autoscaling.context import AutoscalingContext
+from daskserve.autoscaling.context import CustomPolicy, Policy
 from daskserve.common.types import split_import_path
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.fields.secrets import masked
 
-#: A policy as users write it: its answer is not checked yet.
-CallablePolicy: TypeAlias = Callable[..., Any]
-
 #: Functions that take the policy's keyword arguments and return the policy.
-MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
+MAKERS: Mapping[str, Callable[..., Policy]] = {
     "target_ongoing_requests": load.target_ongoing_requests,
     "classic": load.classic,
     "latency": latency.latency_objective,
@@ -28,9 +25,7 @@ MAKERS: Mapping[str, Callable[..., Callable[[AutoscalingContext], Any]]] = {
 }
 
 
-def load_policy(
-    config: AutoscalingConfig, policy: CallablePolicy | None = None
-) -> Callable[[AutoscalingContext], Any]:
+def load_policy(config: AutoscalingConfig, policy: CustomPolicy | None = None) -> CustomPolicy:
     """Return the policy of a config as a function.
 
     Parameters
@@ -60,7 +55,7 @@ def load_policy(
     return functools.partial(named, **config.policy_kwargs) if config.policy_kwargs else named
 
 
-def _scheduled(config: AutoscalingConfig) -> Callable[[AutoscalingContext], Any]:
+def _scheduled(config: AutoscalingConfig) -> CustomPolicy:
     arguments = dict(config.policy_kwargs)
     base = arguments.pop("policy", None)
     if base == "schedule":
@@ -73,9 +68,7 @@ def _scheduled(config: AutoscalingConfig) -> Callable[[AutoscalingContext], Any]
     return _made("schedule", schedule.scheduled, arguments)
 
 
-def _made(
-    name: str, maker: Callable[..., Any], arguments: Mapping[str, Any]
-) -> Callable[[AutoscalingContext], Any]:
+def _made(name: str, maker: Callable[..., Any], arguments: Mapping[str, Any]) -> CustomPolicy:
     try:
         inspect.signature(maker).bind(**arguments)
     except TypeError as error:
@@ -83,7 +76,7 @@ def _made(
             f"the policy {name!r} does not accept policy_kwargs={masked(dict(arguments))!r}: {error}; its "
             f"signature is {name}{inspect.signature(maker)}"
         ) from None
-    made: Callable[[AutoscalingContext], Any] = maker(**arguments)
+    made: CustomPolicy = maker(**arguments)
     return made
 
 

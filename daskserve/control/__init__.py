@@ -1,1 +1,1 @@
-"""The control plane: decides what runs and starts it. Only the controller and the loop have side effects."""
+"""The control plane: decides what should run, and starts it."""

@@ -1,7 +1,7 @@
-"""The execution of actions: tasks that start, stop and reconfigure actors, and only report what they observe.
+"""Executes actions: tasks that start, stop and reconfigure actors, and report the results.
 
-There is one task per actor and kind of action, so repeating a request for a running action does nothing. A
-task writes levels into `Observed` and wakes the loop; the pure parts decide what they mean.
+There is one task per actor and kind of action, so a request for a running action does nothing. A task records
+its result in `Observed` and wakes the loop. The pure parts decide what follows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, RankInfo, as_rank_info, short_tag
+from daskserve.common.types import ActorAddress, ActorKind, RankInfo, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
@@ -120,7 +120,7 @@ class ActionExecutor:
             starting = self._tasks.get(("start", replica.tag))
             if starting is not None:
                 starting.cancel()
-            # Two kinds, so that a forced stop need not wait for the grace period of an earlier stop.
+            # Two kinds, so that a forced stop does not wait for the grace period of an earlier stop.
             kind = "stop" if action.grace_s > 0 else "kill"
             self._spawn(kind, replica.tag, self._stop_replica(replica, action.grace_s), replica.backend)
         else:
@@ -130,7 +130,7 @@ class ActionExecutor:
         """Begin an action on a proxy."""
         proxy = action.proxy
         if isinstance(action, StartProxy):
-            # By its incarnation: an older one may not have answered yet.
+            # By incarnation, because an older one may not have answered yet.
             self._spawn("start proxy", str(proxy.incarnation), self._start_proxy(proxy), None)
         else:
             starting = self._tasks.get(("start proxy", str(proxy.incarnation)))
@@ -158,11 +158,11 @@ class ActionExecutor:
         task.add_done_callback(done)
 
     def _begin_start(self, replica: ReplicaRecord) -> None:
-        # It may have started while the decision to start it was written, and must not start twice.
+        # The replica may have started while the decision was written, and must not start twice.
         if ("start", replica.tag) in self._tasks or replica.tag in self._observed.ready:
             return
         try:
-            # Now, and not when the task begins: by then there may be a newer config than its record says.
+            # Before the task begins, because the config may be newer than the replica's record by then.
             spec = self._replica_spec(replica)
         except (CodeLoadError, InstanceError) as error:
             self._observed.failed[replica.tag] = error
@@ -188,7 +188,7 @@ class ActionExecutor:
             # User code may raise anything; the pure part decides how to react.
             self._observed.failed[replica.tag] = error
         else:
-            # The config it runs with is the one in its record: it may have been there before this call.
+            # It runs with the config in its record, because it may have existed before this call.
             self._observed.ready[replica.tag] = dict(facts)
             if facts.get("rank_info"):
                 self._observed.rank_infos[replica.tag] = as_rank_info(facts["rank_info"])
@@ -238,16 +238,20 @@ class ActionExecutor:
 
     async def _stop_replica(self, replica: ReplicaRecord, grace_s: float) -> None:
         address = replica.address(self._cluster.instance)
+        if await self._destroy(f"Replica {short_tag(replica.tag)}", address, grace_s):
+            self._observed.gone.add(replica.tag)
+
+    async def _destroy(self, name: str, address: ActorAddress, grace_s: float) -> bool:
+        """Stop an actor; return False, after a pause, if that failed and should be retried."""
         try:
             await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
         except TimeoutError:
-            name = short_tag(replica.tag)
-            logger.warning("Replica %s did not stop within its grace period and is abandoned", name)
+            logger.warning("%s did not stop within its grace period and is abandoned", name)
         except (ServeError, OSError) as error:
-            logger.warning("Stopping replica %s failed and is retried: %s", short_tag(replica.tag), error)
+            logger.warning("%s could not be stopped; this is retried: %s", name, error)
             await self._clock.sleep(ACTION_RETRY_S)
-            return
-        self._observed.gone.add(replica.tag)
+            return False
+        return True
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = record_of(self._state, replica)
@@ -266,7 +270,7 @@ class ActionExecutor:
             await self._clock.wait_for(call, patience_s + backend.config.start_timeout_s)
         except (ActorLostError, UnavailableError) as error:
             logger.warning("Replica %s could not be reconfigured: %s", short_tag(replica.tag), error)
-            await self._clock.sleep(ACTION_RETRY_S)  # by then the watch may have found it lost
+            await self._clock.sleep(ACTION_RETRY_S)  # the watch may detect its loss in the meantime
         except Exception as error:
             # The user's reconfigure raised; the pure part decides how to react. An error about a superseded
             # config is ignored, and so is the timeout of a stopped process.
@@ -298,8 +302,7 @@ class ActionExecutor:
         try:
             facts = await self._clock.wait_for(self._cluster.create(spec, address.worker), PROXY_START_S)
         except Exception as error:
-            # A port in use, a lost worker, or a middleware that raises: reported to callers that wait for
-            # HTTP.
+            # A port in use, a lost worker, or a middleware that raises. Callers that wait for HTTP get it.
             if self._is_current(proxy):
                 self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, text_of(error))
@@ -314,7 +317,7 @@ class ActionExecutor:
             self._observed.proxies_ready[proxy.name] = {**facts, "incarnation": proxy.incarnation}
 
     def _is_current(self, proxy: ProxyRecord) -> bool:
-        """Return whether a proxy is neither leaving nor lost by now."""
+        """Return whether a proxy is neither leaving nor lost."""
         current = self._state.proxies.get(proxy.name)
         place = (proxy.worker, proxy.incarnation)
         return current is not None and (current.worker, current.incarnation) == place
@@ -331,15 +334,8 @@ class ActionExecutor:
         facts = self._observed.proxies_ready.get(proxy.name)
         if facts is not None and facts["incarnation"] == proxy.incarnation:
             del self._observed.proxies_ready[proxy.name]
-        try:
-            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
-        except TimeoutError:
-            logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.tag)
-        except (ServeError, OSError) as error:
-            logger.warning("Stopping proxy %s failed and is retried: %s", proxy.tag, error)
-            await self._clock.sleep(ACTION_RETRY_S)
-            return
-        if proxy.is_leaving and proxy.tag in self._state.proxies:
+        is_gone = await self._destroy(f"Proxy {proxy.tag}", address, grace_s)
+        if is_gone and proxy.is_leaving and proxy.tag in self._state.proxies:
             self._observed.proxies_gone.add(proxy.tag)
 
     async def stop(self) -> None:

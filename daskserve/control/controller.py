@@ -1,4 +1,4 @@
-"""The controller: the verbs of an instance. It only connects the parts; the pure modules decide.
+"""The controller: the verbs of an instance.
 
 Every verb that changes something takes the lock, calls a pure function for the change, writes it to the store
 as one transaction, applies it, notifies the listeners, and wakes the loop. The effect of a successful verb
@@ -7,7 +7,6 @@ therefore survives any crash. A failed verb can be retried, because every verb i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +82,7 @@ class Controller:
 
 
 class ReadingVerbs:
-    """Waiting and reading."""
+    """The verbs that read the state, wait for changes, and take reports."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -161,7 +160,7 @@ class ReadingVerbs:
 
     @verb
     async def next_worker(self) -> str | None:
-        """Return the worker that gets the next replica without special needs; None if none has room."""
+        """Return the worker that would get a replica with default options; None if none has room."""
         return self._core.loop.next_worker()
 
     @verb
@@ -175,13 +174,12 @@ class ReadingVerbs:
     async def status(self) -> dict[str, Any]:
         """Return the instance's status as plain values for `daskserve.client.views.status.Status`."""
         state, observed = self._core.state, self._core.observed
-        controller = {"worker": self._core.worker, "pid": os.getpid()}
         wall = self._core.clock.wall()
         return {
             "instance": self._core.cluster.instance,
             "epoch": self._core.epoch,
             "owns_store": self._core.cluster.store.hold.is_ours,
-            "actors": views.actors(state, observed, self._core.cluster.instance, controller),
+            "actors": views.actors(state, observed, self._core.cluster.instance, self._core.process),
             "backends": {
                 tag: views.backend_status(state, observed, each, wall) for tag, each in state.backends.items()
             },
@@ -200,10 +198,7 @@ class ReadingVerbs:
                 observed, self._core.worker, self._core.cluster.routes.broken()
             ),
             "refused_workers": dict(await self._core.cluster.refused_workers()),
-            "problems": {
-                **self._core.cluster.store.problems(),
-                **{key: str(error) for key, error in self._core.corrupt.items()},
-            },
+            "problems": self._core.problems(),
         }
 
     @verb
@@ -215,14 +210,13 @@ class ReadingVerbs:
 
     @verb
     async def health(self) -> dict[str, Any]:
-        """Return which controller this is, how late its loop wakes it from a short sleep, and its rounds."""
+        """Return the controller's identity, the delay of its event loop, and the metrics of its rounds."""
         clock = self._core.clock
         due = clock.now() + HEALTH_SLEEP_S
         await clock.sleep(HEALTH_SLEEP_S)
         return {
             "epoch": self._core.epoch,
-            "worker": self._core.worker,
-            "pid": os.getpid(),
+            **self._core.process,
             "owns_store": self._core.cluster.store.hold.is_ours,
             "event_loop_delay_s": round(max(0.0, clock.now() - due), 6),
             **controller_health(self._core.loop.metrics, self._core.state, clock.wall()),
@@ -276,8 +270,8 @@ class ReadingVerbs:
     ) -> None:
         """Record a router's queued requests and requests in flight, by backend.
 
-        ``versions`` is what it has counted of the two versions of rollouts, and ``live`` of all calls, while
-        somebody watches the live metrics. ``troubles`` is what is wrong with the users' request routers.
+        ``versions`` are its counts for both versions of rollouts. ``live`` are its counts of all calls, while
+        a client reads the live metrics. ``troubles`` are the faults of the users' request routers.
         """
         going_on = {
             tag: each
@@ -301,7 +295,7 @@ class ReadingVerbs:
 
     @verb
     async def note_loading(self, replicas: Sequence[str]) -> None:
-        """Look at replicas that are about to load multiplexed models, until they have."""
+        """Query replicas that are about to load multiplexed models, until they have loaded them."""
         self._core.observed.multiplexed.look(replicas)
 
     @verb
@@ -322,7 +316,7 @@ class ReadingVerbs:
 
     @verb
     async def hand_over(self) -> dict[str, Any]:
-        """Return all that a new scheduler needs to bring the instance back."""
+        """Return what a new scheduler needs to restore the instance."""
         return {
             "workers": sorted(self._core.observed.workers),
             "epoch": self._core.epoch,
@@ -332,7 +326,7 @@ class ReadingVerbs:
 
     @verb
     async def ping(self, store: Mapping[str, Any] | None = None) -> int:
-        """Return the epoch, which shows that this process and its loop run, given the store's condition."""
+        """Record the store's condition and return the epoch; the answer shows that the event loop runs."""
         if store is not None:
             self._core.learn_of_store(store)
         return self._core.epoch

@@ -1,13 +1,10 @@
-"""The core of a controller: its lifecycle, its view of the workers, and the path of every change.
-
-`daskserve.control.records.storing.writer.Writer` writes a change to the store as one transaction, applies it
-and notifies the listeners.
-"""
+"""The core of a controller: its lifecycle, its view of the workers, and the path of every change."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -31,7 +28,7 @@ from daskserve.common.types import (
 from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_keeper import ModelKeeper
-from daskserve.control.declared.building import building_for
+from daskserve.control.declared.building import Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -63,10 +60,12 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.controller")
 
-#: Time within which a proxy must confirm a change.
+#: Time within which a proxy must confirm a change, and the longest wait of a verb.
 MAX_WAIT_S = 30.0
 #: Interval at which the full list of workers is fetched, in case an event was lost.
 REFRESH_S = 30.0
+#: The published keys that a record of a kind touches besides its own.
+_TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "system", "capacity": LOGGING}
 
 
 class ControllerCore:
@@ -103,7 +102,7 @@ class ControllerCore:
         self.observed.inherited = goals.pending(self.state)
         self.observed.notes = {tag: remembered(each) for tag, each in self.state.events.deaths.items()}
         reconciler = self._reconciler = self._make_parts()
-        self.building = building_for(
+        self.building = Building(
             self.cluster,
             self.clock,
             self.rng,
@@ -131,6 +130,7 @@ class ControllerCore:
             epoch=self.epoch,
         )
         models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
+        queries = RolloutQueries(self.state, self.observed, self.clock)
         self.undoing += [watch.stop, models.stop]
         watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
         reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
@@ -141,9 +141,7 @@ class ControllerCore:
             reconciling,
             asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
             asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
-            asyncio.create_task(
-                RolloutQueries(self.state, self.observed, self.clock).run(), name="daskserve-rollout-queries"
-            ),
+            asyncio.create_task(queries.run(), name="daskserve-rollout-queries"),
             asyncio.create_task(self.building.run(), name="daskserve-build"),
             asyncio.create_task(models.run(), name="daskserve-models"),
         ]
@@ -155,7 +153,6 @@ class ControllerCore:
         return {"epoch": self.epoch}
 
     async def _note_start(self) -> None:
-        """Write that this controller has started."""
         try:
             async with self.writer:
                 await self.writer.note(self.history.of_start(self.worker))
@@ -184,7 +181,7 @@ class ControllerCore:
             commit=self.writer.note,
             lock=self.writer,
             proxy_start=self._proxy_start,
-            poke=self._poke,
+            poke=lambda backends: self.loop.poke(backends),
             announce=lambda tags: self._notify(f"backend/{tag}" for tag in tags),
             debug=self.http.debug,
             logging_config=lambda: target_capacity.logging_of(self.state, self.start_message),
@@ -235,6 +232,15 @@ class ControllerCore:
             raise InstanceError("The controller is still starting.")
         return self._reconciler
 
+    @property
+    def process(self) -> dict[str, Any]:
+        """The worker and the process of this controller."""
+        return {"worker": self.worker, "pid": os.getpid()}
+
+    def problems(self) -> dict[str, str]:
+        """Return what is wrong with the store and its records, by store and key."""
+        return {**self.cluster.store.problems(), **{key: str(each) for key, each in self.corrupt.items()}}
+
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine until the controller stops."""
         task = asyncio.create_task(coroutine, name=f"daskserve-{name}")
@@ -245,9 +251,6 @@ class ControllerCore:
         """Run the loop again if it has ended because another cluster has taken over."""
         if any(task.done() and task.get_name() == "daskserve-reconcile" for task in self._tasks):
             self.spawn(self.loop.run(), "reconcile")
-
-    def _poke(self, backends: Iterable[str] | None) -> None:
-        self.loop.poke(backends)
 
     def _proxy_start(self, proxy: ProxyRecord) -> ProxyStart:
         others = [each for each in self.state.proxies.values() if each.tag != proxy.tag]
@@ -288,7 +291,7 @@ class ControllerCore:
         self.loop.poke()
 
     def _note_system_workers(self) -> None:
-        """Log whether there are workers for the controller and the proxies, if that has changed."""
+        """Log a change of whether any of the ``system_workers`` is in the cluster."""
         names, had_any = ", ".join(self.observed.system_workers), self.observed.had_system_workers
         self.observed.had_system_workers = self.observed.has_system_workers()
         if self.observed.had_system_workers is had_any:
@@ -356,51 +359,36 @@ class ControllerCore:
 
     def _apply(self, change: Change) -> None:
         self.state.apply(change)
+        forget = {
+            "replica": self.observed.forget_replica,
+            "proxy": self.observed.forget_proxy,
+            "backend": self.observed.forget_backend,
+        }
+        kinds = set()
         for key, record in change.items():
+            kind, _, name = key.partition("/")
+            kinds.add(kind)
             self.corrupt.pop(key, None)
-            if record is None and key.startswith("replica/"):
-                self.observed.forget_replica(key.removeprefix("replica/"))
-            elif record is None and key.startswith("proxy/"):
-                self.observed.forget_proxy(key.removeprefix("proxy/"))
-            elif record is None and key.startswith("backend/"):
-                self.observed.forget_backend(key.removeprefix("backend/"))
+            if record is None and kind in forget:
+                forget[kind](name)
             elif isinstance(record, BackendRecord) and record.canary is None:
                 self.observed.forget_rollout(record.tag)
             elif isinstance(record, GoalRecord) and record.state is not GoalState.PENDING:
                 self.loop.metrics.goals[record.state] += 1
                 self.observed.deadlines.pop(record.goal_id, None)
-        keys = self._keys_touched(change)
+        keys = _keys_touched(change)
         tags = {key.removeprefix("backend/") for key in keys if key.startswith("backend/")}
         self.observed.unready = unready(self.state, self.observed.unready, tags)
         self._notify(keys | {UNREADY})
-        if any(key.startswith("backend/") for key in change):
+        if "backend" in kinds:
             self.scaler.wake()
-        if any(key.startswith("event/") for key in change):
+        if "event" in kinds:
             self.history.note_added()
-        is_declared = any(key.startswith("config/") for key in change)
-        if is_declared or any(key.startswith("goal/") for key in change):
+        if not kinds.isdisjoint(("config", "goal")):
             self.building.wake()
-        if is_declared or any(_may_end_waiting(record) for record in change.values()):
+        if "config" in kinds or any(_may_end_waiting(record) for record in change.values()):
             ended, self.goal_ended = self.goal_ended, asyncio.Event()
             ended.set()
-
-    def _keys_touched(self, change: Change) -> set[str]:
-        keys: set[str] = set()
-        for key in change:
-            kind, _, name = key.partition("/")
-            if kind == "endpoint":
-                keys |= {key, "routes"}
-            elif kind == "app":
-                keys.add("routes")
-            elif kind == "backend":
-                keys.add(key)
-            elif kind == "proxy":
-                keys.add("system")
-            elif kind == "capacity":
-                keys.add(LOGGING)
-            elif kind == "replica":
-                keys.add(f"backend/{name.rpartition('#')[0]}")
-        return keys
 
     def _all_keys(self) -> set[str]:
         state = self.state
@@ -472,6 +460,20 @@ class ControllerCore:
         )
         # A stopped process does not report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)
+
+
+def _keys_touched(change: Change) -> set[str]:
+    """Return the published keys whose values a change may change."""
+    keys: set[str] = set()
+    for key in change:
+        kind, _, name = key.partition("/")
+        if kind in ("backend", "endpoint"):
+            keys.add(key)
+        elif kind == "replica":
+            keys.add(f"backend/{name.rpartition('#')[0]}")
+        if kind in _TOUCHED:
+            keys.add(_TOUCHED[kind])
+    return keys
 
 
 def _may_end_waiting(record: Record | None) -> bool:

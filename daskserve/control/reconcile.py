@@ -49,7 +49,7 @@ TICK_SLICE = 50
 #: Number of backends whose changes are written as one transaction.
 BATCH = 50
 
-#: Represents the proxies among the tags of backends, which are never empty.
+#: Stands for the proxies among the tags of backends, which are never empty.
 PROXIES = ""
 
 
@@ -59,7 +59,7 @@ class Reconciler:
     Parameters
     ----------
     commit
-        `daskserve.control.records.storing.writer.Writer.commit`: writes a change to the store, applies it to
+        `daskserve.control.records.storing.writer.Writer.note`: writes a change to the store, applies it to
         the state and notifies, or raises and does none of these.
     lock
         Held while a change is decided and committed, by this loop and by the controller's verbs alike.
@@ -101,13 +101,8 @@ class Reconciler:
         self._listening = listen_rules.first
         self.metrics = ControlMetrics()
 
-    @property
-    def steps(self) -> int:
-        """The number of iterations of the loop that have begun."""
-        return self.metrics.steps
-
     def tell_replicas(self) -> None:
-        """Have all running replicas read their options again, because those of the instance have changed."""
+        """Send all running replicas their options again, after a change of the instance's options."""
         for replica in self._state.replicas.values():
             if replica.state is ReplicaState.RUNNING:
                 self._executor.act(ReconfigureReplica(replica))
@@ -166,7 +161,6 @@ class Reconciler:
     async def step(self) -> None:
         """Step everything that is marked or due, once."""
         self._wake.clear()
-        self.metrics.steps += 1
         now = self._clock.now()
         dirty, self._dirty = self._dirty, set()
         if self._dirty_all:
@@ -191,7 +185,7 @@ class Reconciler:
         while tags:
             some, tags = tags[:BATCH], tags[BATCH:]
             tags = await self._attempt(some, self._step_backends(some)) + tags
-            await pause()  # where nothing changes, nothing is written, and nothing else would have a turn
+            await pause()  # a step that changes nothing does not suspend, so let other tasks run
         if self._listening is Listening.LATER and self._listen_rules.are_met(self._state, self._observed):
             self._listening = Listening.NOW
             self.poke()
@@ -235,7 +229,7 @@ class Reconciler:
             more,
             frozenset(self._state.proxies.workers),
             frozenset(http_state.held_workers(self._state, self._rules.location)),
-            # Asked of all backends, and only while it matters.
+            # It iterates over all backends, so compute it only while it matters.
             departure.grace_s(self._state) if retiring else 0.0,
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
             claims(self._state, self._observed.cleared_workers(), waiting) if waiting else {},
@@ -246,10 +240,10 @@ class Reconciler:
         """Step some backends and write all changes as one transaction; return those that are left.
 
         Many replicas start at once when an application is deployed, and a transaction takes much longer than
-        a step. So deployments that wait for one which has come up start in the same transaction. A step that
-        changes more than its own backend and replicas is written alone, because it depends on the records of
-        others. That with which an application is complete depends on those of the application, so it is
-        written with the steps of other ones.
+        a step. So when a deployment comes up, the deployments that wait for it start in the same transaction.
+        A step that changes more than its own backend and replicas depends on the records of others, so it is
+        written alone. The step that completes an application depends only on records of that application, so
+        it is written together with steps of other applications.
         """
         async with self._lock:
             taken, change, left = self._decide_some(tags)
@@ -276,7 +270,7 @@ class Reconciler:
         change: Change = {}
         left = list(tags)
         seen = set(left)
-        #: The applications of which a step has changed something, and those that are complete.
+        #: The applications that a step has changed, and those that a step has completed.
         changed: set[str] = set()
         complete: set[str] = set()
         avoid = self.workers_to_avoid()
@@ -284,7 +278,7 @@ class Reconciler:
             backend = self._state.backends.get(left[0])
             name = "" if backend is None else backend.application
             if name and name in complete:
-                break  # the next step sees that
+                break  # the next transaction reads the completed records
             step = None if backend is None else self._decide(backend, change, avoid)
             if backend is not None and step is not None:
                 is_own = step.is_own(backend)
@@ -347,7 +341,7 @@ class Reconciler:
         found = {name for kind, _, name in (key.partition("/") for key in change) if kind == "backend"}
         current = self._state.backends.get(backend.tag)
         if current is None or (current.goal, current.is_deleting) == (backend.goal, backend.is_deleting):
-            found.discard(backend.tag)  # otherwise the goal ended, perhaps back to an older spec: step again
+            found.discard(backend.tag)  # otherwise the goal ended, perhaps with a rollback: step again
         return found.union(app_state.neighbours(self._state, current or backend, change, later))
 
     async def _step_proxies(self) -> list[str]:
@@ -372,11 +366,11 @@ class Reconciler:
     def workers_to_avoid(self) -> set[WorkerAddress]:
         """Return the workers that get replicas last, because of the controller and the proxies."""
         if self._rules.location is Location.EVERY_WORKER:
-            return {self._worker}  # the replicas are to be near the proxies
+            return {self._worker}  # replicas should be near the proxies
         return {self._worker, *self._state.proxies.workers}
 
     def next_worker(self) -> WorkerAddress | None:
-        """Return the worker that gets the next replica without special needs; None if none has room."""
+        """Return the worker that would get a replica with default options; None if none has room."""
         workers = self._observed.cleared_workers()
         found = place(self._state, workers, Demand("", (ActorOptions().demand(),)), self.workers_to_avoid())
         return None if found is None else found[0]
@@ -387,4 +381,4 @@ class Reconciler:
             seen_to = lost - self._state.workers_in_use()
             lost -= seen_to
             if not seen_to.isdisjoint(self._observed.workers):
-                self.poke()  # a worker that has rejoined under its old address is usable from now on
+                self.poke()  # a worker that rejoined under its old address is usable from now on

@@ -190,7 +190,9 @@ def simulate(
     else:
         queue = FluidQueue(service.limits, duration_cv=cv)
     scaler = _autoscaler(config) if make is None else make(config)
-    run = _Run(trace, config, service, queue, scaler, rng, cv, wall_offset_s)
+    fleet = Fleet(config.bounds().first, service.start_up_s)
+    parts_s = duration_parts_s(1.0, cv, COARSE_PARTS)
+    run = _Run(trace, config, service, queue, scaler, fleet, rng, parts_s, trace.starts_at + wall_offset_s)
     for second in range(len(trace.counts)):
         run.tick(second)
     return SimulationResult(name or str(config.policy), trace, run.history, queue, service, cv)
@@ -205,46 +207,39 @@ def _autoscaler(config: AutoscalingConfig) -> Autoscaler:
     return Autoscaler("simulated", config, latency_bounds_s=LATENCY_BOUNDS_S)
 
 
+@dataclass(slots=True)
 class _Run:
     """A running simulation."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        config: AutoscalingConfig,
-        service: Service,
-        queue: SimulatedQueue,
-        scaler: Autoscaler,
-        rng: random.Random,
-        cv: float,
-        wall_offset_s: float,
-    ) -> None:
-        self.history = FleetHistory()
-        self._trace = trace
-        self._service = service
-        self._queue = queue
-        self._scaler = scaler
-        self._rng = rng
-        self._parts_s = duration_parts_s(1.0, cv, COARSE_PARTS)
-        self._wall_s = trace.starts_at + wall_offset_s
-        self._fleet = Fleet(config.bounds().first, service.start_up_s)
-        self._interval_s = config.metrics_interval_s
-        self._is_noisy = isinstance(queue, FluidQueue)
+    trace: Trace
+    config: AutoscalingConfig
+    service: Service
+    queue: SimulatedQueue
+    scaler: Autoscaler
+    fleet: Fleet
+    rng: random.Random
+    parts_s: Sequence[float]
+    #: Seconds since the epoch at the start of the trace.
+    wall_s: float
+    history: FleetHistory = field(default_factory=FleetHistory)
+    looked_at: float = 0.0
+    completed: float = 0.0
+    #: The policy's last error; a lasting error is logged once.
+    failure: str = ""
+
+    @property
+    def counts_latencies(self) -> bool:
         # Counting latencies takes as long as all the rest, and most policies do not read them.
-        self._counts_latencies = config.policy not in ("target_ongoing_requests", "classic", "promql")
-        self._looked_at = 0.0
-        self._completed = 0.0
-        #: The policy's last error, because one that lasts is logged once.
-        self._failure = ""
+        return self.config.policy not in ("target_ongoing_requests", "classic", "promql")
 
     def tick(self, second: int) -> None:
         """Simulate one second, then run the autoscaler if it is due."""
-        now, fleet, queue = second * TICK_S, self._fleet, self._queue
+        now, fleet, queue = second * TICK_S, self.fleet, self.queue
         fleet.advance(now)
-        durations = self._trace.durations_s
-        duration_s = max(durations[second] if durations else self._service.duration_s, 1e-6)
-        slots = fleet.running * self._service.concurrency
-        queue.advance(now, TICK_S, self._trace.counts[second], slots, duration_s)
+        durations = self.trace.durations_s
+        duration_s = max(durations[second] if durations else self.service.duration_s, 1e-6)
+        slots = fleet.running * self.service.concurrency
+        queue.advance(now, TICK_S, self.trace.counts[second], slots, duration_s)
         history = self.history
         history.replica_seconds += fleet.existing * TICK_S
         history.running.append(fleet.running)
@@ -254,28 +249,28 @@ class _Run:
         end = now + TICK_S
         # The first request for a backend without replicas is reported to the controller at once.
         is_first = fleet.target == 0 and queue.queued > 0
-        if end - self._looked_at >= self._interval_s - 1e-9 or is_first:
+        if end - self.looked_at >= self.config.metrics_interval_s - 1e-9 or is_first:
             self._look(end, slots, duration_s)
 
     def _look(self, now: float, slots: int, duration_s: float) -> None:
-        queue, fleet = self._queue, self._fleet
-        ended = queue.request_counts.completed - self._completed
-        rate = ended / (now - self._looked_at)
-        self._completed, self._looked_at = queue.request_counts.completed, now
+        queue, fleet = self.queue, self.fleet
+        ended = queue.request_counts.completed - self.completed
+        rate = ended / (now - self.looked_at)
+        self.completed, self.looked_at = queue.request_counts.completed, now
         ongoing = queue.ongoing
-        if self._is_noisy and 0 < ongoing < slots:
+        if isinstance(queue, FluidQueue) and 0 < ongoing < slots:
             # A sample sees the number that happens to run at its time.
-            ongoing = min(slots, max(0.0, self._rng.gauss(ongoing, math.sqrt(ongoing))))
+            ongoing = min(slots, max(0.0, self.rng.gauss(ongoing, math.sqrt(ongoing))))
         counts: Sequence[int] = ()
-        if self._counts_latencies and ended > 0:
-            counts = latency_counts(queue.request_counts.last_wait_s, ended, duration_s, self._parts_s)
-        self._scaler.observe(Sample(now, ongoing, queue.queued, rate, counts))
-        step: ScalingStep = self._scaler.step(
-            now=now, wall=self._wall_s + now, current=fleet.running, target=fleet.target
+        if self.counts_latencies and ended > 0:
+            counts = latency_counts(queue.request_counts.last_wait_s, ended, duration_s, self.parts_s)
+        self.scaler.observe(Sample(now, ongoing, queue.queued, rate, counts))
+        step: ScalingStep = self.scaler.step(
+            now=now, wall=self.wall_s + now, current=fleet.running, target=fleet.target
         )
-        if step.error is not None and repr(step.error) != self._failure:
+        if step.error is not None and repr(step.error) != self.failure:
             logger.error("The autoscaling policy failed", exc_info=step.error)
-        self._failure = repr(step.error)
+        self.failure = repr(step.error)
         if step.replicas != fleet.target:
             self.history.changes.append(TargetChange(now, fleet.target, step.replicas, step.reason))
             fleet.scale(step.replicas, now)

@@ -9,10 +9,12 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from daskserve.client.ending.serve_forever import print_line
 from daskserve.client.views import progress
 from daskserve.client.views.progress import (
     LineDisplay,
@@ -254,3 +256,19 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert client.get_handle("slow").remote(1).result() == 1
     assert display.texts[0] == "slow: 0 of 1 replica runs, 1 starting"
     assert display.texts[-1] == "closed"
+
+
+def test_a_program_may_have_no_output_or_one_that_only_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logged:
+        """What some programs put in place of their output."""
+
+        def write(self, text: str) -> None: ...
+
+    clock: Any = SimpleNamespace(clock=SimpleNamespace(wall=lambda: 0.0))
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, Logged(), closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert find_display() is None
+        print_line(clock, "Serving")

@@ -10,8 +10,8 @@ from control_harness import app_spec, state_of
 from scripted_builder import config, instance_config
 from tables import each_case
 
+from daskserve.control.declared import plan
 from daskserve.control.declared.apply import apply
-from daskserve.control.declared.plan import plan
 from daskserve.control.declared.settling import settled
 from daskserve.control.records.declared import Origin
 from daskserve.control.records.state import State
@@ -39,9 +39,13 @@ def deployed(*specs: ApplicationSpec) -> State:
     return state
 
 
-def planned(state: State, *specs: ApplicationSpec, merges: bool = False, **options: Any) -> dict[str, Any]:
-    built = {each.name: each for each in specs}
-    return plan(state, instance_config(*map(config, built), **options), built, merges=merges)
+def planned(
+    state: State, *specs: ApplicationSpec | str, merges: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Return the plan of some applications; a text is why ``shop`` cannot be built."""
+    built = {"shop" if isinstance(each, str) else each.name: each for each in specs}
+    apps = {name: plan.planned(state, name, each) for name, each in built.items()}
+    return plan.completed(state, instance_config(*map(config, built), **options), apps, merges=merges)
 
 
 def test_what_is_deployed_already_is_unchanged() -> None:
@@ -122,7 +126,7 @@ def test_applications_and_deployments_that_are_new_or_go_and_a_route_that_moves(
 
 def test_what_cannot_be_built_or_deployed_is_a_fault_and_no_change() -> None:
     state = deployed(spec())
-    found = plan(state, instance_config(config()), {"shop": "it is broken"}, merges=False)
+    found = planned(state, "it is broken")
     assert (found["has_changes"], found["has_faults"]) == (False, True)
     assert found["applications"]["shop"] == {"action": "failed", "message": "it is broken", "deployments": {}}
 

@@ -194,16 +194,12 @@ class SimulatedCluster(LocalCluster):
     def has(self, worker: WorkerAddress) -> bool:
         return worker in self._hosts
 
-    def infos(self) -> list[dict[str, Any]]:
-        return [{**asdict(info), "resources": dict(info.resources)} for info in self.workers()]
-
-    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
-        candidates = [
-            info for info in self.workers() if info.address not in excluded and not info.is_retiring
+    def infos(self, *of: WorkerAddress) -> list[dict[str, Any]]:
+        return [
+            {**asdict(info), "resources": dict(info.resources)}
+            for info in self.workers()
+            if not of or info.address in of
         ]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda info: (info.is_available, info.is_head, info.address)).address
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         return await self.program.call(address, verb, **message)

@@ -1,4 +1,4 @@
-"""Ends the parts of an instance that a program has started, when the program stops serving."""
+"""Ends what a program has started on an instance, when the program stops serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.client.ending.serve_forever import print_line
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.common.formatting import shown
 from daskserve.common.types import DEFAULT_INSTANCE
-from daskserve.errors import ClosedError, NotRunningError, ServeError
+from daskserve.errors import ClosedError, DeployError, NotRunningError, RequestTimeoutError, ServeError
 
 #: Timeout for the numbers of open requests.
 ANSWER_S = 2.0
@@ -39,17 +39,23 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
     )
     if signal_name and cluster_connection.is_open:
         await _tell(verbs, signal_name, None if ends else started)
+    failure: ServeError | None = None
     if not ends and cluster_connection.is_open and not connection.is_guest:
         try:
             for name, request_id in started.items():
-                await verbs._delete_application(name, request_id)
+                try:
+                    await verbs._delete_application(name, request_id)
+                except (DeployError, RequestTimeoutError) as error:
+                    failure = error  # the others are deleted all the same
             ends = await _is_left_over(verbs, is_own=is_own)
         except (ClosedError, NotRunningError):
-            ends = is_own  # it has ended already; only this process's state of it is left
+            ends = is_own  # the instance has ended already; clean up this process
     if ends:
         await connection.shutdown(asynchronous=asynchronous)
     else:
         await connection.disconnect(asynchronous=asynchronous)
+    if failure is not None:
+        raise failure
 
 
 async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str] | None) -> None:
@@ -62,7 +68,7 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
     try:
         answer = await verbs._run(ask())
     except (ServeError, OSError):
-        answer = {"requests": {}}  # a controller that is being replaced delays nothing
+        answer = {"requests": {}}  # do not wait while the controller is being replaced
     counts = {name: count for name, count in answer["requests"].items() if names is None or name in names}
     line = f"Stopping ({signal_name})."
     if counts:
@@ -77,7 +83,7 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
 
 
 async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
-    """Return whether an instance has no owner and serves nothing."""
+    """Return whether an instance without an owner has no deployments left."""
     instance = verbs._connection.instance
     facts = (await verbs._run(verbs._connection.cluster_connection.ask("instances"))).get(instance)
     is_detached = instance == DEFAULT_INSTANCE and not is_own

@@ -1,4 +1,4 @@
-"""Finding a running instance: `daskserve.connect`, and the one that the functions of the module use."""
+"""Finds a running instance: for `daskserve.connect`, and for the functions of the package."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _instances(form: Form[Any], address: str) -> list[InstanceName]:
 
 
 async def _unanswered(form: Form[Any], address: str, name: InstanceName, limit_s: float) -> str:
-    """Return what the scheduler knows of an instance whose controller does not answer within ``limit_s``."""
+    """Return a message about a controller that does not answer within ``limit_s``."""
     cluster_connection = await dial_connection(form, address)
     try:
         silences = await form.run(cluster_connection, cluster_connection.silences())
@@ -130,9 +130,9 @@ connect_async = awaitable(_connect)
 
 
 def _near_instance(*, may_be_local: bool = True) -> InstanceConnection | None:
-    """Return a connection to the instance that the caller is in: its replica's, or that of its block.
+    """Return a connection to the instance of the current replica, or of the current block.
 
-    Otherwise, if it may be, to the local one of this process.
+    Elsewhere to the local instance of this process, if ``may_be_local``; None if there is none.
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
@@ -151,7 +151,7 @@ async def _find_instance(
     *,
     name: InstanceName | None = None,
 ) -> InstanceName:
-    """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
+    """Return the running instance that ``choose`` returns; raise `NotRunningError` if it returns None."""
     no_instance = NotRunningError(
         f"No instance{'' if name is None else f' {name!r}'} runs on the cluster "
         f"{cluster_connection.scheduler_address}; start one with `daskserve start` or "
@@ -203,11 +203,11 @@ async def find_default(
 ) -> InstanceConnection | None:
     """Return a connection to the instance that module-level functions use; None if there is none.
 
-    In a replica it is the replica's own. Elsewhere it is that of the block of
-    `daskserve.testing.local_instance`, or the local one of this process; otherwise the instance that `run`
-    started in this process; otherwise the latest running instance that `start` started here; otherwise the
-    one that ``choose`` finds on this process's Dask cluster. A process without one joins that of Dask's
-    configuration, if it may.
+    In a replica it is the replica's own. Elsewhere it is the instance of the current block of
+    `daskserve.testing.local_instance`, or the local instance of this process; otherwise the instance that
+    `run` started in this process; otherwise the latest running instance that `start` started here; otherwise
+    the one that ``choose`` finds on this process's Dask cluster. With ``joins``, a process without a cluster
+    joins that of Dask's configuration.
     """
     near = _near_instance(may_be_local=may_be_local)
     if near is not None:
@@ -232,7 +232,7 @@ async def find_default(
 async def find_configured(form: Form[Any]) -> InstanceConnection | None:
     """Return a new connection to the instance that `connect` finds by Dask's configuration; None if none.
 
-    None as well for a process that is connected to a Dask cluster: this is the one that it uses.
+    None, too, for a process that is connected to a Dask cluster, because it uses that one.
     """
     has_address = dask.config.get("scheduler-address", None) is not None
     if not has_address or await find_connection(form, None, None) is not None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TextIO, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import counted
@@ -40,7 +40,7 @@ class RichDisplay(Display):
         from rich.console import Console
 
         # In a notebook, rich finds the cell itself.
-        console = Console(file=stream) if stream.isatty() else Console()
+        console = Console(file=stream) if _is_terminal(stream) else Console()
         self._status = console.status("")
         self._is_shown = False
 
@@ -80,11 +80,17 @@ DisplayFactory: TypeAlias = Callable[[], Display]
 def find_display() -> DisplayFactory | None:
     """Return a factory of displays, on a terminal or in a notebook; None otherwise."""
     stream = sys.stderr
-    if stream is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return None  # such as user code in a worker, which may have inherited a terminal
-    if not stream.isatty() and not in_notebook():
-        return None
-    return lambda: _make(stream)
+    return (lambda: _make(stream)) if _is_terminal(stream) or in_notebook() else None
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; a program may have closed it, or put any object in its place."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def _make(stream: TextIO) -> Display:
@@ -114,7 +120,7 @@ def waits_for(status: Status, goal: GoalId) -> str:
         late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
         if not late:
             return f"{found.application}: {app.status}"
-        # The first ones are those that the others wait for. The tag of an actor is longer than its name.
+        # The others wait for the first one. The tag of an actor is longer than its name.
         wanted = deployment_tag(found.application, late[0])
         name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
     backend = status.backends.get(name)
@@ -146,7 +152,7 @@ async def wait_visibly(
     period_s: float = PERIOD_S,
     log_s: float = LOG_S,
 ) -> None:
-    """Return when ``wait``, which waits for the given seconds, returns True; say why it takes long."""
+    """Call ``wait`` with a number of seconds until it returns True; show why that takes long."""
     if make_display is None:
         while not await wait(log_s):
             logger.warning("Still waiting: %s", await describe())

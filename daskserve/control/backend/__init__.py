@@ -1,1 +1,1 @@
-"""One backend: which replicas start and stop next, with gangs, ranks and applications. Pure."""
+"""Decides which replicas of a backend start and stop next, with gangs, ranks and applications. Pure."""

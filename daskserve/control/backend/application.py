@@ -1,7 +1,8 @@
 """Applications: the order in which their deployments start and stop, and the end of their changes. Pure.
 
-A deployment's step asks whether it may start or stop replicas; the level that answers is recorded, so the
-order survives a crash. A change of an application ends in the step of the deployment that comes up last.
+The step of a deployment checks here whether it may start or stop replicas. The answer depends on records
+only, so the order survives a crash. A change of an application ends in the step of its last deployment to
+come up.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def awaited(
 ) -> list[BackendTag]:
     """Return the deployments that must be up before a deployment starts replicas.
 
-    1. In a change, all that it needs must be up in its new version.
-    2. At rest, as after the loss of workers, one running replica of each is enough. One that cannot start now
-       does not delay the others, because its callers may do without it.
+    1. During a change, all deployments that it needs must be up in their new versions.
+    2. Without a change, as after the loss of workers, one running replica of each is enough. A deployment
+       that cannot start now delays no other, because its callers may work without it.
 
-    ``undone`` holds changes that will be written together with what follows from the answer.
+    ``undone`` holds changes that will be written in the same transaction.
     """
     undone = undone or {}
     needs = [each for tag in backend.needs if (each := _backend(state, undone, tag)) is not None]
@@ -53,7 +54,7 @@ def awaited(
 
 
 def is_up(state: State, backend: BackendRecord, undone: Change | None = None) -> bool:
-    """Return whether enough replicas run with a backend's version and config; older ones may still drain."""
+    """Return whether enough replicas run with a backend's version and config. Older ones may still drain."""
     if backend.canary is not None:
         return False
     running = sum(
@@ -74,7 +75,7 @@ def _running(state: State, undone: Change, tag: BackendTag) -> list[ReplicaRecor
 
 
 def released(state: State, backend: BackendRecord, change: Change) -> Iterable[BackendTag]:
-    """Return the backends that may have waited for a replica which has come up with this change."""
+    """Return the backends that may have waited for a replica that starts running with this change."""
     has_started = any(
         isinstance(each, ReplicaRecord) and each.state is ReplicaState.RUNNING for each in change.values()
     )
@@ -86,13 +87,13 @@ def is_late(
 ) -> bool:
     """Return whether a change of an application waits for this deployment, not for one that it needs.
 
-    It also waits for replicas that are still to learn their ranks, which may take long in user code.
+    The change also waits until replicas have received their ranks, which may take long in user code.
     """
     return not _is_up(observed, backend, replicas) and not awaited(state, observed, backend)
 
 
 def may_stop(state: State, backend: BackendRecord) -> bool:
-    """Return whether a backend that is being deleted may stop, because no leaving backend calls it."""
+    """Return whether a backend that is being deleted may stop: no backend that calls it is being deleted."""
     if backend.is_forced:
         return True
     callers = (state.backends[tag] for tag in state.apps.needed_by(backend.tag))
@@ -102,11 +103,11 @@ def may_stop(state: State, backend: BackendRecord) -> bool:
 def neighbours(
     state: State, backend: BackendRecord, change: Change, informed: Collection[BackendTag] = ()
 ) -> list[BackendTag]:
-    """Return the backends for which a change of this one, which is applied, may matter.
+    """Return the backends to step after an applied change of this one.
 
-    The ingress checks whether a change of the application is complete, in case several came up together. The
-    start of a replica matters to no other backend. Callers of this one are included unless they are
-    ``informed``: their own steps have seen the change in `awaited`.
+    The ingress is among them because its step checks whether a change of the application is complete, in case
+    several deployments came up together. The start of a replica matters to no other backend. Callers of this
+    backend are included unless they are ``informed``: their steps have already seen the change.
     """
     starts = (
         isinstance(each, ReplicaRecord) and each.state is ReplicaState.STARTING for each in change.values()
@@ -122,7 +123,7 @@ def neighbours(
 
 
 def is_left_over(state: State, backend: BackendRecord) -> bool:
-    """Return whether a completed change has left a backend without a use."""
+    """Return whether a backend is no longer used after a completed change."""
     app = state.apps.get(backend.application) if backend.application else None
     if app is None or app.goal is not None or backend.is_deleting or backend.tag in app.tags:
         return False
@@ -130,7 +131,7 @@ def is_left_over(state: State, backend: BackendRecord) -> bool:
 
 
 def is_used(state: State, tag: BackendTag) -> bool:
-    """Return whether another endpoint than a deployment's own sends requests to it."""
+    """Return whether any endpoint besides the deployment's own sends requests to it."""
     return any(each != tag for each in state.endpoints_of(tag))
 
 
@@ -153,14 +154,14 @@ def is_complete(
     if app.is_deleting or not _is_up(observed, backend, replicas):
         return False
     apps = (app, *endpoint_state.swapping(state, app))
-    # The ingress comes last, so it tells soonest that the application is not complete.
+    # The ingress comes up last, so check it first.
     tags = (tag for each in apps for tag in reversed(each.tags))
     others = (state.backends.get(tag) for tag in tags if tag != backend.tag)
     return all(each is not None and _is_up(observed, each, state.replicas_of(each.tag)) for each in others)
 
 
 def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
-    """Return the change that completes a deploy: the new route, and the end of dropped deployments.
+    """Return the change that completes a deploy: it sets the new route and deletes dropped deployments.
 
     ``backend`` is the current record of one of its deployments. Applications that swap their routes with it
     complete in the same change.
@@ -192,10 +193,7 @@ def _completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
 
 
 def completes(backend: BackendRecord, change: Change) -> bool:
-    """Return whether the change of a step is the one with which a deploy of its application completes.
-
-    It is of that application alone: each of its records is in no other one's change.
-    """
+    """Return whether the change of a step completes a deploy of the backend's application, and only that."""
     app = change.get(f"app/{backend.application}") if backend.application else None
     ended = [each for each in change.values() if isinstance(each, GoalRecord)]
     return (
@@ -210,9 +208,9 @@ def completes(backend: BackendRecord, change: Change) -> bool:
 def old_codes(state: State, backend: BackendRecord, change: Change) -> Change:
     """Return the change that removes the code of a backend's older versions.
 
-    A pending change may cover a backend that has no goal: one that its application leaves out. It needs the
-    code of the version to which it would return. ``change`` is what is written with it: a goal that ends
-    there needs no code.
+    A pending change keeps the code that a rollback would need, even of a backend that has no goal because
+    the new version of its application leaves it out. ``change`` is written in the same transaction; goals
+    that end in it keep no code.
     """
     old = [code for code in state.codes.of(backend.tag) if code.name != backend.code_key]
     if not old:

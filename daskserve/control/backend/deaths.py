@@ -15,20 +15,17 @@ MAX_REASON, MAX_TRACEBACK, MAX_LINES = 500, 2000, 2000
 
 
 def keep_deaths(inputs: StepInputs, backend: BackendRecord, step: Step) -> None:
-    """Write the dead replicas of a backend with what else a step writes, if there are more."""
-    is_removed, known = (
-        step.change.get(backend.key, backend) is None,
-        inputs.state.events.deaths.get(backend.tag),
-    )
-    if is_removed and known is not None:
-        step.change[known.key] = None
-    elif not is_removed and step.notes.dead != inputs.observed.notes_of(backend.tag).dead:
+    """Add the dead replicas of a backend to the change of a step, if there are new ones."""
+    if step.change.get(backend.key, backend) is None:
+        if (known := inputs.state.events.deaths.get(backend.tag)) is not None:
+            step.change[known.key] = None
+    elif step.notes.dead != inputs.observed.notes_of(backend.tag).dead:
         record = recorded(backend.tag, step.notes.dead)
         step.change[record.key] = record
 
 
 def recorded(tag: BackendTag, dead: Iterable[DeadReplica]) -> DeathsRecord:
-    """Return the record of some dead replicas, with long texts shortened."""
+    """Return the record of the last dead replicas, with long texts shortened."""
     return DeathsRecord(tag, [_row(each) for each in tuple(dead)[-KEPT_DEAD:]])
 
 

@@ -1,8 +1,8 @@
 """Gangs: replicas that start together or not at all, are replaced together, and end together. Pure.
 
-The record of a replica names all replicas of its gang. A rollout counts gangs where it would count replicas:
-`daskserve.control.backend.rollout` decides over one record for each gang. Replicas without a gang are gangs
-of one. Those with a placement group are placed like gangs, too: several bundles at once.
+The record of a replica names all replicas of its gang. A rollout counts gangs instead of replicas:
+`daskserve.control.backend.rollout` gets one record for each gang. A replica without a gang is a gang of one.
+Replicas with a placement group are placed like gangs: several bundles at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 
 def are_gangs(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
-    """Return whether a backend has gangs, or will."""
+    """Return whether a backend has gangs, or should have them."""
     return backend.gang_size > 1 or any(each.gang for each in replicas)
 
 
@@ -42,7 +42,7 @@ def by_gang(replicas: Iterable[ReplicaRecord]) -> list[tuple[ReplicaRecord, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Gang:
-    """Replicas that start and stop together, and the one record with which a rollout counts them."""
+    """Replicas that start and stop together, and the record that represents them in a rollout."""
 
     members: tuple[ReplicaRecord, ...]
     record: ReplicaRecord
@@ -93,8 +93,8 @@ def _units(
 ) -> Iterable[_Gang]:
     """Return the live replicas as units of at least the wanted size.
 
-    Old gangs may have another size, so small ones stop together with others. One that is too large counts as
-    one: it stops only once all others of that number run, too.
+    Old gangs may have another size. Small ones are joined, so that they stop together. A larger one counts as
+    one unit.
     """
     old: list[tuple[ReplicaRecord, ...]] = []
     for members in by_gang(each for each in replicas if each.state in WANTED_STATES):
@@ -105,7 +105,7 @@ def _units(
         else:
             old.append(members)
     if len(old) > 1 and len(old[-1]) < backend.gang_size:
-        rest = old.pop()  # alone, it would count as a whole gang
+        rest = old.pop()  # alone, it would count as a whole unit
         old[-1] += rest
     for members in old:
         yield _together(members, backend.version, leaving)
@@ -114,7 +114,7 @@ def _units(
 def _together(members: tuple[ReplicaRecord, ...], version: str, leaving: Collection[ReplicaTag]) -> _Gang:
     states = [each.state for each in members]
     is_old = members[0].version != version
-    # Old replicas that still serve are worth keeping; a new gang serves once it is complete.
+    # An old gang serves while any of its replicas runs; a new gang serves once all of them run.
     serves = (any if is_old else all)(state is ReplicaState.RUNNING for state in states)
     state = ReplicaState.RUNNING if serves else min(states, key=STOP_ORDER.index)
     on_leaving = (each for each in members if each.tag in leaving)
@@ -139,9 +139,9 @@ def to_drain(
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],
 ) -> tuple[ReplicaRecord, ...]:
-    """Return the old replicas that stop so that a new gang, or replica with its group, takes their room.
+    """Return the old replicas to stop to make room for a new gang, or a replica with a placement group.
 
-    As `daskserve.control.backend.rollout.replicas_to_drain`, in whole gangs, on any workers.
+    This is `daskserve.control.backend.rollout.replicas_to_drain` for whole gangs on any workers.
     """
     if len(demand.bundles) == 1 and not any(each.gang or each.bundles for each in replicas):
         return rollout.replicas_to_drain(backend, replicas, trial, workers, demand, ongoing)

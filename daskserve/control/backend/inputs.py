@@ -28,7 +28,7 @@ class StepInputs:
     wall : float
         Seconds since the epoch, for records and for people.
     undone : dict
-        Changes of other backends that are decided, and will be written with this one's.
+        Changes of other backends that will be written in the same transaction.
     """
 
     state: State
@@ -48,7 +48,7 @@ class Step:
     Attributes
     ----------
     wake_at : float or None
-        When the next step is due even if nothing happens.
+        When the next step is due at the latest.
     incarnation : int
         The last incarnation number in use, including those of this step.
     messages : list of str
@@ -56,8 +56,8 @@ class Step:
     kept : dict
         The notes about the replicas of an old version during a rollout, by their key.
     causes : dict
-        Why replicas end that should have run, by the key of their record; with ``leaving/`` in place of the
-        kind, why they leave their workers.
+        Why replicas end that should have run, by the key of their record. A key with ``leaving/`` instead of
+        the kind says why a replica leaves its worker.
     """
 
     change: Change = field(default_factory=dict)
@@ -70,19 +70,19 @@ class Step:
     causes: dict[str, str] = field(default_factory=dict)
 
     def is_own(self, backend: BackendRecord) -> bool:
-        """Return whether the change is one of the backend and its replicas alone, and keeps the backend."""
+        """Return whether the step changes only the backend and its replicas, and keeps the backend."""
         return all(
             key.startswith(("replica/", "deaths/")) or (key == backend.key and record is not None)
             for key, record in self.change.items()
         )
 
     def note_death(self, replica: ReplicaRecord, death: DeadReplica) -> None:
-        """Keep why a replica ends that should have run."""
+        """Record why a replica ends that should have run."""
         self.notes.dead += (replace(death, version=replica.version),)
         self.causes[replica.key] = death.reason
 
     def wake(self, at: float) -> None:
-        """Schedule another step at that time at the latest."""
+        """Schedule the next step for this time at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 

@@ -1,7 +1,7 @@
-"""Keeps the models of replicas as they are wanted: reads folders, writes records, and tells replicas.
+"""Keeps the models of replicas as wanted: reads folders, writes records, and calls replicas.
 
-It reads levels: the records, and what replicas report with their health. So a new controller goes on where
-the last one was, and a replica that missed a call gets it again a second later.
+Each step compares the records with the reports of replicas. A new controller therefore continues where the
+last one stopped, and a replica that missed a call gets it again a second later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import Clock
-from daskserve.common.types import BackendTag, ReplicaState, ReplicaTag, short_tag
+from daskserve.common.types import BackendTag, ReplicaTag, short_tag
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.model_decisions import (
     Folder,
@@ -43,7 +43,7 @@ logger = logging.getLogger("daskserve.controller")
 
 #: Interval of the steps; replicas report as often.
 PERIOD_S = 1.0
-#: Time limit of a call to a replica, which only takes note.
+#: Time limit of a call to a replica, which loads the models afterwards.
 CALL_S = 5.0
 
 
@@ -94,32 +94,35 @@ class ModelKeeper:
         self._observed.folders.close()
 
     async def step(self) -> None:
-        """Write what follows from the folders and the replicas, then tell the replicas."""
-        backends = {
-            tag: each
+        """Write what follows from the folders and the replicas, then call the replicas."""
+        self._note_phases()
+        if self._changes():
+            async with self._writer:
+                await self._writer.note(self._changes())
+        repositories = self._repositories()
+        for gone in self._polls.keys() - repositories.keys():
+            del self._polls[gone]
+        for tag, repository in repositories.items():
+            if repository.mode == "poll":
+                self._read_if_due(tag, repository)
+            if (record := self._state.models.get(tag)) is not None:
+                self._tell(record, repository.rollout)
+
+    def _repositories(self) -> dict[BackendTag, ModelRepository]:
+        return {
+            tag: each.config.model_repository
             for tag, each in self._state.backends.items()
             if each.config.model_repository is not None and not each.is_deleting
         }
-        for gone in self._polls.keys() - backends.keys():
-            del self._polls[gone]
-        self._note_phases()
-        if self._changes(backends):
-            async with self._writer:
-                await self._writer.note(self._changes(backends))
-        for tag, backend in backends.items():
-            repository = backend.config.model_repository
-            if repository is not None and repository.mode == "poll":
-                self._read_if_due(tag, repository)
-            if (record := self._state.models.get(tag)) is not None:
-                self._tell(record, None if repository is None else repository.rollout)
 
-    def _changes(self, backends: Mapping[BackendTag, BackendRecord]) -> Change:
-        change: Change = {each.key: None for tag, each in self._state.models.items() if tag not in backends}
-        for tag, backend in backends.items():
-            repository, before = backend.config.model_repository, self._state.models.get(tag)
-            record, reports = before or ModelsRecord(tag), self._reports(backend)
-            polls = repository is not None and repository.mode == "poll"
-            keep = repository.keep_versions if repository is not None and polls else None
+    def _changes(self) -> Change:
+        repositories = self._repositories()
+        removed = self._state.models.keys() - repositories.keys()
+        change: Change = {self._state.models[tag].key: None for tag in removed}
+        for tag, repository in repositories.items():
+            before, reports = self._state.models.get(tag), self._reports(self._state.backends[tag])
+            record = before or ModelsRecord(tag)
+            keep = repository.keep_versions if repository.mode == "poll" else None
             if before is None and keep is not None:
                 if None in reports.values():
                     continue  # it may have loaded something in its start
@@ -127,7 +130,7 @@ class ModelKeeper:
             poll = self._polls.get(tag)
             if keep is not None and poll is not None and poll.folder is not None:
                 record = polled(record, poll.folder, keep)
-            plan, wall = None if repository is None else repository.rollout, self._clock.wall()
+            plan, wall = repository.rollout, self._clock.wall()
             record = settled(record, reports, keep, rolls_out=plan is not None)
             record = followed(record, plan, keep, wall)
             if plan is not None:
@@ -137,12 +140,12 @@ class ModelKeeper:
         return change
 
     def _phase_s(self, tag: BackendTag, name: str, rollout: RolloutState) -> float:
-        """Return for how long the rollout of a model is in a phase; 0 for one that is not written yet."""
+        """Return how long the rollout of a model has been in its phase; 0 if it is not written yet."""
         mark, began = self._phases.get((tag, name), ("", 0.0))
         return self._clock.now() - began if mark == rollout.mark else 0.0
 
     def _note_phases(self) -> None:
-        """Note when the phases of rollouts began, and drop what was learnt of those that have ended."""
+        """Note when the phases of rollouts began, and drop the counts of rollouts that have ended."""
         now, wall = self._clock.now(), self._clock.wall()
         before, self._phases = self._phases, {}
         for tag, record in self._state.models.items():
@@ -153,16 +156,13 @@ class ModelKeeper:
         for tag, name in before:
             self._observed.rollouts.forget(rollout_tag(tag, name))
 
-    def _running(self, tag: BackendTag) -> list[ReplicaRecord]:
-        return [each for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-
     def _reports(self, backend: BackendRecord) -> dict[ReplicaTag, ModelReport | None]:
-        running = [each for each in self._running(backend.tag) if each.version == backend.version]
+        running = [each for each in self._state.running(backend.tag) if each.version == backend.version]
         return {short_tag(each.tag): self._observed.models.get(each.tag) for each in running}
 
     def _tell(self, record: ModelsRecord, plan: RolloutConfig | None) -> None:
         wanted = target(record, plan)
-        for replica in self._running(record.backend):
+        for replica in self._state.running(record.backend):
             report = self._observed.models.get(replica.tag)
             if report is not None and not is_met(wanted, report) and replica.tag not in self._busy:
                 self._busy.add(replica.tag)
@@ -183,7 +183,7 @@ class ModelKeeper:
         now, poll = self._clock.now(), self._polls.get(tag)
         if poll is None or poll.url != repository.url:
             poll = self._polls[tag] = _Poll(repository.url)
-        if tag in self._state.backends and not poll.is_busy and now >= poll.due:
+        if not poll.is_busy and now >= poll.due:
             poll.due, poll.is_busy = now + repository.poll_period_s, True
             self._tasks.spawn(self._read(tag, repository, poll), "models")
 

@@ -1,14 +1,14 @@
-"""When a change fails because it takes too long, and how far it has come. Pure.
+"""The time limits of changes, and the progress of a change. Pure.
 
-A change with ``timeout_s`` has that time in all. Any other one has ``progress_timeout_s`` from its last
-progress:
+A change with ``timeout_s`` must be complete within that time. Any other change fails after
+``progress_timeout_s`` without progress. Progress is:
 
-1. A replica was placed, became ready, took over the config, began to drain or has stopped.
+1. A replica was placed, became ready, applied the config, began to drain or has stopped.
 2. A replica is at work: its environment is installed, its constructor or ``reconfigure`` runs, or its last
-   requests end. Each of these has a time limit of its own, so none goes on for ever.
+   requests end. Each of these has its own time limit.
 
-Replicas that wait for room are an exception to the second rule, because the work of others makes no room for
-them. A change that only fails and tries again ends after ``max_constructor_retry_count``.
+The second rule does not apply while replicas wait for room, because the work of others makes no room for
+them. A change whose replicas keep failing ends after ``max_constructor_retry_count``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,8 @@ def is_overdue(
     inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
 ) -> bool:
     """Return whether a change has taken too long, given what the step has changed so far."""
-    limit_s, deadline, full_from = (
-        goal.limit_s,
-        inputs.observed.deadlines.get(goal.goal_id),
-        step.notes.full_from,
-    )
+    limit_s, deadline = goal.limit_s, inputs.observed.deadlines.get(goal.goal_id)
+    full_from = step.notes.full_from
     if limit_s is None or deadline is None or is_holding(backend, replicas.values()):
         return False
     if goal.timeout_s is not None:
@@ -64,7 +61,7 @@ def is_overdue(
 def note(
     inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
 ) -> None:
-    """Set the deadline of a change at the end of a step; log now and then what it waits for."""
+    """Set the deadline of a change at the end of a step, and log at intervals what it waits for."""
     limit_s, deadline, notes = goal.limit_s, inputs.observed.deadlines.get(goal.goal_id), step.notes
     if limit_s is not None:
         if deadline is None:
@@ -83,7 +80,7 @@ def note(
             if makes_room(inputs.observed, backend, replicas):
                 notes.full_from = inputs.now
             deadline = notes.full_from + limit_s
-        if deadline > inputs.now:  # else it waits for another deployment
+        if deadline > inputs.now:  # otherwise it waits for another deployment
             step.wake(deadline)
     _tell(inputs, step, backend, replicas.values())
 
@@ -106,7 +103,7 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
 
 
 def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
-    """Return since when replicas have waited for room, if that is noted only now."""
+    """Return since when replicas have waited for room, for a controller that notices it now."""
     limit_s = None if goal is None else goal.limit_s
     if goal is None or limit_s is None:
         return inputs.now
@@ -116,7 +113,7 @@ def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[Re
 def _left_s(inputs: StepInputs, goal: GoalRecord, limit_s: float, replicas: Iterable[ReplicaRecord]) -> float:
     """Return how much of a time limit is left when a controller first sees a change.
 
-    That is all of it, unless an earlier controller has begun the change.
+    This is the whole limit unless the change began under an earlier controller.
     """
     began_at = goal.opened_at
     if goal.timeout_s is None:
@@ -133,9 +130,9 @@ def _tags(state: State, goal: GoalRecord, backend: BackendRecord) -> Sequence[Ba
 
 
 def has_moved(state: State, backend: BackendRecord, change: Change) -> bool:
-    """Return whether a step of a backend brings its change forward.
+    """Return whether a step of a backend makes progress with its change.
 
-    Replicas beyond the number that it needs, such as those of its autoscaler, do not count.
+    Replicas beyond the needed number, such as those that the autoscaler added, do not count.
     """
     if goals.is_reached(backend, state.replicas_of(backend.tag)):
         return False
@@ -177,9 +174,9 @@ def _busy(
 
 
 def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -> bool:
-    """Return whether a backend's own replicas are about to make room for others of it.
+    """Return whether replicas of a backend will soon make room for other replicas of it.
 
-    Draining replicas do, and so do new replicas of a rollout, after which old ones drain.
+    Draining replicas make room, and so do the new replicas of a rollout, because old ones drain after them.
     """
     busy = [replicas[tag] for tag in _busy(observed, backend, replicas.values())]
     is_rollout = any(each.version != backend.version for each in replicas.values())
@@ -201,7 +198,7 @@ def busy_text(
 def work_text(busy: Activity, step_s: float = TELL_S) -> str:
     """Describe the activity of a replica and its duration; empty if that is not long.
 
-    The time is rounded down to a multiple of ``step_s``, because each change of a status is shown.
+    The time is rounded down to a multiple of ``step_s``, because watchers get each change of a status.
     """
     for_s = busy.for_s // step_s * step_s
     return f"{busy.what} for {shown(for_s)} s" if for_s else ""
@@ -218,12 +215,12 @@ def running(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> int:
 
 
 def is_holding(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
-    """Return whether a rollout has the replicas of its step, so that it takes its time on purpose."""
+    """Return whether a rollout has all replicas of its step, so that it is not late."""
     return backend.canary is not None and running(backend, replicas) >= backend.version_replicas
 
 
 def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return how far a change came; empty if it has created nothing that ran."""
+    """Return the progress of a change as text; empty if nothing of it has run."""
     wanted, done = backend.needed_replicas, running(backend, replicas)
     is_update = goal.previous.get(backend.key) is not None
     tags = _tags(state, goal, backend)
@@ -241,7 +238,7 @@ def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: It
 
 
 def with_note(error: ServeError, far: str) -> ServeError:
-    """Return an error that also says how far a change came."""
+    """Return an error with a sentence added."""
     if not far:
         return error
     text = str(error).rstrip(".")
@@ -251,7 +248,7 @@ def with_note(error: ServeError, far: str) -> ServeError:
 
 
 def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> ServeError:
-    """Return the error of a change that took too long; ``why`` says why replicas have no room."""
+    """Return the error of a change that took too long; ``why`` is the reason why replicas have no room."""
     what, limit = backend.display_name, shown(goal.limit_s or 0.0)
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"

@@ -1,8 +1,8 @@
 """Ranks: the numbers by which the replicas of a backend divide work. Pure.
 
-A replica gets the lowest free numbers when it is placed and keeps them while it lives. Numbers have gaps only
-while replicas start or are replaced: once all wanted replicas are placed, the ones with numbers that
-are too high get the free ones.
+A replica gets the lowest free numbers when it is placed and keeps them while it lives. There are gaps only
+while replicas start or are replaced. Once all wanted replicas are placed, replicas whose numbers are too high
+get the free ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ranks_to_change(
     )
     hosts = [observed.host_of(each.worker or "") for each in placed]
     if are_right([each.rank for each in placed], hosts, is_settled=is_settled):
-        return []  # as in nearly all steps, which therefore take half the time
+        return []  # the usual case, checked first because it halves the time of most steps
     return [
         (each, rank)
         for each, rank in zip(placed, new_ranks(placed, hosts, is_settled=is_settled), strict=True)
@@ -42,7 +42,7 @@ def are_right(ranks: Sequence[tuple[int, ...]], hosts: Sequence[str], *, is_sett
     if not all(ranks):
         return False
     if len(ranks) == 1:
-        return not is_settled or ranks[0] == (0, 0, 0)  # as of most backends
+        return not is_settled or ranks[0] == (0, 0, 0)
     sizes = Counter(hosts)
     node_ranks = {(host, rank[1]) for host, rank in zip(hosts, ranks, strict=True)}
     return (
@@ -67,7 +67,7 @@ def new_ranks(
     Parameters
     ----------
     is_settled : bool
-        Whether these are all replicas that there will be, so that no number may be too high.
+        Whether these are all wanted replicas, so that no number may be too high.
     """
     on_hosts: dict[str, list[int]] = {}
     for n, host in enumerate(hosts):
@@ -89,7 +89,7 @@ def new_ranks(
 
 
 def _numbers(current: Sequence[int | None], is_settled: bool) -> list[int]:
-    """Return different numbers: the current ones where possible, and else the lowest that are free."""
+    """Return distinct numbers: the current ones where possible, otherwise the lowest free ones."""
     places: dict[int, int] = {}
     for place, number in enumerate(current):
         if number is not None and (number < len(current) or not is_settled):
@@ -100,7 +100,7 @@ def _numbers(current: Sequence[int | None], is_settled: bool) -> list[int]:
 
 
 def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | None:
-    """Return the rank of a replica and the number of replicas, as it has to know them; None without one."""
+    """Return the rank and the number of replicas that a replica should know; None before it has a rank."""
     if len(replica.rank) != 3:
         return None
     rank, node_rank, local_rank = replica.rank
@@ -108,14 +108,14 @@ def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | N
 
 
 def all_know_theirs(backend: BackendRecord, replicas: Iterable[ReplicaRecord], observed: Observed) -> bool:
-    """Return whether no replica of a backend is known to run with another rank than it has."""
+    """Return whether no replica of a backend is known to run with a wrong rank."""
     return not any(has_wrong_rank_info(backend, each, observed) for each in replicas)
 
 
 def has_wrong_rank_info(backend: BackendRecord, replica: ReplicaRecord, observed: Observed) -> bool:
-    """Return whether a replica is known to run with another rank, or another number of replicas.
+    """Return whether a replica is known to run with a wrong rank or number of replicas.
 
-    Replicas of older versions keep their rank: they stop soon.
+    Replicas of older versions do not count, because they stop soon.
     """
     known = observed.rank_infos.get(replica.tag)
     is_current = replica.state is ReplicaState.RUNNING and replica.version == backend.version

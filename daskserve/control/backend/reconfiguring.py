@@ -1,9 +1,9 @@
-"""Which replicas take over a changed config, and when. Pure.
+"""Decides which replicas apply a changed config, and when. Pure.
 
-A change of options reaches all replicas at once: they take it over in no time, while they serve. A change of
-``user_config`` runs user code that may take long, and a replica takes no requests meanwhile. So it goes
-replica by replica, or gang by gang: at most ``max_unavailable`` of them at a time, but at least one, or it
-would never end. While others are missing because they start, the next one waits for them.
+All replicas apply a change of options at once, while they serve. A change of ``user_config`` runs user code,
+which may take long, and a replica gets no requests meanwhile. It is therefore applied replica by replica, or
+gang by gang: to at most ``max_unavailable`` of them at a time, but to at least one. Replicas that are still
+starting count as unavailable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def next_to_reconfigure(
 ) -> set[ReplicaTag]:
     """Return the tags of the replicas to reconfigure now, or again.
 
-    ``barred`` are replicas that cannot be reconfigured yet.
+    ``barred`` are the replicas that cannot be reconfigured yet.
     """
     current = [each for each in replicas if each.version == backend.version]
     running = [each for each in current if each.state is ReplicaState.RUNNING]

@@ -1,7 +1,7 @@
-"""Whether a backend is at rest: a step of it would change nothing. Pure.
+"""Decides whether a backend is at rest, so that a step of it would change nothing. Pure.
 
-The ticks look at one backend after another, and nearly all of them are at rest. So this looks at each replica
-once, where a step looks at it from many sides. It may deny that a backend is at rest, which only costs time.
+The ticks check one backend after another, and nearly all backends are at rest. This check is much cheaper
+than a step. It may wrongly report that a backend is not at rest, which only costs time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
 
 def is_at_rest(inputs: StepInputs, backend: BackendRecord, replicas: Sequence[ReplicaRecord]) -> bool:
-    """Return whether a step would find nothing to do and nothing to note."""
+    """Return whether a step would change nothing."""
     state, observed, tag = inputs.state, inputs.observed, backend.tag
     if backend.goal is not None or backend.is_deleting or backend.canary is not None:
         return False
@@ -31,7 +31,7 @@ def is_at_rest(inputs: StepInputs, backend: BackendRecord, replicas: Sequence[Re
     wanted = backend.num_replicas
     if len(replicas) != wanted or not _are_current(backend, replicas):
         return False
-    # Codes of older versions wait for their removal, unless the history needs them.
+    # The step removes the codes of older versions, unless the history needs them.
     if any(
         code.name != backend.code_key and not state.revisions.need(code.name) for code in state.codes.of(tag)
     ):
@@ -48,7 +48,7 @@ def _are_current(backend: BackendRecord, replicas: Sequence[ReplicaRecord]) -> b
 
 
 def _is_quiet(observed: Observed, replicas: Sequence[ReplicaRecord]) -> bool:
-    """Return whether nothing was observed of some replicas and their workers that a step would process."""
+    """Return whether there are no observations of replicas and their workers that a step would process."""
     tags = {each.tag for each in replicas}
     levels = (
         observed.unhealthy.keys(),
@@ -70,7 +70,7 @@ def _is_quiet(observed: Observed, replicas: Sequence[ReplicaRecord]) -> bool:
 
 
 def _have_right_ranks(observed: Observed, replicas: Sequence[ReplicaRecord], wanted: int) -> bool:
-    """Return whether running replicas have ranks without gaps, and know them."""
+    """Return whether the ranks of running replicas have no gaps, and the replicas know them."""
     ranks = [each.rank for each in replicas]
     hosts = [observed.host_of(each.worker or "") for each in replicas]
     known = [observed.rank_infos.get(each.tag) for each in replicas]

@@ -2,10 +2,10 @@
 
 New before old: a replica of an older version stops only after one of the target version runs, so the number
 of running replicas does not fall below the target. During a rollout, at most ``max_surge`` additional
-replicas exist, and ``max_unavailable`` may be missing, for which old ones stop first. Where no additional one
-has room, or both numbers are 0, `replicas_to_drain` names one old replica after another whose room a new one
-takes; the new one runs before the next old one stops. Several stop together only where a new replica needs
-the room of several on one worker.
+replicas exist, and ``max_unavailable`` old ones may stop before new ones run. If there is no room for an
+additional replica, or both numbers are 0, `replicas_to_drain` chooses one old replica after another to make
+room for a new one, which runs before the next old one stops. Several stop together only if a new replica
+needs the room of several on one worker.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def next_steps(
     """Return the next steps towards ``wanted`` replicas of ``version``.
 
     Replicas that are ``leaving`` their workers are treated like those of an older version. They are replaced
-    before they stop even without a surge, because their room is of no use.
+    before they stop even without a surge, because new replicas cannot use their room.
     """
     live = [each for each in replicas if each.state in WANTED_STATES]
     new = [each for each in live if each.version == version and each.tag not in leaving]
@@ -79,14 +79,14 @@ def replicas_to_drain(
     demand: Demand,
     ongoing: Mapping[ReplicaTag, float],
 ) -> tuple[ReplicaRecord, ...]:
-    """Return the fewest old replicas of one worker that stop so that a new one takes their room.
+    """Return the fewest old replicas of one worker to stop, to make room for a new one.
 
-    Replicas whose room is of no use stop one by one.
+    Replicas whose room a new one cannot use stop one by one.
 
     Parameters
     ----------
     trial : TentativeUsage
-        The ledger; the same afterwards.
+        The ledger; unchanged afterwards.
     """
     old, is_useful = drainable(backend, replicas, trial, workers, demand)
 
@@ -99,7 +99,7 @@ def replicas_to_drain(
     for each in sorted(old, key=load):
         by_worker.setdefault(each.worker, []).append(each)
     if room_for(trial, workers, demand, 1):
-        # It has room, but must not be an additional one.
+        # There is room, but no additional replica is allowed.
         return tuple(min(by_worker.values(), key=lambda crowd: load(crowd[0]), default=[])[:1])
     found = [_fewest(trial, workers, demand, crowd) for crowd in by_worker.values()]
     return min(filter(None, found), key=lambda stop: (len(stop), sum(map(load, stop))), default=())
@@ -112,11 +112,11 @@ def drainable(
     workers: Sequence[WorkerInfo],
     demand: Demand,
 ) -> tuple[list[ReplicaRecord], bool]:
-    """Return the old replicas that may stop before new ones run, and whether their room is of use.
+    """Return the old replicas that may stop before new ones run, and whether new ones can use their room.
 
-    None may while another replica starts or stops, so that whatever fails, no more are missing. None may
-    either if a complete rollout would not fit. Their room is of no use once the rollout is complete but for
-    them, because the load asks for more replicas than fit.
+    None may stop while another replica starts or stops, so that a failure makes no more replicas missing.
+    None may stop either if the complete rollout would not fit. If enough new replicas run already, the rest
+    of the old ones may stop, although the additional replicas that the load asks for do not fit.
     """
     if any(each.state in PASSING_STATES for each in replicas):
         return [], False
@@ -170,7 +170,7 @@ def _expendable(
         crowd = others[worker] + same[worker] if criteria.empties_workers else -same[worker]
         return (crowd, criteria.ongoing.get(each.tag, 0.0), others[worker], place)
 
-    # Only the worker that loses a replica changes, so it is enough to compare the first of each worker.
+    # A removal changes only the ranks on its worker, so compare the first replica of each worker.
     for state in STOP_ORDER:
         lines: dict[WorkerAddress | None, list[tuple[int, ReplicaRecord]]] = {}
         for place, each in youngest_first:

@@ -1,8 +1,8 @@
-"""The step of a backend during a rollout: both versions have replicas of their own. Pure.
+"""The step of a backend during a rollout, when both versions have replicas. Pure.
 
-Each version is stepped as if it were a backend of its own: the new one with the goal of the change and the
-number of replicas that its share of the traffic needs, the old one at rest, with its own spec and number. So
-the old version has all its capacity until the rollout is complete, and its lost replicas are replaced.
+Each version is stepped like a separate backend. The new one has the goal of the change, and the number of
+replicas that its share of the traffic needs. The old one has no goal, and keeps its spec and number. The old
+version thus has its full capacity until the rollout is complete, and its lost replicas are replaced.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from daskserve.common.copying import replace
 from daskserve.common.formatting import capitalized
-from daskserve.common.types import ReplicaState
 from daskserve.control.backend.inputs import Step, StepInputs
+from daskserve.control.backend.progress import is_holding
 from daskserve.control.observed.observed import Notes
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.rollout import RolloutEvent, RolloutState
@@ -23,9 +23,8 @@ from daskserve.control.verbs.rollout_plan import Decision, decide, phase_began
 #: Interval at which the requests of both versions are compared.
 LOOK_S = 1.0
 
-
-#: Makes a step for some of a backend's replicas; the last argument is the key of the notes about those of its
-#: old version. Returns the record of the backend after it, too.
+#: Makes a step for some of a backend's replicas; the last argument is the key of the notes about replicas of
+#: the old version. Returns the step and the backend's record after it.
 Run: TypeAlias = Callable[
     [StepInputs, BackendRecord, Iterable[ReplicaRecord], str], tuple[Step, BackendRecord]
 ]
@@ -38,7 +37,7 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
     replicas = inputs.state.replicas_of(backend.tag)
     step, after = run(inputs, backend, [each for each in replicas if each.version != stable.version], "")
     if after.canary is None:
-        step.wake(inputs.now)  # the next step sees one version again
+        step.wake(inputs.now)  # the next step is for one version again
         return step
     undone = {**inputs.undone, **step.change}
     together = replace(inputs, undone=undone, incarnation=step.incarnation)
@@ -63,11 +62,6 @@ def decided(
     assert rollout is not None
     new, old = running_of(backend, inputs.state.replicas_of(backend.tag))
     split = split_of(backend, new, old)
-    ready = sum(
-        each.state is ReplicaState.RUNNING
-        and (each.version, each.config_id) == (backend.version, backend.config_id)
-        for each in replicas
-    )
     config = backend.config.rollout
     assert config is not None
     decision = decide(
@@ -75,7 +69,7 @@ def decided(
         config,
         inputs.observed.rollouts.evidence(backend.tag, split.key),
         share=split.share,
-        is_ready=ready >= backend.version_replicas,
+        is_ready=is_holding(backend, replicas),
         for_s=_duration(inputs, rollout, step.notes),
         wall=inputs.wall,
     )
@@ -90,14 +84,14 @@ def decided(
 
 
 def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
-    """Return for how long a rollout is in its phase, which an earlier controller may have begun."""
+    """Return how long a rollout has been in its phase, perhaps since an earlier controller."""
     is_new = rollout.rollout_id not in inputs.observed.inherited
     notes.rollout = phase_began(notes.rollout, rollout, is_new=is_new, now=inputs.now, wall=inputs.wall)
     return inputs.now - notes.rollout[1]
 
 
 def lost(backend: BackendRecord, wall: float) -> BackendRecord:
-    """Return the record of a backend whose change is lost, and with it what to return to."""
+    """Return the record of a backend whose goal is lost, and with it the records for a rollback."""
     rollout = backend.canary
     assert rollout is not None
     return replace(

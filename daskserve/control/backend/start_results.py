@@ -15,8 +15,8 @@ from daskserve.payload.error_text import summary_of
 def with_facts(backend: BackendRecord, replica: ReplicaRecord, facts: Mapping[str, Any]) -> BackendRecord:
     """Return the backend with the facts about its callable that a started replica reports.
 
-    Nothing is known of an import path before it is imported. The facts decide how many requests a replica
-    runs, so a change of them reconfigures the replicas.
+    The facts about an import path are unknown until a replica imports it. They determine how many requests a
+    replica runs concurrently, so a change of them reconfigures the replicas.
     """
     if replica.version != backend.version or backend.is_deleting:
         return backend
@@ -34,7 +34,7 @@ def start_error(backend: BackendRecord, error: BaseException) -> ServeError:
 
 
 def lost_error(backend: BackendRecord, death: DeadReplica) -> ServeError:
-    """Return the error of a change whose replicas start, and are lost again and again."""
+    """Return the error of a change whose replicas are lost again and again."""
     return DeployError(
         f"A replica of {backend.display_name} was lost before the change was complete: {death.reason}"
     )

@@ -1,8 +1,8 @@
 """One backend: computes the next changes and actions from the target and the observed state. Pure.
 
-The loop calls `step` whenever something about a backend may have changed. It reads levels, never events, so
-it can run at any time and any number of times. A new controller that has observed nothing yet gets the
-actions with which it observes the cluster. `step` does not change its arguments: it returns what it learnt as
+The loop calls `step` whenever something about a backend may have changed. It reads the present state, never
+events, so it can run at any time and any number of times. In a new controller without observations, it
+returns the actions that observe the cluster. `step` does not change its arguments. It returns its memory as
 `Notes`, which apply once the change is in the store.
 """
 
@@ -54,7 +54,7 @@ class _Stepper:
     ) -> None:
         self.inputs = inputs
         self.backend = backend
-        #: The key of the notes if this is the old version during a rollout, which has no change of its own.
+        #: The key of the notes if this is the old version during a rollout, which has no goal.
         self.kept = kept
         known = inputs.observed.notes.get(kept or backend.tag)
         self.notes = Notes() if known is None else known.for_next_step()
@@ -73,7 +73,7 @@ class _Stepper:
 
     @property
     def app(self) -> AppRecord | None:
-        """The application of which the backend is a deployment."""
+        """The application that the backend is a deployment of."""
         if self.kept:
             return None
         changed = self.step.change.get(f"app/{self.backend.application}")
@@ -128,7 +128,7 @@ class _Stepper:
             elif death is not None and self.goal is not None:
                 lost = replica, lost_error(self.backend, death)
 
-        if lost is not None:  # one, because a worker may take many with it
+        if lost is not None:  # count one, because many replicas may be lost with one worker
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
@@ -142,7 +142,7 @@ class _Stepper:
         if error is not None and replica.state is ReplicaState.RUNNING:
             self.notes.reconfigure_failed[tag] = error
             if not self.fail_goal(start_error(self.backend, error)):
-                # No caller waits for the error, and retries would never end: replace the replica.
+                # No caller waits for the error, and retries would never end, so replace the replica.
                 self.give_up(replica)
         elif tag in observed.configured:
             config_id = self.notes.configured[tag] = observed.configured[tag]
@@ -161,7 +161,7 @@ class _Stepper:
 
     def note_failure(self, replica: ReplicaRecord, error: BaseException) -> None:
         if self.backend.is_deleting or replica.version != self.backend.version:
-            return  # the failed config is not the current one
+            return  # the failed version is not the current one
         goal, notes, tag = self.goal, self.notes, self.backend.tag
         if goal is not None:
             count = goal.failures.get(tag, 0) + 1
@@ -383,12 +383,12 @@ class _Stepper:
             return
         endpoint = state.endpoints.get(backend.tag) if backend.application else None
         if endpoint is not None and not endpoint.is_legacy:
-            self.step.change[endpoint.key] = None  # until now, other deployments have called it
+            self.step.change[endpoint.key] = None  # other deployments have called it until now
         if self.replicas:
             return
         known = state.backends.get(backend.tag)
         if known is not None and not known.is_deleting:
-            self.step.wake(self.inputs.now)  # first, routers learn why it is deleted
+            self.step.wake(self.inputs.now)  # first publish to routers why it is deleted
             return
         self.step.change[backend.key] = None
         self.notes = self.step.notes = Notes()
@@ -401,7 +401,7 @@ class _Stepper:
         for replica, rank in ranks_to_change(self.backend, self.replicas.values(), observed):
             self.set_replica(replica.tag, replace(replica, rank=rank))
         unread = observed.reconfigure_failed.keys() - self.notes.reconfigure_failed.keys()
-        # The watch looks for a running replica that has not been observed; it is never created again.
+        # The watch checks running replicas that have not been observed yet; they are never created again.
         barred = {tag for tag in self.replicas if tag not in observed.ready or tag in unread}
         told = next_to_reconfigure(self.backend, self.replicas.values(), barred=barred)
         for replica in list(self.replicas.values()):
@@ -450,7 +450,7 @@ class _Stepper:
 
 
 def _go_on(stepper: _Stepper) -> None:
-    """Bring a rollout forward, or take it back."""
+    """Advance a rollout, or roll it back."""
     backend, inputs = stepper.backend, stepper.inputs
     if backend.canary is None:
         return
@@ -473,7 +473,7 @@ def _run(
     stepper.scale()
     stepper.check_deadline()
     _go_on(stepper)
-    # At the end of a rollout, it has the replicas of one version only; the next step sees those of both.
+    # At the end of a rollout, the stepper has the replicas of one version only; the next step has all.
     if backend.canary is None or stepper.backend.canary is not None:
         stepper.close_gap()
         stepper.finish()
@@ -488,7 +488,7 @@ def step(inputs: StepInputs, backend: BackendRecord) -> Step:
 
 
 def full_step(inputs: StepInputs, backend: BackendRecord) -> Step:
-    """Return the same as `step`, without the look whether there is anything to do."""
+    """Return the same as `step`, without the check whether the backend is at rest."""
     if backend.canary is not None:
         step = rollout_steps.step_both(inputs, backend, _run)
     else:

@@ -1,4 +1,4 @@
-"""How a verb decides on a change: under the lock, as the newest controller."""
+"""The base class of verbs that change an instance: they decide under the lock, as the newest controller."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class DecidingVerbs:
 
     @asynccontextmanager
     async def _deciding(self, requests: Iterable[str] = ()) -> AsyncIterator[None]:
-        """Hold the lock for one decision, and check that it was made by the newest controller.
+        """Hold the lock for one decision, and check that this is the newest controller.
 
-        ``requests`` are the ids of the calls that are decided on; one that was taken back is refused.
+        ``requests`` are the ids of the calls; a withdrawn call is refused.
 
-        The store rejects a change from a controller that was replaced. A replaced controller
-        would answer from outdated state where nothing changes, so it first checks that it is the newest.
+        The store rejects changes from a replaced controller. Where nothing changes, a replaced controller
+        would answer from outdated state, so it first checks that it is the newest one.
         """
         store = self._core.cluster.store
         if store.hold is StoreOwnership.TAKEN:

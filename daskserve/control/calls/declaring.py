@@ -1,4 +1,4 @@
-"""The verbs for the declared configuration: what files say, instead of programs."""
+"""The verbs for the declared configuration, which files define instead of programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeclaringVerbs(DecidingVerbs):
     async def delete_applications(
         self, by: str = "", expected_version: int | None = None, request_id: str = ""
     ) -> dict[str, Any]:
-        """Delete all applications, those of programs as well, in one change."""
+        """Delete all applications in one change, including those that programs deployed."""
         return await self._apply(
             {applying.APPLICATIONS: []},
             False,
@@ -140,7 +140,7 @@ class DeclaringVerbs(DecidingVerbs):
         apps = {}
         for name, each in built.items():
             apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
-            await pause()  # a thousand take half a second
+            await pause()  # a thousand applications take half a second
         return completed(core.state, values, apps, merges=merge)
 
     @verb
@@ -218,7 +218,7 @@ def _check_size(config: Mapping[str, Any]) -> None:
 
 
 async def _with_variables(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a configuration says about the instance, with the values of this process's variables."""
+    """Return the instance's part of a configuration, with the values of this process's variables."""
     instance = {name: each for name, each in config.items() if name != applying.APPLICATIONS}
     return await asyncio.to_thread(_resolved, instance) if "${" in str(instance) else instance
 
@@ -227,7 +227,7 @@ def _resolved(instance: Mapping[str, Any]) -> Mapping[str, Any]:
     from daskserve.config_file.model import InstanceConfig
     from daskserve.config_file.reading import in_force
 
-    # Those of HTTP and traces act when the instance starts, with the variables of what starts it.
+    # The options of HTTP and traces apply at the start of the instance, with the variables of its starter.
     wanted = {
         name: instance[name]
         for name in ("target_capacity", "logging_config", "references")
@@ -237,7 +237,7 @@ def _resolved(instance: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(text: str, name: str) -> Any:
-    # Imported here, in a thread: only requests over HTTP bring text.
+    # Imported in a thread on demand: only requests over HTTP contain text.
     from daskserve.config_file.reading import read
 
     return read(text, name)

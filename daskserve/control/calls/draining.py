@@ -1,4 +1,4 @@
-"""The verbs with which the requests under way complete before an instance ends."""
+"""The verbs that let the requests in progress complete before an instance ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from daskserve.errors import ServeError, StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")
 
-#: Interval of the checks whether everything has stopped; only while requests are under way.
+#: Interval of the checks whether everything has stopped, while the instance drains.
 POLL_S = 0.01
 
 
 class DrainingVerbs:
-    """Called once, by the owner of the instance's life: the supervisor, or the local cluster."""
+    """The supervisor or the local cluster calls them once, at the end of the instance."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -28,9 +28,9 @@ class DrainingVerbs:
 
     @verb
     async def drain(self) -> float:
-        """Begin to drain if there may be requests; return within how many seconds it ends, or 0.
+        """Begin to drain if there may be requests; return the time limit in seconds, or 0.
 
-        From then on nothing is written to the store, and the verbs that change something are refused.
+        From then on nothing is written to the store, and verbs that change something are refused.
         """
         core = self._core
         if self._draining is None:
@@ -43,9 +43,9 @@ class DrainingVerbs:
 
     @verb
     async def ongoing(self) -> dict[str, Any]:
-        """Return the requests that an end of the instance waits for, and for how many seconds at most."""
+        """Return the requests that the end of the instance waits for, and the time limit in seconds."""
         requests = departure.requests_under_way(self._core.state, await self._actors())
-        # Those that came by HTTP are gone with the proxies, so that replicas do not wait for them again.
+        # Requests over HTTP end with the proxies, so replicas do not wait for them again.
         return {"requests": requests, "limit_s": departure.limit_s(self._core.state)}
 
     @verb
@@ -62,12 +62,12 @@ class DrainingVerbs:
         core = self._core
         workers = departure.workers_to_ask(core.state, core.observed)
         asking = (core.clock.wait_for(core.cluster.inspect(worker), ANSWER_S) for worker in workers)
-        # A worker that does not answer has nothing that could be waited for.
+        # Ignore workers that do not answer.
         answers = await asyncio.gather(*asking, return_exceptions=True)
         return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
 
     async def _is_overtaken(self) -> bool:
-        """Return whether another cluster has taken over: its proxies share the port, so requests go on."""
+        """Return whether another cluster has taken over. Its proxies share the port and serve on."""
         core = self._core
         empty = StoreChange(must_last=False)
         try:

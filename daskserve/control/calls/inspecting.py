@@ -1,4 +1,4 @@
-"""The verbs that look into running user code: they pass the question on to the replica."""
+"""The verbs that inspect running user code: they forward the call to a replica."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.verbs.replicas import busiest, named_replicas
 from daskserve.errors import BadRequestError, InspectionError, ServeError, UnavailableError
 
-#: The length of a profile by default and at most, how long a worker may take for its answer besides, and
-#: for one about memory.
+#: The default and the maximum duration of a profile, and the additional time limits of the answer: for other
+#: profiles, and for profiles of memory.
 SECONDS, MAX_SECONDS, ANSWER_S, MEMORY_S = 5.0, 60.0, 5.0, 35.0
-#: Replicas of a deployment that are compared.
+#: Maximum number of replicas of a deployment that are compared.
 MAX_COMPARED = 200
 
 
@@ -54,7 +54,7 @@ class InspectingVerbs:
                 f"{shown(takes_s)} s: its event loop is blocked, or its process is stopped."
             ) from None
         except UnavailableError as error:
-            # Asked again, the controller would not find the replica any more.
+            # Not retried: the replica has ended.
             raise InspectionError(
                 f"Replica {short_tag(found.tag)!r} ended, or worker {found.worker} was lost, while its code "
                 f"was looked at: {error}"
@@ -69,7 +69,7 @@ class InspectingVerbs:
         }
 
     async def _find(self, name: str) -> ReplicaRecord:
-        """Return the replica of a name: of those of a deployment, the busiest one."""
+        """Return the replica with a name, or the busiest replica of the deployment with that name."""
         found = named_replicas(self._core.state, name)[:MAX_COMPARED]
         if len(found) == 1:
             return found[0]

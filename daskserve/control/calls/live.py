@@ -9,9 +9,9 @@ from daskserve.control.core import MAX_WAIT_S, ControllerCore
 from daskserve.control.views.live import is_measured, live_metrics
 from daskserve.telemetry.live import LIVE_METRICS
 
-#: How long an answer is given again, because several may watch.
+#: Lifetime of an answer, which several clients may share.
 KEPT_S = 0.4
-#: Interval of the looks whether the first rates are there.
+#: Interval of the checks whether the first rates are known.
 POLL_S = 0.2
 
 
@@ -27,7 +27,7 @@ class LiveVerbs:
     async def live_metrics(self, wait_s: float = 0.0) -> dict[str, Any]:
         """Return the rates, latencies and queues of the last second.
 
-        For some seconds after each call, replicas, proxies and routers are asked for what they count.
+        For some seconds after each call, the counts of replicas, proxies and routers are collected.
 
         Parameters
         ----------
@@ -49,4 +49,4 @@ class LiveVerbs:
 
     def _look(self) -> None:
         self._core.observed.live.look(self._core.clock.now())
-        self._core.news.notify({LIVE_METRICS: True})  # the watch of the workers takes it back
+        self._core.news.notify({LIVE_METRICS: True})  # the watch of the workers removes it later

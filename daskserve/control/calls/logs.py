@@ -1,4 +1,4 @@
-"""The verbs for the logs of an instance: from all workers, and how it logs."""
+"""The verbs for the logs of an instance: reading them from all workers, and changing the options."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from daskserve.options.fields.base import parse_options
 from daskserve.options.logging import LoggingConfig
 from daskserve.telemetry.logs.ring import Query
 
-#: Most records of one answer.
+#: Maximum number of records in one answer.
 MAX_RECORDS = 10_000
-#: Workers that are asked at a time, so that few answers are in memory.
+#: Maximum number of workers that are queried at a time, which limits the memory for their answers.
 WORKERS_AT_A_TIME = 32
-#: Time in which all workers answer, or are named.
+#: Time limit for the answers of all workers.
 ALL_S = 10.0
-#: Interval at which workers are asked while a call waits for records.
+#: Interval of the queries while a call waits for records.
 ASK_EVERY_S = 0.5
-#: Most bytes of a cursor, unpacked.
+#: Maximum size of an unpacked cursor in bytes.
 MAX_CURSOR = 4 << 20
 #: The values of a row beside the fields of a record.
 _INTERNAL = frozenset({"levelno", "number", "source", "turn", "instance"})
@@ -42,7 +42,7 @@ class LogVerbs(DecidingVerbs):
 
     @verb
     async def set_logging(self, config: Mapping[str, Any], by: str = "") -> dict[str, Any]:
-        """Log by other settings of the instance; proxies, replicas and the controller take them over."""
+        """Change the logging options of the instance, for its proxies, replicas and controller."""
         checked = parse_options(LoggingConfig, config, what="logging_config").model_dump(mode="json")
         core = self._core
         async with self._deciding():
@@ -77,8 +77,7 @@ class LogVerbs(DecidingVerbs):
         grep : str, optional
             A text that the message or the traceback contains.
         after : str, optional
-            The cursor of an earlier answer: what came later, the oldest first if it is more than ``limit``.
-            None: the newest.
+            The cursor of an earlier answer, for the records after it, oldest first. None: the newest records.
         wait_s : float
             How long to wait, at most 30 s, if there are none.
 
@@ -124,7 +123,7 @@ class LogVerbs(DecidingVerbs):
                 except TimeoutError:
                     gathered.missing[worker] = "it does not answer"
                 except (ServeError, OSError, TypeError) as error:
-                    # One worker whose answer cannot be sent must not hide those of the others.
+                    # A worker whose answer cannot be sent must not hide the answers of the others.
                     gathered.missing[worker] = str(error)
 
         workers = sorted(self._core.observed.workers)
@@ -156,7 +155,7 @@ class Gathered:
         self._problems: dict[str, list[str]] = {}
 
     def add(self, worker: str, answer: Mapping[str, Any]) -> None:
-        """Add the answer of a worker, and drop what is beyond the limit."""
+        """Add the answer of a worker, and drop the records beyond the limit."""
         self.answered.add(worker)
         for each in answer["sources"]:
             source = each["source"]
@@ -164,7 +163,8 @@ class Gathered:
             self._sources.add(source)
             turn = 0.0
             for row in each["rows"]:
-                # Cut records are the newest of their source, too: a line of the access log is numbered late.
+                # Sort by the latest time so far: a line of the access log gets its number late, and only the
+                # last numbers of a source may be cut.
                 turn = max(turn, row["time"])
                 self._records.append({**row, "worker": worker, "source": source, "turn": turn})
         if answer["dropped"]:
@@ -179,7 +179,7 @@ class Gathered:
             del self._records[: max(0, len(self._records) - self._limit)]
             return
         for row in self._records[self._limit :]:
-            # The next call gets it.
+            # The next call returns it.
             self._last[row["source"]] = min(self._last[row["source"]], row["number"] - 1)
         del self._records[self._limit :]
 
@@ -187,7 +187,7 @@ class Gathered:
         """Return the answer, with an unpacked cursor."""
         self._records.sort(key=lambda each: each["time"])
         if not self.missing:
-            # A child process that is gone does not come back.
+            # Forget the sources that have ended, such as child processes.
             self._last = {source: last for source, last in self._last.items() if source in self._sources}
         return {
             "records": [
@@ -212,7 +212,7 @@ def packed(cursor: Mapping[str, int]) -> str:
 
 
 def unpacked(text: str) -> dict[str, int]:
-    """Return a cursor; raise `BadRequestError` if the text is none."""
+    """Return the cursor in a text; raise `BadRequestError` if the text is invalid."""
     try:
         reader = zlib.decompressobj()
         data = reader.decompress(base64.urlsafe_b64decode(text.encode()), MAX_CURSOR)

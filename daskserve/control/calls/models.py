@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
+from daskserve.common.copying import replace
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.records import model_decisions
@@ -41,11 +42,9 @@ class ModelVerbs(DecidingVerbs):
         texts = model_texts(self._core.observed, backend, record)
         for model, versions in record.models.items():
             for version, each in versions.items():
-                is_default, is_new = (
-                    record.defaults.get(model) == version,
-                    each["state"] == ModelState.ROLLING_OUT,
-                )
+                is_new = each["state"] == ModelState.ROLLING_OUT
                 reason = texts.get(model, "") if is_new else each["reason"]
+                is_default = record.defaults.get(model) == version
                 found.setdefault(model, {})[version] = _entry(each["state"], reason, is_default)
         return found
 
@@ -57,22 +56,34 @@ class ModelVerbs(DecidingVerbs):
         _, repository = self._find(name)
         self._check_explicit(repository)
         versions = (await self._read(repository)).get(model, [])
-        chosen = version if version is not None else (versions[-1] if versions else None)
-        if chosen is None or chosen not in versions:
+        chosen = version if version is not None else next(reversed(versions), "")
+        if chosen not in versions:
             what = f"Model {model!r}" if version is None else f"Version {version!r} of model {model!r}"
             raise NotFoundError(
                 f"{what} is not in the model repository; versions there: {', '.join(versions) or 'none'}."
             )
-        rolls_out = repository.rollout is not None
-        await self._decide(name, by, partial(_loaded, model, chosen, is_default, rolls_out, by))
+        options: dict[str, Any] = {
+            "is_next": is_default,
+            "rolls_out": repository.rollout is not None,
+            "by": by,
+        }
+        await self._decide(name, by, lambda each: model_decisions.loaded(each, model, chosen, **options))
         return {"version": chosen}
 
     @verb
-    async def unload_model(self, name: str, model: str, version: str | None = None, by: str = "") -> None:
-        """Have all replicas unload a version, or all of a model."""
+    async def unload_model(
+        self, name: str, model: str, version: str | None = None, by: str = "", request_id: str = ""
+    ) -> None:
+        """Have all replicas unload a version, or all of a model; the retry of a call changes nothing."""
         _, repository = self._find(name)
         self._check_explicit(repository)
-        await self._decide(name, by, lambda each: model_decisions.unloaded(each, model, version))
+
+        def decide(record: ModelsRecord) -> ModelsRecord:
+            if request_id and record.unloaded_by == request_id:
+                return record
+            return replace(model_decisions.unloaded(record, model, version), unloaded_by=request_id)
+
+        await self._decide(name, by, decide)
 
     @verb
     async def set_default_model(self, name: str, model: str, version: str, by: str = "") -> None:
@@ -81,7 +92,7 @@ class ModelVerbs(DecidingVerbs):
 
     @verb
     async def wait_for_model(self, name: str, model: str, version: str, timeout_s: float) -> dict[str, Any]:
-        """Return the state of a version once it is not LOADING, or after a time; ``""`` if it is gone."""
+        """Return the state of a version once it is not LOADING, or after a time; ``""`` if it is unknown."""
         clock = self._core.clock
         deadline = clock.now() + min(timeout_s, MAX_WAIT_S)
         while True:
@@ -129,12 +140,6 @@ class ModelVerbs(DecidingVerbs):
             after = decide(before)
             if after != before:
                 await self._core.writer.commit({after.key: after}, causes={WHOLE: by})
-
-
-def _loaded(
-    model: str, version: str, is_next: bool, rolls_out: bool, by: str, record: ModelsRecord
-) -> ModelsRecord:
-    return model_decisions.loaded(record, model, version, is_next=is_next, rolls_out=rolls_out, by=by)
 
 
 def _entry(state: str, reason: str = "", is_default: bool = False) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""The verb from which the page learns what changes."""
+"""The verb that returns the changes of the overview, for the page of an instance."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
@@ -13,9 +12,9 @@ from daskserve.control.verbs.history.views import events_after
 from daskserve.control.views import views
 from daskserve.control.views.overview import overview
 
-#: Least and greatest time between two looks.
+#: Minimum and maximum time between two updates of the overview.
 PAUSE_S, PERIOD_S = 0.1, 0.5
-#: How much longer than a look the pause after it is at least, so that looks take a fifth of the time.
+#: Minimum ratio of the pause after an update to its duration, so that updates take a fifth of the time.
 PAUSE_FACTOR = 4
 #: Bits of the number of an update; the epoch is above them.
 UPDATE_BITS = 40
@@ -54,7 +53,7 @@ class OverviewVerbs:
             events = self._events(events_after)
             if parts or (events["events"] and has_looked) or clock.now() >= deadline:
                 return {"number": number, "is_all": is_all, "parts": parts, **events}
-            # A large instance is not looked at as often; its readers get their answers in time all the same.
+            # Updates of a large instance are rarer, but no answer is later than its deadline.
             await clock.sleep(max(0.0, min(self._due, deadline) - clock.now()))
             try:
                 await clock.wait_for(changed.wait(), max(0.0, min(PERIOD_S, deadline - clock.now())))
@@ -65,25 +64,20 @@ class OverviewVerbs:
         return events_after(self._core.state, after, wall=self._core.clock.wall())
 
     async def _look(self) -> None:
-        """Update the parts."""
         core = self._core
         self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
-        began = processor_time()  # a scheduler that is slow to answer costs this process nothing
-        controller = {"worker": core.worker, "pid": os.getpid()}
+        began = processor_time()  # without the wait for the scheduler
         instance = {
             "instance": core.cluster.instance,
             "epoch": core.epoch,
             "owns_store": core.cluster.store.hold.is_ours,
             "http_urls": views.http_urls(core.state, core.observed),
-            "actors": views.system_actors(core.state, core.observed, core.cluster.instance, controller),
+            "actors": views.system_actors(core.state, core.observed, core.cluster.instance, core.process),
             "workers": len(core.observed.workers),
             "unresponsive_workers": sorted(core.observed.unresponsive),
             "refused_workers": dict(refused),
-            "problems": {
-                **core.cluster.store.problems(),
-                **{key: str(error) for key, error in core.corrupt.items()},
-            },
+            "problems": core.problems(),
         }
         wall = core.clock.wall()
         parts = overview(core.state, core.observed, instance, core.building.waiting, wall)

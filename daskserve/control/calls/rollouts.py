@@ -1,4 +1,4 @@
-"""The verbs with which people look at a rollout and steer it."""
+"""The verbs that show, pause, promote and abort a rollout."""
 
 from __future__ import annotations
 

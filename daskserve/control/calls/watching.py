@@ -1,4 +1,4 @@
-"""The status for those who wait for another one: built once for all of them."""
+"""The status for clients that wait for a change of it, built once for all of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from daskserve.common.clock import Clock
 from daskserve.control.records.storing.writer import Writer
 
-#: Least and greatest time between two looks at the status.
+#: Minimum and maximum time between two builds of the status.
 STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
-#: A look may be so much younger than that, because of rounding errors.
+#: Tolerance of these times for rounding errors.
 _LEEWAY_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The status at one time, with its id, and how many changes had been written by then."""
+    """The status at one time, its id, and the number of changes written until then."""
 
     at: float
     changes: int
@@ -29,10 +29,10 @@ class _Look:
 
 
 class WatchedStatus:
-    """The last look at the status, which all watchers share.
+    """The last status, which all watchers share.
 
-    Changes of records wake watchers. Observations, such as a slow start, are read once a period.
-    However many watch, there are no more looks than one in each pause.
+    Changes of records wake the watchers. Observations, such as a slow start, are read once a period. The
+    status is built at most once in each pause, however many clients watch.
     """
 
     def __init__(self, clock: Clock, build: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -50,7 +50,7 @@ class WatchedStatus:
                 return {"seen": look.seen, "status": look.status}
             if clock.now() >= deadline:
                 return {"seen": seen, "status": None}
-            # Many changes in a row are one.
+            # Combine changes in quick succession.
             await clock.sleep(max(0.0, min(look.at + STATUS_PAUSE_S, deadline) - clock.now()))
             until = min(look.at + STATUS_PERIOD_S, deadline)
             try:
@@ -69,7 +69,7 @@ class WatchedStatus:
             return last
 
     def _is_good(self, last: _Look, writer: Writer, seen: str) -> bool:
-        """Return whether a look still tells a watcher what it asks for; who has seen nothing asks for now."""
+        """Return whether a status is new enough; a watcher that has seen none needs the present one."""
         age_s = self._clock.now() - last.at + _LEEWAY_S
         if seen and age_s < STATUS_PAUSE_S:
             return True

@@ -1,1 +1,1 @@
-"""The declared configuration: accepting it, planning and building it, and showing it."""
+"""The declared configuration: accepting, planning, building and showing it."""

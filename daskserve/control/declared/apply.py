@@ -1,7 +1,7 @@
 """The verb that declares a configuration. Pure: it returns the change to the state, or raises.
 
-Accepting a configuration builds nothing: it writes what is wanted, and removes what is no longer wanted.
-`daskserve.control.declared.building` then builds and deploys what has no result yet, until it has one.
+Accepting a configuration builds nothing: it records the wanted applications and deletes the others. Then
+`daskserve.control.declared.building` builds and deploys each application until it succeeds or fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CAPACITY = "target_capacity"
 
 @dataclass(slots=True)
 class Applied:
-    """The change, the number of the declaration, and what it removes."""
+    """The change, the number of the declaration, and the applications that it deletes."""
 
     change: Change
     number: int
@@ -58,23 +58,23 @@ def apply(
     config : dict
         The plain values of a `daskserve.config_file.model.InstanceConfig`.
     merges : bool
-        Whether all that the configuration does not name stays. Otherwise the applications that earlier
-        ones have brought are removed if it does not name them.
+        Whether to keep the applications that the configuration does not name. Otherwise those that earlier
+        configurations declared are deleted.
     expected : int, optional
         The number of the declaration that the caller has read.
     values : dict, optional
-        The configuration with the values of variables in place of its references, if it has any.
+        The configuration with the values of variables instead of references.
     is_whole : bool
-        Whether applications of programs are removed, too.
+        Whether to delete the applications of programs, too.
 
     Raises
     ------
     VersionConflictError
         There is a newer declaration.
     AlreadyRegisteredError
-        A route belongs to something that no configuration has brought.
+        A route is in use outside of configurations.
     BadRequestError
-        Two applications have one name or route, or what is to be removed is in use.
+        Two applications have the same name or route, or an application to delete is in use.
     """
     last = state.declared.last
     if request_id and request_id == last.request_id:
@@ -124,7 +124,7 @@ def _declared(
 
 
 def check_version(state: State, expected: int | None) -> None:
-    """Raise `VersionConflictError` if the declaration is not the one that a caller has read."""
+    """Raise `VersionConflictError` if there is a newer declaration than the caller has read."""
     last = state.declared.last
     if expected is None or expected == last.number:
         return
@@ -137,7 +137,7 @@ def check_version(state: State, expected: int | None) -> None:
 
 
 def to_delete(state: State, wanted: Collection[str], *, is_whole: bool = False) -> list[str]:
-    """Return the applications that a configuration has brought and the next one does not name."""
+    """Return the declared applications that the next configuration does not name."""
     apps = (each for each in state.apps if not each.is_deleting)
     brought = {each.name for each in apps if each.is_declared or is_whole}
     return sorted((brought | state.declared.configs.keys()) - set(wanted))

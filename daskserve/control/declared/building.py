@@ -1,10 +1,10 @@
 """Building what is declared: the loop that turns configurations into deployments.
 
-It acts on the level: an application is built while its record has no result of its generation. So a
-controller that is lost leaves either the old application or the new one, and its successor builds again.
+An application is built until its record has a result for its generation. If the controller is lost, either
+the old or the new version of the application remains, and the next controller builds again.
 
-User code is imported in workers only, several applications at a time. If a worker is lost meanwhile, or an
-import hangs, the applications that were built with it are built one by one, so that one alone fails.
+User code is imported in workers only, several applications at a time. If the worker is lost or an import
+hangs, the applications of the batch are built one by one, so that only the faulty one fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import counted, shown
-from daskserve.common.types import ActorAddress, ActorKind, GoalId, WorkerAddress
+from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
 from daskserve.control.declared.settling import Built, settled, waits_for_route
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import ConfigRecord
@@ -44,11 +44,11 @@ BUILD_S = 300.0
 BATCH = 50
 #: Number of builds under way at a time.
 MAX_BUILDS = 4
-#: How often an application is built again after its worker was lost.
+#: How often a build is retried after the loss of its worker.
 MAX_LOSSES = 3
-#: Pause before a build that could not begin, or whose worker was lost, is tried again; it doubles each time.
+#: Pause before a build is retried; it doubles with each loss of its worker.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: Interval at which the loop looks without being woken.
+#: Maximum interval of the loop.
 LOOK_S = 5.0
 
 
@@ -68,11 +68,11 @@ class Builders:
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
-        #: The workers in whose process an import hangs, which cannot be interrupted; others go elsewhere.
+        #: The workers in which an import hangs, which cannot be interrupted; builds avoid them.
         self._hanging: set[WorkerAddress] = set()
 
     async def build(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
-        """Return for each application its spec, or why it cannot be built.
+        """Return the spec of each application, or the reason why it cannot be built.
 
         Raises
         ------
@@ -134,7 +134,7 @@ class Builders:
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker that gets the next replica, or any other if none has room, or an import hangs."""
+        """Return the worker for a build: that of the next replica, or any other if an import hangs in it."""
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
             raise NoWorkerError("There is no worker that could build the application.")
@@ -166,50 +166,54 @@ class Building:
 
     Parameters
     ----------
+    rng
+        Draws the ids of goals.
     writer
         The lock and the path of changes.
-    new_goal
-        Returns the id of a new goal.
+    next_worker
+        Returns the worker of the next replica, or None.
     poke
         Wakes the reconcile loop for some backends.
     """
 
     def __init__(
         self,
-        builders: Builders,
+        cluster: Cluster,
+        clock: Clock,
+        rng: random.Random,
         state: State,
         observed: Observed,
-        clock: Clock,
         writer: Writer,
         *,
-        new_goal: Callable[[], GoalId],
+        epoch: int,
+        next_worker: Callable[[], WorkerAddress | None],
         poke: Callable[[Collection[str]], None],
     ) -> None:
-        self.builders = builders
+        self.builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
         self._state = state
         self._observed = observed
         self._clock = clock
+        self._rng = rng
         self._writer = writer
-        self._new_goal = new_goal
         self._poke = poke
         self._wake = asyncio.Event()
         self._tasks = TaskSet(logger)
-        #: The applications that are being built, or have been and wait for a route.
+        #: The applications that are being built, or are built and wait for a route.
         self._busy: set[str] = set()
-        #: By application: how often its worker was lost, and when it may be built again.
+        #: How often the worker of each application was lost, and when the application may be built again.
         self._losses: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         #: Why applications wait, for the status.
         self.waiting: dict[str, str] = {}
-        #: Specs that wait for a route that another application of a configuration leaves.
+        #: Built applications that wait until another application of a configuration gives up their route.
         self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
 
     def wake(self) -> None:
-        """Look at once."""
+        """Run the loop now."""
         self._wake.set()
 
     async def stop(self) -> None:
-        """Cancel the builds under way."""
+        """Cancel the running builds."""
         await self._tasks.close(timeout_s=2)
 
     async def run(self) -> None:
@@ -224,7 +228,7 @@ class Building:
             except (ServeError, OSError) as error:
                 logger.warning("The declared configuration is not deployed yet: %s", error)
             except Exception:
-                # Nothing else would say why no configuration is deployed any more.
+                # The loop must survive, or no configuration would be deployed any more.
                 logger.exception("A step of the declared configuration failed and is retried")
             now = self._clock.now()
             pauses = [at - now for name, at in self._not_before.items() if name not in self._busy]
@@ -234,7 +238,7 @@ class Building:
                 pass
 
     def _begin(self) -> None:
-        """Begin to build what has no result."""
+        """Start the builds of applications without a result."""
         now, configs = self._clock.now(), self._state.declared.configs
         unsettled = {each.name for each in configs.values() if not each.is_settled}
         for known in (self._losses, self._not_before, self.waiting):
@@ -247,7 +251,7 @@ class Building:
             and each.name not in self._busy
             and self._not_before.get(each.name, 0) <= now
         ]
-        # One at a time: one that ends its worker must not end the builds of the others.
+        # After a loss, build one at a time: it must not end the worker of other builds.
         is_busy = not self._busy.isdisjoint(self._losses.keys() - self._ready.keys())
         alone = [[each] for each in due if each.name in self._losses][: 0 if is_busy else 1]
         together = [each for each in due if each.name not in self._losses]
@@ -267,7 +271,7 @@ class Building:
                     {each.name: (each, built[each.name]) for each in records if each.name in built}
                 )
         except StaleEpochError:
-            pass  # the loop ends, too
+            pass  # the loop ends as well
         except (ServeError, OSError) as error:
             logger.warning("The result of a build could not be written, and it is built again: %s", error)
             self._pause(records)
@@ -279,7 +283,7 @@ class Building:
             self._wake.set()
 
     def _failed(self, records: Sequence[ConfigRecord], error: ServeError) -> dict[str, Built]:
-        """Return the results of a batch that failed as a whole: none for what is to be built again."""
+        """Return the results of a batch that failed as a whole; applications without one are built again."""
         is_alone = len(records) == 1
         if isinstance(error, RequestTimeoutError) and is_alone:
             return {records[0].name: str(error)}
@@ -301,7 +305,7 @@ class Building:
             self._not_before[each.name] = self._clock.now() + pause_s
 
     async def _settle(self, built: Mapping[str, tuple[ConfigRecord, Built]]) -> None:
-        """Deploy what was built, and record why the rest was not."""
+        """Deploy the built applications, and record why others failed."""
         waiting = {name: spec for name, (_, spec) in self._ready.items()}
         waiting |= {name: spec for name, (_, spec) in built.items() if not isinstance(spec, str)}
         try:
@@ -312,7 +316,7 @@ class Building:
                     self._state,
                     built,
                     waiting,
-                    new_goal=self._new_goal,
+                    new_goal=lambda: f"{self._rng.getrandbits(128):032x}",
                     now=self._clock.wall(),
                     unloadable=self._observed.unloadable.keys(),
                 )
@@ -335,10 +339,10 @@ class Building:
         self._poke(outcome.tags)
 
     async def _deploy_ready(self) -> None:
-        """Deploy what has waited for a route and can have it, or never will."""
+        """Deploy the applications that no longer have to wait for their route."""
         for name, (record, _) in list(self._ready.items()):
             if self._state.declared.configs.get(name) != record:
-                del self._ready[name]  # a newer configuration was declared, which is built next
+                del self._ready[name]  # a newer configuration was declared and is built next
                 self._busy.discard(name)
         specs = {name: spec for name, (_, spec) in self._ready.items()}
         ready = [
@@ -346,28 +350,3 @@ class Building:
         ]
         if ready:
             await self._settle({name: self._ready[name] for name in ready})
-
-
-def building_for(
-    cluster: Cluster,
-    clock: Clock,
-    rng: random.Random,
-    state: State,
-    observed: Observed,
-    writer: Writer,
-    *,
-    epoch: int,
-    next_worker: Callable[[], WorkerAddress | None],
-    poke: Callable[[Collection[str]], None],
-) -> Building:
-    """Return the loop of a controller."""
-    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
-    return Building(
-        builders,
-        state,
-        observed,
-        clock,
-        writer,
-        new_goal=lambda: f"{rng.getrandbits(128):032x}",
-        poke=poke,
-    )

@@ -17,8 +17,9 @@ from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 
 #: The possible changes of an application.
 NEW, CHANGED, UNCHANGED, DELETED, FAILED = "new", "changed", "unchanged", "deleted", "failed"
-#: The possible changes of a deployment, the strongest first; the strongest one names the whole.
+#: The possible changes of a deployment.
 RESTARTS, RECONFIGURED, SCALED, AT_ONCE, GOES = "restarts", "reconfigured", "scaled", "at once", "goes"
+#: The strongest change comes first; it determines the change of a deployment.
 _STRENGTH = (NEW, GOES, RESTARTS, RECONFIGURED, SCALED, AT_ONCE, UNCHANGED)
 _WORDS: Mapping[Effect, str] = {
     Effect.REPLACES: RESTARTS,
@@ -27,27 +28,6 @@ _WORDS: Mapping[Effect, str] = {
 }
 #: The options that change the number of replicas.
 _COUNTS = frozenset({"num_replicas", "autoscaling_config"})
-
-
-def plan(
-    state: State,
-    config: Mapping[str, Any],
-    built: Mapping[str, ApplicationSpec | str],
-    *,
-    merges: bool,
-    unloadable: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the changes that a configuration would make, as plain values.
-
-    Parameters
-    ----------
-    config : dict
-        The plain values of a `daskserve.config_file.model.InstanceConfig`.
-    built : dict
-        By application: its spec, or why it cannot be built.
-    """
-    apps = {name: planned(state, name, each, unloadable) for name, each in built.items()}
-    return completed(state, config, apps, merges=merges)
 
 
 def completed(
@@ -76,7 +56,7 @@ def _change(action: str, changes: list[dict[str, Any]] | None = None) -> dict[st
 def planned(
     state: State, name: str, spec: ApplicationSpec | str, unloadable: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the changes of one application, given its spec, or why it cannot be built."""
+    """Return the changes of one application, given its spec or the reason why it cannot be built."""
     if isinstance(spec, str):
         return {"action": FAILED, "message": spec, "deployments": {}}
     app = state.apps.get(name)

@@ -16,13 +16,13 @@ from daskserve.control.verbs import endpoints as endpoint_state
 from daskserve.errors import ServeError
 from daskserve.options.specs import ApplicationSpec
 
-#: The result of one application: its spec, or why it cannot be built.
+#: The result of a build: the spec of the application, or the reason why it cannot be built.
 Built: TypeAlias = ApplicationSpec | str
 
 
 @dataclass(slots=True)
 class Settled:
-    """The change of some results, the backends to step, and what waits for a route, with the reason."""
+    """The change for some results, the backends to step, and why applications wait for their routes."""
 
     change: Change = field(default_factory=dict)
     tags: list[BackendTag] = field(default_factory=list)
@@ -38,14 +38,14 @@ def settled(
     now: float,
     unloadable: Collection[BackendTag] = (),
 ) -> Settled:
-    """Deploy what was built, in one change, and record why the rest cannot be deployed.
+    """Deploy the built applications in one change, and record why others cannot be deployed.
 
-    An application that was declared again in the meantime has no result yet.
+    The result of an application that was declared again in the meantime is ignored.
 
     Parameters
     ----------
     waiting : dict
-        All that was built and is not deployed, by name.
+        The built applications that are not deployed yet, by name.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def settled(
 def waits_for_route(
     state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec], together: Collection[str]
 ) -> str | None:
-    """Return why an application must wait for its route; None if it can be deployed, or never will.
+    """Return why an application must wait for its route; None if it need not wait, or waiting does not help.
 
     Applications that swap routes wait for each other, and are deployed ``together``.
     """
@@ -113,7 +113,7 @@ def _owner(state: State, spec: ApplicationSpec) -> str | None:
 
 
 def _failed(state: State, record: ConfigRecord, error: str) -> Change:
-    """Return the change for an application that cannot be built; what runs keeps serving."""
+    """Return the change for an application that cannot be built; its present version keeps serving."""
     app = state.apps.get(record.name) or AppRecord(record.name, None, {}, is_declared=True)
     failed = replace(record, settled=record.generation, error=error, goal="")
     change: Change = {failed.key: failed}

@@ -19,7 +19,7 @@ def config(state: State, name: str | None = None) -> dict[str, Any]:
     Raises
     ------
     NotFoundError
-        There is no such application, or no configuration has brought it.
+        There is no such application, or no configuration declares it.
     """
     declared, last = state.declared, state.declared.last
     names = sorted(declared.configs) if name is None else [name]
@@ -57,9 +57,9 @@ def _application(record: ConfigRecord) -> dict[str, Any]:
 def progress(
     state: State, observed: Observed, version: int, names: Sequence[str] | None, waiting: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return how far the applications of a declaration are deployed.
+    """Return the progress of the applications of a declaration.
 
-    ``waiting`` says why some are not built yet.
+    ``waiting`` are the reasons why applications are not built yet.
     """
     configs = state.declared.configs
     chosen = [name for name, each in configs.items() if each.generation == version]

@@ -1,4 +1,4 @@
-"""Reading folders of models in threads, which a folder that hangs may keep for ever."""
+"""Read folders of models in threads. A file system that hangs may block its thread for ever."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from daskserve.common.formatting import shown
 
 T = TypeVar("T")
 
-#: Time limit of one reading, with its wait for an earlier one of the same folder.
+#: Time limit of one reading, including its wait for an earlier reading of the same folder.
 READ_S = 60.0
 #: Maximum number of folders that are read at the same time. If that many hang, no other folder is read.
 MAX_THREADS = 8
 
 
 class FolderReads:
-    """One per controller. A folder has one thread at most, however often its reading is given up."""
+    """One per controller. Each folder blocks at most one thread, however often its reading times out."""
 
     def __init__(self) -> None:
         # Made at the first reading: most controllers have no models.
@@ -46,7 +46,7 @@ class FolderReads:
         if self._reading.get(url) is future:
             del self._reading[url]
         if not future.cancelled():
-            future.exception()  # marks it as retrieved: its reader has it, or has given up
+            future.exception()  # marks it as retrieved: the reader may have timed out
 
     def close(self) -> None:
         """Start no more readings."""

@@ -56,7 +56,7 @@ TRANSITIONS: Mapping[tuple[S, ReplicaEvent], S] = {
 
 #: States in which a replica counts towards the target number.
 WANTED_STATES = frozenset({S.SHOULD_START, S.STARTING, S.RUNNING})
-#: Those of them in which a replica has a worker.
+#: The wanted states in which a replica has a worker.
 PLACED_STATES = frozenset({S.STARTING, S.RUNNING})
 #: The order in which replicas are removed when there are too many.
 STOP_ORDER = (S.SHOULD_START, S.STARTING, S.RUNNING)

@@ -1,7 +1,7 @@
-"""The live metrics of an instance: the last second of each replica, proxy and router, while somebody watches.
+"""The live metrics of an instance: rates over the last second, collected only while a client reads them.
 
-Replicas and proxies are asked with the watch of their workers, and routers send what they count with their
-reports of load, both only while `LiveMetrics.is_watched`. Pure; time is an argument.
+While `LiveMetrics.is_watched`, the watch of the workers queries replicas and proxies, and routers add their
+counts to their reports of load. Pure; time is an argument.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from daskserve.common.types import BackendTag, EndpointTag, ReplicaTag
 from daskserve.telemetry.histogram import latency_buckets_s
 from daskserve.telemetry.live import STALE_S, Counts, Meter, Rates
 
-#: How long after the last look somebody still watches.
+#: How long after a client's last call metrics are still collected.
 WATCHED_S = 5.0
-#: Maximum number of routers, and of pairs of caller and callee in one report; those of more are left out.
+#: Maximum number of routers, and of pairs of caller and callee in one report; the rest is left out.
 MAX_ROUTERS, MAX_CALLS = 10_000, 10_000
 #: The key of the outputs of continuous batches, among the totals of a replica.
 OUTPUTS = "outputs"
-#: Digits of each number, which is as much as a second of requests can say.
+#: Significant digits of each number; a second of requests has no more precision.
 DIGITS = 4
 
-#: Who calls, and the endpoint that is called. The caller is "" for the ingress and programs.
+#: The calling backend and the called endpoint. The caller is "" for the ingress and programs.
 Edge = tuple[BackendTag, EndpointTag]
 
 
 @dataclass(slots=True)
 class _Metered:
-    """A replica or a proxy: its rates, and how many requests run and wait there."""
+    """A replica or a proxy: its rates, and its running and queued requests."""
 
     meter: Meter[str] = field(default_factory=Meter)
     ongoing: int | None = None
@@ -58,11 +58,11 @@ class LiveMetrics:
     # taking in
 
     def look(self, now: float) -> None:
-        """Note that a client has asked."""
+        """Note that a client has called."""
         self._looked_at = now
 
     def end(self, now: float) -> bool:
-        """Drop all counts if no client has asked recently; return whether they were dropped."""
+        """Drop all counts if no client has called recently; return whether they were dropped."""
         if self.is_watched(now) or self._looked_at == float("-inf"):
             return False
         self._looked_at = float("-inf")
@@ -71,7 +71,7 @@ class LiveMetrics:
         return True
 
     def is_watched(self, now: float) -> bool:
-        """Return whether anybody has looked lately."""
+        """Return whether a client has called recently."""
         return now - self._looked_at <= WATCHED_S
 
     def replica(self, tag: ReplicaTag, metrics: Mapping[str, Any], now: float) -> None:
@@ -90,7 +90,7 @@ class LiveMetrics:
             router.at = now
 
     def router(self, name: str, reported: Mapping[str, Any], now: float) -> None:
-        """Record the calls that a process has counted, and the requests that wait there."""
+        """Record the calls that a process has counted, and its queued requests."""
         router = self._routers.get(name)
         if router is None:
             self._forget_routers(now)
@@ -120,7 +120,7 @@ class LiveMetrics:
     # giving out
 
     def is_measured(self, replicas: Iterable[ReplicaTag], proxies: Iterable[str], now: float) -> bool:
-        """Return whether there are rates of all these, and of each router that reports."""
+        """Return whether the rates of these replicas and proxies, and of all reporting routers, are known."""
         found = [self._replicas.get(tag) for tag in replicas] + [self._proxies.get(tag) for tag in proxies]
         return all(each is not None and each.meter.fresh(now) is not None for each in found) and all(
             each.meter.fresh(now) is not None for each in self._routers.values() if now - each.at <= STALE_S
@@ -139,7 +139,7 @@ class LiveMetrics:
             for each in self._routers.values()
             if each.queued and now - each.at <= STALE_S
         ]
-        if waiting:  # what waits at a replica is in the number of its router, too
+        if waiting:  # routers count the requests that are queued in replicas, too
             found["queued"] = max(sum(waiting), found["queued"] or 0)
         return {**found, "replicas": len(known)}
 
@@ -182,7 +182,7 @@ def _meter(known: dict[str, _Metered], tag: str, metrics: Mapping[str, Any], now
 
 
 def _numbers(several: Iterable[_Metered | None], now: float) -> dict[str, Any]:
-    """Return the numbers of several together; None for what is not known of any."""
+    """Return the combined numbers of several replicas or proxies; None for unknown ones."""
     fresh = [each for each in several if each is not None and now - each.meter.at <= STALE_S]
     known = [found[""] for each in fresh if (found := each.meter.fresh(now)) is not None]
     rates = Rates.sum(known) if known else None
@@ -212,7 +212,7 @@ def _continuous(fresh: Iterable[_Metered], now: float) -> dict[str, Any]:
 def _latency(rates: Rates, quantile: float) -> float | None:
     if not sum(rates.latency_counts):
         return None
-    # Above the last bound, nothing more is known.
+    # The last bucket has no upper bound.
     buckets = latency_buckets_s()
     return _short(min(quantile_of(rates.latency_counts, buckets, quantile), buckets[-1]))
 

@@ -1,4 +1,4 @@
-"""The load on each backend: levels that expire, and samples of them.
+"""The load on each backend: reports that expire, and the samples made from them.
 
 Routers report their queued requests and requests in flight once a second, unless there are none. The watch of
 the workers queries replicas at the same interval. A report expires after `STALE_S`, so a process that died or
@@ -21,7 +21,7 @@ STALE_S = 3.5
 @dataclass(slots=True)
 class _RouterLoad:
     at: float
-    #: By backend: how many requests wait, and how many are in flight.
+    #: The number of queued requests and of requests in flight, by backend.
     loads: Mapping[BackendTag, tuple[int, int]]
 
 
@@ -92,8 +92,8 @@ class Loads:
         self._replicas[replica] = current
         total = self._ended.get(backend)
         if before is None or total is None:
-            # The first report counts all requests since the replica's start, which are not of this second.
-            # Backends without autoscaling have no samples.
+            # The first report counts all requests since the replica's start, not only those of this second.
+            # Without autoscaling, nobody draws samples.
             return
         old_counts = before.latency_counts or (0,) * len(latency_counts)
         total.add(
@@ -142,7 +142,7 @@ class Loads:
     def sample(self, backend: BackendTag, replicas: Iterable[ReplicaTag], now: float) -> Sample:
         """Return a backend's current load, and reset the count of ended requests."""
         fresh = self._fresh(backend, now)
-        # A request may be on its way to a replica that has just reported.
+        # A request may still be on its way to a replica that has just reported.
         in_flight = sum(load[1] for load in fresh)
         ended = self._ended.get(backend)
         self._ended[backend] = _Ended(now)

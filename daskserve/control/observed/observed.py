@@ -29,9 +29,9 @@ from daskserve.control.observed.lifecycle import ReplicaEvent
 from daskserve.control.observed.live import LiveMetrics
 from daskserve.control.observed.loads import Loads
 from daskserve.control.observed.multiplexed import MultiplexedModels
+from daskserve.control.observed.reports import PublishedReports
 from daskserve.control.observed.rollout_counts import RolloutCounts
 from daskserve.control.observed.router_troubles import RouterTroubles
-from daskserve.control.observed.routing_stats import RoutingStats
 from daskserve.control.records.models import ModelReport, rollout_tag
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.two_versions import kept_tag
@@ -42,8 +42,7 @@ from daskserve.payload.error_text import summary_of
 KEPT_SAMPLES = 10
 #: Number of dead replicas that are kept for each backend, for the status.
 KEPT_DEAD = 10
-#: Number of calls that were taken back before they arrived which are remembered; each matters for
-#: milliseconds.
+#: Number of withdrawn calls that are remembered, because a call may arrive just after its withdrawal.
 MAX_WITHDRAWN = 100
 #: Number of characters at the end of a dead replica's traceback that are kept.
 TRACEBACK_LENGTH = 4000
@@ -56,11 +55,11 @@ class Scaling:
     Attributes
     ----------
     options, based_on
-        The autoscaler's options, and how many replicas were wanted until then.
+        The autoscaler's options and the target number of replicas at the time of the decision.
     replicas, wanted : int
-        How many there should be from now on, and how many the policy would have if nothing held it back.
+        The new target number, and the number that the policy wants without delays.
     samples : tuple
-        The last ones, oldest first.
+        The last samples, oldest first.
     """
 
     at: float
@@ -88,7 +87,7 @@ class Scaling:
 class DeadReplica:
     """A replica that was lost or failed, at a time in seconds since the epoch.
 
-    Its last log lines and the traceback of user code are empty if they are lost with its worker.
+    Its last log lines and the traceback of user code are empty if they were lost with the worker.
     """
 
     name: str
@@ -96,12 +95,12 @@ class DeadReplica:
     at: float
     user_traceback: str = ""
     last_lines: tuple[str, ...] = ()
-    #: The version of its code; a restart loop is one of a version.
+    #: The version of its code; restart loops are detected per version.
     version: str = ""
 
 
 class Activity(NamedTuple):
-    """The activity of an actor that starts, is reconfigured or drains, and its duration in seconds."""
+    """What an actor does while it starts, is reconfigured or drains, and for how many seconds."""
 
     what: str
     for_s: float = 0.0
@@ -118,27 +117,28 @@ class Notes:
     retry_at : float or None
         The earliest time to start another replica after that.
     waiting : str or None
-        A text with the reason why replicas wait.
+        The reason why replicas wait.
     full_since : float or None
-        Since when a rollout has found no room for an additional replica, or has ``max_surge`` 0.
+        Since when a rollout has had no room for an additional replica, or ``max_surge`` is 0.
     full_from : float or None
-        Since when replicas have waited for room without a sign that it comes free.
+        Since when replicas have waited for room, and nothing indicates that room becomes free.
     most : tuple of str and int
-        The pending goal, and the highest number of replicas that have run its version at once.
+        The pending goal, and the largest number of replicas that have run its version at once.
     told_at : float or None
-        When the log last said what the change waits for.
+        When it was last logged what the change waits for.
     unloadable : str or None
-        Why the last replica could not load its code; None if one could since.
+        Why the last replica could not load its code; None after a replica has loaded it.
     goal : str or None
-        The pending goal that the last step has seen.
+        The pending goal in the last step.
     drained_at_once : int
-        Number of old replicas of one worker that this rollout stops together, so that a new one has room.
+        Number of old replicas of one worker that this rollout stops together, to make room for a new one.
     dead : tuple
         The last replicas that died, oldest first.
     stays : str or None
-        The replica that was to move to a better worker, and does not. This and the rest are of one step.
+        The replica that was to move to a better worker, but stays. This field and ``deadlines``,
+        ``configured`` and ``reconfigure_failed`` are valid for one step only.
     rollout : tuple
-        The present phase of the rollout, and since when it lasts.
+        The present phase of the rollout, and when it began.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict
@@ -163,23 +163,23 @@ class Notes:
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
 
     def for_next_step(self) -> Notes:
-        """Return a copy without the parts that are of one step."""
+        """Return a copy without the fields that are valid for one step only."""
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
     def at_rest(self) -> Notes:
-        """Return the notes that outlive a change that has ended: only those about dead replicas."""
+        """Return the notes to keep after a change has ended: only those about dead replicas."""
         return Notes(dead=self.dead) if self.is_at_rest and not self.are_new else self
 
     @property
     def are_new(self) -> bool:
-        """Whether there is nothing in them."""
+        """Whether all fields have their initial values."""
         values, of_new = _values_of_notes(frozenset())
         found: bool = values(self) == of_new
         return found
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there is nothing in them but the dead, and what is left of a change that has ended."""
+        """Whether all fields that matter without a change have their initial values."""
         values, of_new = _values_of_notes(_LEFT_OVER)
         found: bool = values(self) == of_new
         return found
@@ -189,60 +189,60 @@ class Notes:
         return self.retry_at is not None and self.retry_at > now
 
 
-#: The notes that do not matter without a change: the dead, and what is left of a change that has ended.
+#: The fields that do not matter without a change.
 _LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
 
 
 @cache
 def _values_of_notes(but: frozenset[str]) -> tuple[Callable[[Notes], Any], Any]:
-    """Return a function that reads all notes but some, and what it reads of new notes."""
+    """Return a function that reads all fields but some, and the initial values of these fields."""
     values = attrgetter(*(each.name for each in fields(Notes) if each.name not in but))
     return values, values(Notes())
 
 
 @dataclass(slots=True)
 class Observed:
-    """Levels by replica, proxy and worker."""
+    """The observations by replica, proxy and worker."""
 
     workers: dict[WorkerAddress, WorkerInfo] = field(default_factory=dict)
-    #: Number of messages about workers that have arrived.
+    #: Number of received messages about workers.
     worker_events: int = 0
-    #: The calls that were taken back, perhaps before they arrived.
+    #: The ids of withdrawn calls, which may not have arrived yet.
     withdrawn: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WITHDRAWN))
-    #: The option of this name.
+    #: The option ``system_workers``.
     system_workers: tuple[str, ...] = ()
     #: Whether there was a worker for the controller and the proxies when this was last logged.
     had_system_workers: bool = True
     #: Workers that have left the scheduler, until their last record is removed.
     lost_workers: set[WorkerAddress] = field(default_factory=set)
-    #: Replicas that have answered this controller, with their facts.
+    #: The facts of the replicas that have answered this controller.
     ready: dict[ReplicaTag, dict[str, Any]] = field(default_factory=dict)
-    #: Replicas whose own probes failed, with the details.
+    #: Replicas whose health checks failed, with the details.
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
-    #: The last log lines of those.
+    #: The last log lines of unhealthy replicas.
     last_lines: dict[ReplicaTag, tuple[str, ...]] = field(default_factory=dict)
     #: Replicas whose own processes have got SIGTERM.
     terminating: set[ReplicaTag] = field(default_factory=set)
-    #: Workers that the scheduler still lists, but whose process does not answer.
+    #: Workers that the scheduler lists, but whose processes do not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
-    #: The workers that other workers do not reach directly, each with its route.
+    #: By worker: the workers that it does not reach directly, each with the route that it uses.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
     #: The log files of the actors of each worker, by the name of the actor without the instance's.
     log_files: dict[WorkerAddress, Mapping[str, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    #: Activities of replicas that start, are reconfigured or drain, as their processes report them.
+    #: The reported activities of replicas that start, are reconfigured or drain.
     busy: dict[ReplicaTag, Activity] = field(default_factory=dict)
     gone: set[ReplicaTag] = field(default_factory=set)
-    #: The config each replica runs with, as far as it differs from its record.
+    #: Confirmed config ids of replicas that their records do not have yet.
     configured: dict[ReplicaTag, str] = field(default_factory=dict)
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
-    #: The rank, and the number of replicas, with which each replica runs, as far as is known.
+    #: The known rank and number of replicas that each replica runs with.
     rank_infos: dict[ReplicaTag, RankInfo] = field(default_factory=dict)
     #: The last result of the user's ``record_routing_stats``.
-    routing_stats: RoutingStats = field(default_factory=RoutingStats)
-    #: The models that replicas have loaded, as they last reported them.
+    routing_stats: PublishedReports = field(default_factory=lambda: PublishedReports("stats"))
+    #: The models that replicas have loaded from a ``model_repository``.
     models: dict[ReplicaTag, ModelReport] = field(default_factory=dict)
-    #: The models that their multiplexed functions have loaded.
+    #: The models that the multiplexed functions of replicas have loaded.
     multiplexed: MultiplexedModels = field(default_factory=MultiplexedModels)
     #: Reads the folders of models.
     folders: FolderReads = field(default_factory=FolderReads)
@@ -254,13 +254,13 @@ class Observed:
     step_failures: dict[BackendTag, str] = field(default_factory=dict)
     #: The replica that moves to a better worker; see `daskserve.control.placement.rebalancing`.
     moving: ReplicaTag | None = None
-    #: The backends that should run and have no running replica, as published.
+    #: The published set of backends that should run and have no running replica.
     unready: frozenset[BackendTag] = frozenset()
     #: Whether the cluster removes empty workers, as under ``cluster.adapt()``.
     is_adaptive: bool = False
     #: The load that routers and replicas have reported.
     loads: Loads = field(default_factory=Loads)
-    #: The rates of the last second, while somebody watches.
+    #: The rates over the last second, while a client reads them.
     live: LiveMetrics = field(default_factory=LiveMetrics)
     #: The faults of the users' request routers.
     router_troubles: RouterTroubles = field(default_factory=RouterTroubles)
@@ -269,7 +269,7 @@ class Observed:
     #: The last decisions of the autoscalers.
     scalings: dict[BackendTag, Scaling] = field(default_factory=dict)
     deadlines: dict[GoalId, float] = field(default_factory=dict)
-    #: The goals that earlier controllers have begun to work on.
+    #: The pending goals of earlier controllers.
     inherited: frozenset[GoalId] = frozenset()
     proxies_ready: dict[str, dict[str, Any]] = field(default_factory=dict)
     proxies_failed: dict[str, BaseException] = field(default_factory=dict)
@@ -300,13 +300,13 @@ class Observed:
         return {address for address, info in self.workers.items() if info.is_retiring}
 
     def retiring_of(self, replicas: Iterable[ReplicaRecord]) -> set[WorkerAddress]:
-        """Return the workers of some replicas that are retiring, without a look at all workers."""
+        """Return the retiring workers of some replicas, without iterating over all workers."""
         known = self.workers
         places = (worker for each in replicas for worker in (each.worker, *each.bundle_workers))
         return {worker for worker in places if worker in known and known[worker].is_retiring}
 
     def usable_workers(self) -> list[WorkerInfo]:
-        """Return the workers that may get new actors, as far as is known."""
+        """Return the workers that may get new actors."""
         away = self.unresponsive
         return [
             info
@@ -320,12 +320,12 @@ class Observed:
         return worker if info is None else info.host
 
     def cleared_workers(self) -> list[WorkerInfo]:
-        """Return the usable workers without those that joined again before their loss was handled."""
+        """Return the usable workers without those that rejoined before their loss was processed."""
         usable, lost = self.usable_workers(), self.lost_workers
         return [info for info in usable if info.address not in lost] if lost else usable
 
     def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
-        """Return the event that has happened to a replica since its record was written; None without one.
+        """Return the event of a replica that its record does not reflect yet; None if there is none.
 
         1. Its worker is gone.
         2. It should serve but cannot: its probes fail, its process does not answer, or a worker on which its
@@ -351,7 +351,7 @@ class Observed:
         return None
 
     def death_of(self, replica: ReplicaRecord, event: ReplicaEvent, wall: float) -> DeadReplica | None:
-        """Return how a replica died that should have lived; None if it lives, or was to stop anyway."""
+        """Return the death of a replica that should run; None if it lives or was stopping."""
         tag, worker = replica.tag, replica.worker
         if replica.state not in (ReplicaState.STARTING, ReplicaState.RUNNING):
             return None
@@ -375,7 +375,7 @@ class Observed:
         return None
 
     def _lost_bundle(self, replica: ReplicaRecord) -> int | None:
-        """Return the number of a bundle whose worker is not there any more; None if all are."""
+        """Return the number of the first bundle whose worker was lost or does not answer; None if none."""
         workers = enumerate(replica.bundle_workers)
         gone = (n for n, each in workers if each in self.lost_workers or each in self.unresponsive)
         return next(gone, None)
@@ -387,7 +387,7 @@ class Observed:
             self.workers[worker] = replace(known, **changes)
 
     def note_taken(self, taken: Mapping[WorkerAddress, Mapping[str, float]]) -> list[BackendTag]:
-        """Note what Dask's tasks hold on some workers; return the backends whose replicas wait for room."""
+        """Record the resources held by Dask's tasks; return the backends whose replicas wait for room."""
         for worker, amounts in taken.items():
             self.change_worker(worker, taken_by_tasks=amounts)
         return [tag for tag, notes in self.notes.items() if notes.waiting is not None]
@@ -430,7 +430,7 @@ class Observed:
                 del self.reconfigure_failed[replica]
 
     def forget_rollout(self, tag: BackendTag) -> None:
-        """Drop what was learnt of a rollout that has ended."""
+        """Drop the observations of a rollout that has ended."""
         self.rollouts.forget(tag)
         self.notes.pop(kept_tag(tag), None)
 
@@ -442,7 +442,7 @@ class Observed:
         self.proxies_apart = dict(apart)
 
     def forget_proxy(self, tag: str) -> None:
-        """Drop the observations of a proxy whose record is gone; a leaving one may listen under its name."""
+        """Drop the observations of a proxy whose record was removed."""
         self.proxies_gone.discard(tag)
         self.proxies_failed.pop(tag, None)
         self.live.forget_proxy(tag)
@@ -450,7 +450,7 @@ class Observed:
     def learn_models(
         self, replica: ReplicaRecord, facts: Mapping[str, Any], going_on: Collection[str]
     ) -> None:
-        """Keep what a replica reports of its models, and what it has counted of the rollouts that go on."""
+        """Record a replica's report of its models, and its counts of the active rollouts."""
         self.models[replica.tag] = ModelReport.of(facts)
         splits = {name: each for name, each in facts.get("splits", {}).items() if name in going_on}
         self.rollouts.report(
@@ -458,7 +458,7 @@ class Observed:
         )
 
     def forget_backend(self, tag: BackendTag) -> None:
-        """Drop the observations of a backend whose record is gone."""
+        """Drop the observations of a backend whose record was removed."""
         self.notes.pop(tag, None)
         self.forget_rollout(tag)
         self.step_failures.pop(tag, None)
@@ -466,18 +466,16 @@ class Observed:
         self.router_troubles.forget(tag)
 
     def forget_replica(self, tag: ReplicaTag) -> None:
-        """Drop the observations of a replica whose record is gone."""
-        levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
-        self.busy.pop(tag, None)
-        self.last_lines.pop(tag, None)
-        self.models.pop(tag, None)
-        self.multiplexed.forget_replica(tag)
-        self.routing_stats.forget_replica(tag)
-        for each in (*levels, self.reconfigure_failed, self.rank_infos):
-            each.pop(tag, None)
+        """Drop the observations of a replica whose record was removed."""
+        levels: tuple[dict[ReplicaTag, Any], ...] = (
+            *(self.ready, self.failed, self.unhealthy, self.last_lines, self.busy, self.models),
+            *(self.configured, self.reconfigure_failed, self.rank_infos),
+        )
+        for level in levels:
+            level.pop(tag, None)
+        for reports in (self.multiplexed, self.routing_stats, self.loads, self.live):
+            reports.forget_replica(tag)
         self.gone.discard(tag)
         self.terminating.discard(tag)
         if self.moving == tag:
             self.moving = None
-        self.loads.forget_replica(tag)
-        self.live.forget_replica(tag)

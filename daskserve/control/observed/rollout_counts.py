@@ -1,7 +1,7 @@
-"""The requests of both versions that routers have reported, for the present step of each rollout.
+"""The requests of both versions in the present step of each rollout, as reported by routers. Pure.
 
-Each router counts from the moment at which it learns of a step, and reports its totals once a second. So a
-report that arrives twice counts once, and a new controller knows all within a second. Pure.
+Each router starts counting when it learns of a step, and reports its totals once a second. A report that
+arrives twice therefore counts once, and a new controller has all counts within a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from daskserve.common.types import BackendTag
 from daskserve.control.observed.rollout_evidence import Evidence, VersionCounts
 
-#: Maximum number of routers whose totals are kept apart for one step. Those of more are not counted.
+#: Maximum number of routers that are counted for one step.
 MAX_ROUTERS = 10_000
 #: Maximum number of steps of one backend whose counts are kept.
 KEPT_STEPS = 4
@@ -23,7 +23,7 @@ KEPT_DIFFERENCES = 10
 
 @dataclass(slots=True)
 class _Step:
-    #: By router: what it has counted at the new version, and at the old one.
+    #: The totals of the new and of the old version, by router.
     routers: dict[str, tuple[VersionCounts, VersionCounts]] = field(default_factory=dict)
     #: The sums over all routers.
     new: VersionCounts = field(default_factory=VersionCounts)
@@ -41,9 +41,9 @@ class _Step:
 
 @dataclass(slots=True)
 class Shadowed:
-    """Compared answers of a rollout: how many, how many differ, and the last differences.
+    """The compared answers of a rollout: their number, how many differ, and the last differences.
 
-    ``failed`` are those that the function could not compare; ``trouble`` is why, the last time.
+    ``failed`` is the number of answers that could not be compared, ``trouble`` the last reason.
     """
 
     compared: int = 0
@@ -90,21 +90,21 @@ class RolloutCounts:
             answers.routers[router] = Shadowed(int(compared), int(different), kept, int(failed), str(trouble))
 
     def _of(self, tag: BackendTag, key: str) -> _Step:
-        """Return the counts of a step; a router that has not heard of the present one may name one before."""
+        """Return the counts of a step. A router may still report an earlier step than the present one."""
         steps = self._steps.setdefault(tag, {})
         if key not in steps and len(steps) >= KEPT_STEPS:
             del steps[next(iter(steps))]
         return steps.setdefault(key, _Step())
 
     def polled(self, tag: BackendTag, key: str, number: int, new: float, old: float, *, worse: bool) -> None:
-        """Record one comparison of two values of an expression."""
+        """Record a comparison of the values of an expression for both versions."""
         step = self._of(tag, key)
         more, less, _, _ = step.polls.get(number, (0, 0, 0.0, 0.0))
         step.polls[number] = (more + worse, less + (not worse), new, old)
         step.troubles.pop(number, None)
 
     def troubled(self, tag: BackendTag, key: str, number: int, why: str) -> None:
-        """Record why a comparison of two values could not be made."""
+        """Record why a comparison failed."""
         self._of(tag, key).troubles[number] = why
 
     def evidence(self, tag: BackendTag, key: str) -> Evidence:

@@ -1,14 +1,14 @@
-"""Whether a new version is worse than the old one, given the requests of both over the same time. Pure.
+"""Decides whether a new version is worse than the old one, given the requests of both. Pure.
 
-Problem: the counts are looked at every second, for minutes. A test that is meant for one look would sooner or
-later find a difference between equal versions. Choice: a bet against the hypothesis that the new version is
-not worse, whose capital is a nonnegative supermartingale. By Ville's inequality, it reaches ``1 / p`` with a
-probability of at most ``p``, however often it is looked at.
+Problem: the counts are tested every second, for minutes. A test for a single look would sooner or later find
+a difference between equal versions. Choice: a bet against the hypothesis that the new version is not worse,
+whose capital is a nonnegative supermartingale. By Ville's inequality, the capital reaches ``1 / p`` with a
+probability of at most ``p``, however often it is tested.
 
-Each request was given to the new version by chance, with the probability ``share``. So if the new version is
-as good, a request that went wrong was one of the new version with that same probability, whatever the rate
-of errors, which may change over time. The capital is the mean of several bets, each on a factor by which the
-new version is worse, because that factor is not known.
+Each request goes to the new version with the probability ``share``. If both versions are equally good, a
+failed request was one of the new version with that same probability. This holds for any error rate, even one
+that changes over time. The factor by which the new version may be worse is unknown, so the capital is the
+mean of several bets, each on another factor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from daskserve.telemetry.histogram import latency_buckets_s
 
 #: The factors that are bet on.
 FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
-#: No step needs more requests than this.
+#: Maximum number of requests that a step may need.
 MOST_REQUESTS = 10_000_000
 #: The largest logarithm of a capital that is carried on.
 MOST_LOG = 100.0
@@ -62,14 +62,14 @@ class Evidence:
     Attributes
     ----------
     polls : dict
-        By the number of a gate with a PromQL expression: how often the new version was worse, how often it
-        was not, and the last two values.
+        How often the new version was worse, how often it was not, and the last two values, by the number of
+        a gate with a PromQL expression.
     troubles : dict
-        By the number of such a gate: why the last comparison could not be made.
+        Why the last comparison failed, by the number of a gate with a PromQL expression.
     compared : int
-        Answers of shadowed requests that were compared since the rollout began.
+        Number of compared answers of shadowed requests since the rollout began.
     not_compared : str
-        How many could not be compared, and why; empty if there are none.
+        How many answers could not be compared, and why; empty if there are none.
     """
 
     new: VersionCounts = VersionCounts()
@@ -82,14 +82,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one gate: whether it fails, and the figures."""
+    """The result of one gate: whether it fails, and its numbers as text."""
 
     is_worse: bool
     text: str
 
 
 def log_capital(new: int, old: int, share: float, tolerance: float) -> float:
-    """Return the logarithm of the capital after events at the new version and at the old one."""
+    """Return the logarithm of the capital, given the number of events of the new and of the old version."""
     odds = share / (1 - share) * (1 + tolerance)
     bets = []
     for factor in FACTORS:
@@ -101,9 +101,9 @@ def log_capital(new: int, old: int, share: float, tolerance: float) -> float:
 
 
 def is_worse(new: int, old: int, share: float, tolerance: float, p: float, carried: float = 0.0) -> bool:
-    """Return whether the new version has more such events than by chance, with the probability ``p``.
+    """Return whether the new version has too many events for chance, at a false alarm rate of ``p``.
 
-    ``carried`` is what earlier steps have won; see `carried_on`.
+    ``carried`` are the winnings of earlier steps; see `carried_on`.
     """
     if not 0 < share < 1 or not new:
         return False
@@ -113,11 +113,11 @@ def is_worse(new: int, old: int, share: float, tolerance: float, p: float, carri
 def carried_on(gate: Gate, number: int, evidence: Evidence, share: float, carried: float) -> float:
     """Return the winnings of a gate's bets that it carries to the next step.
 
-    At each step, one bet of the same size begins, and those of earlier steps go on. So a version that is a
-    little worse at each step is found, and so is one that is worse at the last step alone.
+    At each step, a new bet of the same size begins, and the earlier bets continue. This detects a version
+    that is a little worse at each step as well as one that is worse at the last step alone.
     """
     if gate.metric == "latency":
-        return 0.0  # its bound may be another one at each step
+        return 0.0  # each step may have another bound
     if not 0 < share < 1:
         return carried + 1
     if gate.metric == "prometheus":
@@ -129,15 +129,15 @@ def carried_on(gate: Gate, number: int, evidence: Evidence, share: float, carrie
 
 
 def least_polls(p: float) -> int:
-    """Return after how many comparisons a version that is always worse is found, given ``p``."""
+    """Return how many comparisons it takes to detect a version that is always worse, given ``p``."""
     return next(n for n in range(1, 1000) if is_worse(n, 0, 0.5, 0.0, p))
 
 
 def least_requests(gate: Gate, evidence: Evidence, share: float, p: float) -> int:
     """Return the number of requests of the new version after which a gate would have found a difference.
 
-    The difference is ``detects`` of all requests, or as many as fail or are slow with the old version. The
-    gate finds it even if the new version was lucky by three standard deviations.
+    The difference is ``detects`` of all requests, or the share that fails or is slow with the old version, if
+    that is larger. The gate finds it even if the new version was lucky by three standard deviations.
     """
     if gate.metric == "prometheus" or not 0 < share < 1:
         return 0
@@ -164,7 +164,7 @@ def judge(
     for_s: float | None = None,
     carried: float = 0.0,
 ) -> Finding:
-    """Return the finding of a gate; ``number`` is its place in the plan."""
+    """Return the finding of a gate; ``number`` is its index in the plan."""
     if gate.metric == "prometheus":
         return _polled(gate, number, evidence, p, carried)
     if gate.metric == "latency":
@@ -185,7 +185,7 @@ def _of(count: int, requests: int, whose: str = "the new version") -> str:
 
 
 def slow_bucket(gate: Gate, old: VersionCounts) -> int:
-    """Return the bucket above which a request is slow: at most the rest of the quantile was, before."""
+    """Return the bucket above which a request is slow, from the gate's quantile of the old version."""
     limit, buckets = (1 - gate.quantile) * old.requests, len(latency_buckets_s())
     return next((n for n in range(buckets) if old.slower_than(n) <= limit), buckets - 1)
 
@@ -199,7 +199,7 @@ def _slow(gate: Gate, evidence: Evidence, share: float, p: float, for_s: float |
         f"{_of(slow, new.requests)} took longer than {bound}, "
         f"{_of(slow_before, old.requests, 'the old one')} did{_within(for_s)}"
     )
-    # Any bucket may be the one: each has its part of the probability.
+    # The bucket depends on the data, so the probability is divided among all buckets.
     worse = old.requests > 0 and is_worse(slow, slow_before, share, gate.tolerance, p / buckets)
     return Finding(worse, text)
 

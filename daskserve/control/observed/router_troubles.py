@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from daskserve.common.types import BackendTag
 
-#: Time after which a process that does not repeat its report has ended, or its router works again.
+#: Lifetime of a report. A process repeats it while the trouble lasts.
 STALE_S = 15.0
-#: Interval at which the same trouble of a backend is an event again.
+#: Time after which the same trouble of a backend becomes an event again.
 TELL_AGAIN_S = 3600.0
-#: Number of processes that are counted for each backend.
+#: Maximum number of processes that are counted for each backend.
 MAX_ROUTERS = 1000
 
 
@@ -29,7 +29,7 @@ class RouterTroubles:
         self._told: dict[BackendTag, _Trouble] = {}
 
     def report(self, router: str, troubles: Mapping[BackendTag, str], now: float) -> list[BackendTag]:
-        """Take over what a process reports of its routers; return the backends whose trouble is an event."""
+        """Record the troubles that a process reports; return the backends whose trouble is a new event."""
         for tag, known in self._known.items():
             if tag not in troubles:
                 known.pop(router, None)
@@ -55,7 +55,7 @@ class RouterTroubles:
         return last.text if len(found) == 1 else f"{last.text} (in {len(found)} processes)"
 
     def forget(self, tag: BackendTag) -> None:
-        """Drop what is known of a backend that is gone."""
+        """Drop the troubles of a removed backend."""
         self._known.pop(tag, None)
         self._told.pop(tag, None)
 

@@ -1,12 +1,12 @@
-"""Watches the workers, because a stopped process does not close its connections as a dead one does.
+"""Watches the workers. A stopped process, unlike a dead one, does not close its connections.
 
-Once a second, every worker in use is queried for the instance's actors and their health. The answer is a
-level, so it also repairs what events have missed: an actor that vanished, or one without a record. After
-three consecutive missed answers the worker is unresponsive: its replicas are replaced immediately, and
-routers give up the requests that it has. A worker that holds a proxy, and so a port, is restarted.
+Once a second, the controller queries every worker in use for the instance's actors and their health. Each
+answer is complete, so it also reveals what no event has reported: an actor that vanished, or one without a
+record. After three consecutive missed answers, a worker is unresponsive: its replicas are replaced at once,
+and routers give up the requests in it. A worker with a proxy is restarted, to free the port.
 
-After a missed answer the scheduler asks instead: the process may run, and only the network between it and the
-controller be broken. The next query is direct again, because the scheduler may be away.
+After a missed answer, the next query goes through the scheduler: perhaps only the network between the worker
+and the controller is broken. The query after that is direct again, because the scheduler may be unavailable.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from daskserve.loops.tasks import TaskSet
 logger = logging.getLogger("daskserve.controller")
 
 PERIOD_S = 1.0
-#: While replicas of a worker load multiplexed models, it is asked every ``FOLLOW_S`` seconds.
+#: Interval of the queries of a worker whose replicas load multiplexed models, in seconds.
 FOLLOW_S = 0.08
-#: The largest number of such queries of one worker in a row.
+#: Maximum number of these queries of one worker in a row.
 FOLLOWED = 50
-#: The largest number of such queries of all workers together, per second.
+#: Maximum rate of these queries of all workers together, per second.
 MAX_FOLLOW_RATE = 100.0
 MISSES = 3
-#: Pause before a worker that could not be restarted is tried again.
+#: Pause before the next attempt to restart a worker.
 RESTART_RETRY_S = 2.0
 #: Interval at which workers without known actors are checked for leftover actors.
 SWEEP_S = 30.0
 
 
 class WorkerWatch:
-    """Writes levels into `Observed`, and stops older controllers and actors without a record."""
+    """Updates `Observed`, and stops older controllers and actors without a record."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class WorkerWatch:
         self._state = state
         self._observed = observed
         self._poke = poke
-        #: Publishes the unresponsive workers, multiplexed models, and whether anybody watches live metrics.
+        #: Publishes unresponsive workers, reports of replicas, and whether a client reads live metrics.
         self._announce = announce
         #: Raises an error if a newer controller has taken over.
         self._confirm_reign = confirm_reign
         self._epoch = epoch
-        # A controller that was replaced must not treat its successor's actors as orphans.
+        # A replaced controller must not treat its successor's actors as orphans.
         self._newest_incarnation = (epoch + 1) << EPOCH_BITS
         self._misses: dict[WorkerAddress, int] = {}
         self._asking: set[WorkerAddress] = set()
-        #: The workers that are asked every ``FOLLOW_S`` seconds.
+        #: The workers that are queried every ``FOLLOW_S`` seconds.
         self._followed: set[WorkerAddress] = set()
         self._tasks = TaskSet(logger)
         observed.multiplexed.look = self.follow
@@ -99,7 +99,7 @@ class WorkerWatch:
             await self._clock.sleep(max(0.0, began + PERIOD_S - self._clock.now()))
 
     def follow(self, tags: Iterable[str]) -> None:
-        """Look at the workers of replicas at once, and often while the replicas load multiplexed models."""
+        """Query the workers of replicas at once, and often while the replicas load multiplexed models."""
         replicas = [each for tag in tags if (each := self._state.replicas.get(tag)) is not None]
         for worker in {each.worker for each in replicas if each.worker} - self._followed:
             self._followed.add(worker)
@@ -125,7 +125,7 @@ class WorkerWatch:
         if worker in self._asking:
             return
         self._asking.add(worker)
-        # An actor that started after the query may be missing in the answer.
+        # The answer may lack an actor that started after the query.
         expected = [each for each in self._state.replicas_on(worker) if each.state is ReplicaState.RUNNING]
         scaled, instance = self._state.autoscaled, self._cluster.instance
         is_watched = self._observed.live.is_watched(self._clock.now())
@@ -152,7 +152,7 @@ class WorkerWatch:
         info = self._observed.workers.get(worker)
         if info is None or worker in self._observed.unresponsive:
             return
-        # The supervisor has replaced a controller there, so this one does not wait as long once more.
+        # The supervisor has replaced a controller on this worker, so one missed answer is enough.
         if misses < (1 if info.is_suspect else MISSES):
             return
         logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
@@ -290,7 +290,7 @@ class WorkerWatch:
 
     async def _end(self, address: ActorAddress) -> None:
         try:
-            # A controller that was cut off does not know the actors that its successor has adopted.
+            # A controller that lost its connection does not know the actors that its successor has adopted.
             await self._confirm_reign()
             await self._cluster.destroy(address, 0)
         except (ServeError, OSError) as error:

@@ -1,1 +1,1 @@
-"""Where replicas run: fitting, order of eviction, rebalancing, and demand for workers. Pure."""
+"""Decides where replicas run: bin packing, eviction order, rebalancing, and demand for workers. Pure."""

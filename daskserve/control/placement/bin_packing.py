@@ -1,7 +1,7 @@
-"""Fitting: finds workers with room for bundles that are placed together, all or none. Pure.
+"""Bin packing: finds workers with room for bundles that are placed together, all or none. Pure.
 
-The largest bundles choose first, and each takes the best worker for it. Where that leaves no room for another
-one, the search goes back, for as many steps as `TRIES`: which bundles fit together has no quick answer.
+The largest bundles are placed first, each on its best worker. If that leaves no room for another bundle, the
+search backtracks, for at most `TRIES` steps, because the problem is NP-hard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daskserve.options.placement import Strategy
 
 #: Tolerance for rounding errors, so that ten replicas with 0.1 CPU fit on 1 CPU.
 TOLERANCE = 1e-9
-#: Number of steps of a search, beside one for each bundle.
+#: Maximum number of steps of a search, in addition to one for each bundle.
 TRIES = 200
 
 Amounts: TypeAlias = Mapping[str, float]
@@ -36,7 +36,7 @@ class FreeResources:
     hosts
         The host of each worker.
     per_host
-        The number of bundles that each host may still get; None if only resources count.
+        The number of bundles that each host may still get; None without a limit.
     """
 
     by_worker: dict[WorkerAddress, dict[str, float]]
@@ -62,7 +62,7 @@ class FreeResources:
 def fit(
     free_resources: FreeResources, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
 ) -> tuple[WorkerAddress, ...] | None:
-    """Return a worker for each bundle, and take their room; None, and no change, without room for all."""
+    """Place all bundles and return their workers; without room for all, return None and change nothing."""
     ranks = {each: rank(each) for each in free_resources.by_worker}
     free = total(free_resources.by_worker.values())
     order = sorted(range(len(bundles)), key=lambda place: _largest_first(bundles[place], free))
@@ -117,7 +117,7 @@ def _areas(
     strategy: Strategy,
     ranks: Mapping[WorkerAddress, tuple[Any, ...]],
 ) -> Iterator[list[WorkerAddress]]:
-    """Yield the sets of workers onto which all bundles may go, the best first."""
+    """Yield the sets of workers on which all bundles may be placed, the best first."""
     workers = sorted(free_resources.by_worker, key=ranks.__getitem__)
     if strategy in ("PACK", "STRICT_PACK"):
         whole = total(bundles)
@@ -147,12 +147,12 @@ class _Search:
         self._is_apart = strategy == "STRICT_SPREAD"
         self._ranks = ranks
         self._chosen: list[WorkerAddress] = []
-        # How many bundles each worker and each host has got.
+        # The number of bundles placed on each worker and on each host.
         self._mates: Counter[WorkerAddress] = Counter()
         self._near: Counter[str] = Counter()
 
     def run(self) -> list[WorkerAddress] | None:
-        """Return a worker for each bundle, and take their room; None, and no change, if none is found."""
+        """Place all bundles and return their workers; if that fails, return None and change nothing."""
         if not self._may_fit():
             return None
         trails, is_new = [self._candidates()], True
@@ -172,7 +172,7 @@ class _Search:
         return None
 
     def _may_fit(self) -> bool:
-        """Return whether there is enough for all bundles, wherever it is."""
+        """Return whether the workers have enough resources for all bundles in total."""
         if self._is_apart and len(by_host(self._free_resources, self._area)) < len(self._bundles):
             return False
         free = total(self._free_resources.by_worker[each] for each in self._area)
@@ -180,10 +180,10 @@ class _Search:
         return all(amount <= free.get(name, 0) + TOLERANCE for name, amount in needed.items())
 
     def _go_back(self, trails: list[list[WorkerAddress]], *, is_stuck: bool) -> bool:
-        """Take the last bundle away for which another worker may help; return whether there is one.
+        """Remove the last bundle for which another worker may help; return whether there is one.
 
-        ``is_stuck``: the next bundle had room nowhere. However equal bundles are placed, as many have room:
-        another worker for one of them does not help.
+        ``is_stuck`` says that no worker had room for the next bundle. Moving an equal bundle does not help
+        then, because equal bundles are interchangeable.
         """
         trails.pop()
         last = self._bundles[len(self._chosen)]

@@ -1,7 +1,7 @@
-"""The resources held by Dask's tasks that waiting replicas would use. Pure.
+"""Claims of waiting replicas on resources that Dask's tasks hold. Pure.
 
 Without a claim, the scheduler would give a worker's GPU to one task after another, and a replica would wait
-for all of them. With one, the scheduler gives the GPU to no further task.
+for all of them. With a claim, the scheduler gives the GPU to no further task.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from daskserve.control.placement.placement import Demand, TentativeUsage, place
 from daskserve.control.records.state import State
 from daskserve.options.actor import ACCELERATOR
 
-#: How many replicas or gangs claim at a time; a place for each takes time, and the others follow.
+#: Maximum number of replicas or gangs with claims at a time, because placing each of them takes time.
 MOST_AT_ONCE = 32
 
 
 def claims(
     state: State, workers: Iterable[WorkerInfo], waiting: Sequence[Demand]
 ) -> dict[WorkerAddress, dict[str, float]]:
-    """Return the amounts of declared resources that the waiting replicas get once tasks let them go."""
+    """Return the declared resources of each worker that waiting replicas get once tasks release them."""
     known = {each.address: each for each in workers}
     found: dict[WorkerAddress, dict[str, float]] = {}
     if not any(each.taken_by_tasks for each in known.values()):
@@ -41,7 +41,7 @@ def claims(
 
 
 def held_by_tasks(workers: Iterable[WorkerInfo], demand: Demand) -> str:
-    """Return the end of a sentence about what tasks hold of the resources of a demand; empty if nothing."""
+    """Return the end of a sentence with the needed resources that tasks hold; empty if there are none."""
     held = total(each.taken_by_tasks for each in workers)
     names = sorted(held.keys() & total(demand.bundles).keys())
     amounts = ", ".join(f"{name} {shown(held[name])}" for name in names)

@@ -1,4 +1,4 @@
-"""How many workers an adaptive cluster has to add for the replicas that wait. Pure."""
+"""Computes how many workers an adaptive cluster should add for waiting replicas. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class _NewWorker:
 def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> int:
     """Return the number of additional workers, like the existing ones, that the waiting replicas would fill.
 
-    Replicas that do not fit on any of these workers, even if it is empty, do not count. Neither do those
-    that wait for another host, unless each worker has a host of its own: others would join the hosts there
-    are.
+    Replicas that do not fit on any empty worker do not count. Replicas that need another host count only if
+    each worker has its own host, because otherwise new workers would join the existing hosts.
     """
     known = [worker for worker in workers if not worker.is_system]
     have_own_hosts = len({worker.host for worker in known}) == len(known)
@@ -62,7 +61,7 @@ def workers_needed(waiting: Iterable[Demand], workers: Iterable[WorkerInfo]) -> 
 
 
 class _NewWorkers:
-    """The workers that are to be added."""
+    """The workers to add."""
 
     def __init__(self, workers: Sequence[WorkerInfo]) -> None:
         self._kinds = [_NewWorker(each, capacity(each)) for each in workers]
@@ -76,9 +75,9 @@ class _NewWorkers:
         )
 
     def parts(self, demand: Demand) -> Sequence[Amounts]:
-        """Return the units that go to one worker each: single bundles, or all of them together."""
+        """Return the units that need one worker each: single bundles, or all bundles together."""
         whole = total(demand.bundles)
-        # Without room for all of them on one worker, they may lie on several of one host.
+        # If no worker has room for all bundles, several workers of one host may hold them.
         is_one = demand.strategy == "STRICT_PACK" and self.kind_for(demand, whole) is not None
         return (whole,) if is_one else demand.bundles
 
@@ -95,7 +94,7 @@ class _NewWorkers:
             )
 
     def add_apart(self, demand: Demand) -> None:
-        """Add workers for bundles of which each needs another host."""
+        """Add workers for bundles that all need different hosts."""
         others = [each for each in self.filled if each.may_take(demand)]
         for amounts in demand.bundles:
             found = next((each for each in others if fill(each.free, amounts, 1)), None)

@@ -10,7 +10,7 @@ from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State
 
-#: Number of replicas that a proxy or the controller counts for when workers are compared for emptying.
+#: Number of replicas that a proxy or the controller counts as, so that its worker is emptied last.
 KEPT_WORKER = 1_000_000
 
 
@@ -44,7 +44,7 @@ def criteria_of(
     """Return the criteria of a backend; ``avoid`` are the workers of the controller and proxies."""
 
     def others(worker: WorkerAddress) -> int:
-        # Actors that cannot move, or not without a visible effect, keep their worker in any case.
+        # The controller and proxies keep their worker in any case.
         fixed = KEPT_WORKER if worker in avoid else 0
         return fixed + state.count_on(worker) - state.count_on(worker, backend.tag)
 

@@ -1,18 +1,18 @@
 """Placement: which workers get a replica, or the bundles of a placement group or gang.
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
-requests of the replicas placed on it, and with what Dask's tasks hold. A worker must be available and
-allowed, and must have room; it must not be one that ``system_workers`` keeps for the controller and the
-proxies; its host must not have as many replicas as ``max_replicas_per_node`` allows. Among these, the worker
-with the fewest replicas of the same backend wins, then the one whose host has the fewest; then one without
-the controller and proxies, as long as it has fewer replicas than threads; then the one with the fewest
-replicas, where a proxy or the controller counts as `COMPANY` more. With the option ``placement="PACK"``, the
+requests of the replicas placed on it, and with the resources that Dask's tasks hold. A worker must be
+available and allowed, and must have room. ``system_workers`` must not keep it for the controller and the
+proxies, and its host must have fewer replicas than ``max_replicas_per_node``. Among these, the worker with
+the fewest replicas of the same backend wins, then the one whose host has the fewest. Next comes a worker
+without the controller and proxies, as long as it has fewer replicas than threads, and then the one with the
+fewest replicas, where a proxy or the controller counts as `COMPANY` replicas. With ``placement="PACK"``, the
 most replicas win in each case, and a proxy or the controller is avoided first. Ties are resolved by address,
 so the result is repeatable.
 
-All that is placed together is one `Demand`: bundles that have room all or none
-(`daskserve.control.placement.bin_packing`). A replica is one bundle, or those of its placement group; a gang
-is the bundles of all its replicas.
+Bundles that are placed together, all or none, form one `Demand`; see
+`daskserve.control.placement.bin_packing`. A replica is one bundle, or those of its placement group; a gang is
+the bundles of all its replicas.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from daskserve.control.records.records import BackendRecord, Change, ReplicaReco
 from daskserve.control.records.state import State
 from daskserve.options.placement import Strategy
 
-#: As how many replicas the controller or a proxy counts where all workers are full.
+#: The number of replicas that the controller or a proxy counts as.
 COMPANY = 2
 #: The workers that replicas spread over, in order: those that have fewer replicas than threads, then such
 #: workers with the controller or a proxy, then all others.
@@ -54,18 +54,18 @@ WorkerRank: TypeAlias = tuple[int, int, int, int, WorkerAddress]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The resources and workers that replicas need which are placed together.
+    """The resources and workers for replicas that are placed together.
 
     Attributes
     ----------
     bundles : tuple of mapping
-        The amounts of each bundle by resource: those of the first replica, then those of the next one.
+        The amounts of each bundle by resource: the bundles of the first replica, then of the next one.
     is_packed : bool
-        Whether they go where other replicas of the backend are.
+        Whether to prefer workers with other replicas of the backend.
     strategy
         The strategy of the placement group: together or apart.
     replicas : int
-        How many replicas these are.
+        The number of these replicas.
     """
 
     backend: BackendTag
@@ -83,7 +83,7 @@ class Demand:
 
 
 class TentativeUsage:
-    """The state of a state plus a change that has not been applied yet."""
+    """The resource usage of a state with a change that has not been applied yet."""
 
     def __init__(self, state: State, change: Change) -> None:
         self._state = state
@@ -129,8 +129,8 @@ class TentativeUsage:
         return self._used[worker] if worker in self._used else self._state.used(worker)
 
     def used_by_replicas(self, worker: WorkerAddress) -> Mapping[str, float]:
-        """Return the part of `used` that is not for Dask's tasks; all that has changed counts as such."""
-        own, before = self._state.occupied.by_replicas.get(worker, {}), self._state.used(worker)
+        """Return the part of `used` that Dask's tasks cannot use; it includes all changes."""
+        own, before = self._state.used_by_replicas(worker), self._state.used(worker)
         used = self._used.get(worker, {})
         return {**own, **{name: own.get(name, 0) + used[name] - before.get(name, 0) for name in used}}
 
@@ -237,20 +237,20 @@ def place(
         most_threads = max(map(attrgetter("threads"), group), default=0)
         for crowd, worker in _likely_first(state, group):
             ranked = rank(worker)
-            # The rank first: it takes less time than the room, and few are better than all before them.
+            # Check the rank first, because it is cheaper than the room and rarely better.
             if (best is None or ranked < best) and _has_room(state, worker, demand, on_hosts):
                 best = ranked
             least = crowding(most_threads, crowd, is_avoided=is_avoided)
             if best is not None and not demand.is_packed and best <= (0, 0, *least, worker.address):
-                break  # none of the rest of the group is better
+                break  # no other worker of the group is better
     return None if best is None else (best[-1],)
 
 
 def _likely_first(state: ResourceUsage, workers: Sequence[WorkerInfo]) -> Iterator[tuple[int, WorkerInfo]]:
-    """Yield workers by the number of bundles on them, and by address, with that number.
+    """Yield the number of bundles on each worker and the worker, ordered by this number and the address.
 
-    Where replicas spread, few of the workers have to be compared then: nothing is as good as the first ones,
-    unless these lack room or have replicas of the same backend.
+    If replicas spread, `place` then compares only few workers: the first ones are the best, unless they lack
+    room or have replicas of the same backend.
     """
     if not workers:
         return
@@ -284,7 +284,7 @@ def room_for(
     Parameters
     ----------
     only : str, optional
-        Count the room of this worker alone; the others count as neighbors on its host.
+        Count only the room on this worker; the others matter for the limit per host.
     """
     free_resources = _room_of(state, list(workers), demand)
     if only is not None:
@@ -304,7 +304,7 @@ def room_for(
 
 
 def _count_equal(free_resources: FreeResources, amounts: Amounts, most: int) -> int:
-    """Place as many equal bundles as have room, at most this many; return their number."""
+    """Place at most ``most`` equal bundles; return how many had room."""
     found = 0
     for worker, free in free_resources.by_worker.items():
         wanted = most - found
@@ -331,7 +331,7 @@ def _room_of(
 ) -> FreeResources:
     """Return the free resources of the usable workers.
 
-    ``on_hosts`` are the numbers of the backend's bundles by host, if there are others than these workers.
+    ``on_hosts`` are the numbers of the backend's bundles by host; by default, those on these workers.
     """
     names = {name for each in demand.bundles for name in each}
     free = {}
@@ -353,10 +353,7 @@ def _free(state: ResourceUsage, worker: WorkerInfo, names: Iterable[str]) -> dic
     free = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
     if worker.taken_by_tasks:
         # Tasks may be in bundles, which count as used already.
-        if isinstance(state, TentativeUsage):
-            own = state.used_by_replicas(worker.address)
-        else:
-            own = state.occupied.by_replicas.get(worker.address, {})
+        own = state.used_by_replicas(worker.address)
         for name in worker.taken_by_tasks.keys() & free.keys():
             left = offered.get(name, 0) - own.get(name, 0) - worker.taken_by_tasks[name]
             free[name] = min(free[name], left)
@@ -364,7 +361,7 @@ def _free(state: ResourceUsage, worker: WorkerInfo, names: Iterable[str]) -> dic
 
 
 def _count_on_hosts(workers: Iterable[WorkerInfo], bundles: Mapping[WorkerAddress, int]) -> dict[str, int]:
-    """Return the numbers of bundles by host, given those by worker; hosts without any are left out."""
+    """Return the number of bundles by host, without empty hosts, given the number by worker."""
     counts: dict[str, int] = {}
     if not bundles:
         return counts
@@ -425,7 +422,7 @@ def explain(state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
 def _most_that_fit(
     state: ResourceUsage, workers: Sequence[WorkerInfo], demand: Demand
 ) -> tuple[WorkerAddress, ...]:
-    """Return the workers of as many of the first bundles as have room together."""
+    """Return the workers of the largest number of first bundles that have room together."""
     least, most = 0, len(demand.bundles) - 1
     found: tuple[WorkerAddress, ...] = ()
     while least < most:

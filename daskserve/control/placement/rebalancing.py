@@ -1,12 +1,12 @@
-"""Spreading again: which replica moves to a better worker, after hosts have joined or come back. Pure.
+"""Rebalancing: decides which replica moves to a better worker, after workers have joined. Pure.
 
-Replicas are placed where it is best at the time. Later, other places may be better:
+Replicas are placed on the best worker at the time. Later, another worker may be better:
 
-- Workers have room on which fewer replicas of the same deployment are, or on whose hosts.
-- A worker has joined that has had no replica yet, while others have several, or the controller or a proxy.
+- A worker with fewer replicas of the same deployment on it, or on its host, has room.
+- A worker without replicas has joined, while others have several, or the controller or a proxy.
 
-Then one replica at a time moves, in the whole instance: a new one starts at the better place before the old
-one stops. Each move makes a worker less crowded than before, so moves end.
+Then replicas move, one at a time in the whole instance. A new replica starts on the better worker before the
+old one stops. Each move makes a worker less crowded, so the moves end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from daskserve.control.records.state import State
 
 #: Interval of the searches.
 SEARCH_S = 5.0
-#: Number of backends that one search looks at, and for how many of them it compares all workers.
+#: Number of backends that one search checks, and number of them for which it compares all workers.
 LOOKS, COMPARISONS = 50, 5
 
 
 class Rebalancer:
-    """Searches for the next move, in turn through the backends; remembers how long each could be better."""
+    """Searches the backends in turn for the next move, and remembers since when each could improve."""
 
     def __init__(self) -> None:
         self._since: dict[BackendTag, float] = {}
-        #: Workers that have had replicas: they have had their chance.
+        #: Workers that have had replicas; only others count as new.
         self._used: set[WorkerAddress] = set()
         self._turns: list[BackendTag] = []
         self._due = 0.0
@@ -51,7 +51,7 @@ class Rebalancer:
             return None
         self._due = now + SEARCH_S
         self._used = (self._used | state.bundles_on().keys()) & observed.workers.keys()
-        # An adaptive cluster removes empty workers, so they are not for spreading.
+        # An adaptive cluster removes empty workers, so do not spread replicas to them.
         if observed.moving is not None or observed.is_adaptive:
             return None
         workers = [each for each in observed.cleared_workers() if each.is_available and not each.is_system]
@@ -80,7 +80,7 @@ class Rebalancer:
         return None
 
     def _next_turns(self, state: State) -> Iterable[BackendTag]:
-        """Yield the next backends; each has had its turn then."""
+        """Yield the next backends in turn."""
         if not self._turns:
             self._turns = sorted(state.backends, reverse=True)
             for gone in self._since.keys() - state.backends.keys():
@@ -94,10 +94,10 @@ class Rebalancer:
 def leaving(
     observed: Observed, notes: Notes, replicas: Mapping[ReplicaTag, ReplicaRecord], *, is_busy: bool
 ) -> tuple[set[ReplicaTag], ReplicaTag | None]:
-    """Return the replicas that leave their workers, and one that was to move but stays.
+    """Return the replicas that leave their workers, and a replica that was to move but stays.
 
-    A move is not worth any trouble: it ends if there is no room any more, if the new replica does not start,
-    and if anything else is to be done.
+    A move has the lowest priority: it is given up if there is no room, if the new replica does not start, or
+    if the backend has anything else to do.
     """
     retiring = observed.retiring_of(replicas.values())
     found = {each.tag for each in replicas.values() if is_on(each, retiring)}
@@ -112,11 +112,11 @@ def leaving(
 
 
 def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> bool:
-    """Return whether a backend spreads, and has nothing to do."""
+    """Return whether a backend spreads its replicas and has nothing else to do."""
     app = state.apps.of(backend)
     if backend.goal or backend.is_deleting or (app is not None and app.goal):
         return False
-    # Gangs and placement groups choose their places together; other programs may hold their bundles.
+    # Gangs and placement groups are placed together, and other programs may use their bundles.
     if backend.config.packs or backend.gang_size > 1 or backend.bundles or backend.actor_of:
         return False
     notes = observed.notes_of(backend.tag)
@@ -129,7 +129,7 @@ def _is_at_rest(state: State, observed: Observed, backend: BackendRecord) -> boo
 
 
 class _WorkerLoads:
-    """How crowded the workers are, for a quick look at many backends."""
+    """How crowded the workers are, for a cheap check of many backends."""
 
     def __init__(
         self,
@@ -181,4 +181,4 @@ def _misplaced(
         there, here = rank(better), rank(worst.worker or "")
     if better in fresh:
         return worst if there[:-1] < here[:-1] else None
-    return worst if there[:2] < here[:2] else None  # only for what is beside others of the same backend
+    return worst if there[:2] < here[:2] else None  # only if it is beside others of the same backend

@@ -1,7 +1,7 @@
 """The end of an instance: the order in which actors drain, and the time limits. Pure.
 
-It is a deletion of everything that is applied in memory only, so that the ordinary steps of the backends keep
-the order. The store keeps the records: an instance that starts on it later runs them again.
+The instance ends by deleting everything in memory only, so the usual steps of the backends keep the order.
+The store keeps the records, and an instance that starts on it later runs everything again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from daskserve.control.records.state import State
 
 
 def leaving(state: State) -> Change:
-    """Return the change with which all backends stop, each after those of its application that call it.
+    """Return the change that stops all backends, each after the backends that call it.
 
-    Goals stay pending, because they are not reached: their callers get the error that the instance has ended.
+    Goals stay pending, because they are not reached. Their callers get the error that the instance has ended.
     """
     change: Change = {}
     for endpoint in state.endpoints.values():
         backend = state.backends.get(endpoint.name)
         if endpoint.is_legacy or backend is None or not state.apps.needed_by(backend.tag):
-            change[endpoint.key] = None  # the others are removed once nothing calls them
+            change[endpoint.key] = None  # steps remove the others once nothing calls them
     for app in state.apps:
         change[app.key] = replace(app, is_deleting=True, goal=None)
     for backend in state.backends.values():
@@ -40,7 +40,7 @@ def grace_s(state: State) -> float:
 
 
 def limit_s(state: State) -> float:
-    """Return within how many seconds all backends have drained, one after another where one calls another."""
+    """Return the time in seconds within which all backends drain, each after the backends that call it."""
     total: dict[BackendTag, float] = {}
     for app in state.apps:
         for tag in app.tags:
@@ -56,15 +56,15 @@ def _grace_of(backend: BackendRecord) -> float:
 
 
 def workers_to_ask(state: State, observed: Observed) -> Set[WorkerAddress]:
-    """Return the workers that may have requests under way and can answer."""
+    """Return the workers that may have requests in progress and can answer."""
     return (state.workers_in_use() & observed.workers.keys()) - observed.unresponsive
 
 
 def requests_under_way(state: State, actors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of requests under way by application, or by backend if it belongs to none.
+    """Return the number of requests in progress by application, or by backend if it belongs to none.
 
-    Calls between the deployments of an application count only if nothing else is under way in it. Requests
-    that are in a proxy only, because they wait for a replica, have no name.
+    Calls between the deployments of an application count only if its ingress has no requests. Requests that
+    wait in a proxy for a replica are counted under the empty name, if there are no others.
 
     Parameters
     ----------

@@ -4,11 +4,11 @@ HeadOnly: one proxy, on the scheduler's host if it has a worker, otherwise anywh
 EveryWorker: one per worker. A proxy stays on its worker as long as that can hold it; its replacement on the
 same host keeps the port.
 
-1. A worker retires, or does not answer: its proxy is leaving, which is written first. It accepts requests
-   until a successor listens, and its record stays until its last request has ended.
+1. A worker retires or does not answer. Its proxy is recorded as leaving. It accepts requests until a
+   successor listens, and its record stays until its last request has ended.
 2. A worker is lost. Clients of HeadOnly know one address, so the proxy waits for a worker on that host, which
-   a nanny may be restarting. If none comes within a grace period, the proxy moves to another host. It moves
-   back when its own host has had a worker for as long.
+   a nanny may be restarting. If none joins within a grace period, the proxy moves to another host. It moves
+   back when its own host has had a worker for the same period.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 from daskserve.options.http import HTTPOptions
 
-#: The least time that a leaving proxy has for its requests, in seconds: replicas may be gone already.
+#: Minimum grace period of a leaving proxy, in seconds, even if there are no replicas any more.
 PROXY_GRACE_S = 5.0
 
 #: The name of the proxy of HeadOnly.
@@ -61,7 +61,8 @@ class ProxyRules:
     return_grace_s : float
         How long the reason to move to another host must last.
     start_id : str
-        The start of the instance. Hosts of an earlier one are not waited for: it ran on another cluster.
+        The id of the instance's start. Proxies do not wait for hosts of an earlier start, because that was on
+        another cluster.
     """
 
     location: Location | None
@@ -84,13 +85,13 @@ class HttpStep:
     Attributes
     ----------
     lost : list
-        The proxies whose workers are gone; observations of them are outdated.
+        The proxies whose workers were lost; their observations are outdated.
     incarnation : int
         The last incarnation number in use, including those of this step.
     apart : dict
         Since when a proxy has had a reason to move to another host, by name.
     wake_at : float or None
-        When such a reason has lasted for long enough.
+        When such a reason has lasted for the grace period.
     messages : list
         Log messages about proxies that change their address.
     """
@@ -170,7 +171,7 @@ def _can_answer(observed: Observed, proxy: ProxyRecord) -> bool:
 def _may_end(proxy: ProxyRecord, state: State, observed: Observed, wanted: Sequence[ProxyRecord]) -> bool:
     """Return whether a leaving proxy may stop: another listens in its place, on its host if that has any."""
     if not wanted:
-        # A worker with replicas cannot leave before others join: its proxy serves until then.
+        # A worker with replicas cannot leave before other workers join; its proxy serves until then.
         return proxy.worker is None or not state.count_on(proxy.worker)
     beside = [each for each in wanted if each.host == proxy.host]
     return any(is_ready(observed, each) for each in beside or wanted)
@@ -201,7 +202,7 @@ def _found(
         if is_lost:
             result.lost.append(proxy.tag)
         if not proxy.is_leaving:
-            # Its place stays, with the host and the port.
+            # The record stays, with the host and the port.
             found[proxy.name] = replace(proxy, worker=None) if is_lost else proxy
         elif is_lost or proxy.tag in observed.proxies_gone:
             result.change[proxy.key] = None
@@ -213,9 +214,9 @@ def _found(
 def _begin(observed: Observed, wanted: Iterable[ProxyRecord], result: HttpStep) -> None:
     ready_hosts = {proxy.host for proxy in wanted if is_ready(observed, proxy)}
     starting_hosts: set[str] = set()
-    # Oldest first: those that an earlier controller started are found before others are started beside them.
+    # Oldest first: find the proxies of an earlier controller before others start beside them.
     for proxy in sorted(wanted, key=lambda each: each.incarnation):
-        # One at a time per host until the first listens: it must find the port free, the others share it.
+        # One at a time per host until the first listens, because the first one needs a free port.
         must_wait = proxy.host in starting_hosts and proxy.host not in ready_hosts
         if _can_answer(observed, proxy) and not is_ready(observed, proxy) and not must_wait:
             starting_hosts.add(proxy.host)
@@ -250,17 +251,17 @@ class _ProxyPlacement:
             if self._may_wait(each) and not each.may_move
             for host in (each.host, each.home)
         }
-        #: The proxies that leave from this step on.
+        #: The proxies that begin to leave in this step.
         self.leaving: list[ProxyRecord] = []
-        #: The proxies that stay without being wanted.
+        #: The proxies that stay although no slot needs them.
         self.kept: list[ProxyRecord] = []
 
     def release(self, proxy: ProxyRecord, slots: Mapping[str, Sequence[WorkerInfo]]) -> None:
-        """Let a proxy go for which there is no slot, unless its worker or its port is to be kept."""
+        """Remove a proxy without a slot, unless its worker does not answer or its port should be kept."""
         has_location = self._rules.location not in (None, Location.NO_SERVER)
         silent = self._observed.unresponsive - self._observed.retiring()
         if has_location and proxy.worker in silent:
-            self.kept.append(proxy)  # it cannot be stopped, and nothing else would run in its place
+            self.kept.append(proxy)  # it cannot be stopped, and no other proxy replaces it
             return
         if proxy.worker is not None:
             self._leave(proxy)
@@ -309,7 +310,7 @@ class _ProxyPlacement:
         if here is not None and (here.host == home or not at_home):
             return here
         if at_home:
-            # It serves elsewhere meanwhile, so there is time to see whether its own host lasts.
+            # It serves elsewhere meanwhile, so it can wait until its own host has proved stable.
             return at_home[0] if here is None or self._has_lasted(current.name) else here
         beside = [each for each in candidates if each.host == current.host]
         if beside:

@@ -1,4 +1,4 @@
-"""The end of a trial: the store becomes the instance's once it serves.
+"""The end of a trial: an instance takes over the store once it serves.
 
 See `daskserve.cluster.protocols.stores`.
 """
@@ -22,13 +22,13 @@ from daskserve.loops.tasks import TaskSet
 
 logger = logging.getLogger("daskserve.controller")
 
-#: Interval of the checks whether the instance serves, and of the attempts while something does not run yet.
+#: Interval of the checks whether the instance serves, and of the attempts before all replicas run.
 CHECK_S = 0.02
 ATTEMPT_S = 0.5
 
 
 class StoreTrial:
-    """Takes over the store as soon as it may.
+    """Takes over the store as soon as possible.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class StoreTrial:
 
     @property
     def waits_for(self) -> str:
-        """The condition that the store's take-over waits for; empty if none."""
+        """The condition that the take-over waits for; empty if it is over."""
         if self.is_over:
             return ""
         if not self._listens():

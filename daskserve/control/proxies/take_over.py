@@ -1,18 +1,17 @@
-"""When a new instance, or one that takes over from another one on its store, may begin to listen. Pure."""
+"""Decides when an instance that starts, or takes over a store, may begin to listen. Pure."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import Observed
 from daskserve.control.proxies.step import is_ready
 from daskserve.control.records.state import State
 
 
 class Listening(enum.Enum):
-    """Whether an instance has proxies: once it is complete, now, or no more because it ends."""
+    """Whether an instance has proxies: later, now, or no longer because it ends."""
 
     LATER = enum.auto()
     NOW = enum.auto()
@@ -32,7 +31,7 @@ class ListenRules:
         return Listening.LATER if self.waits_for_replicas or self.waits_for_route else Listening.NOW
 
     def are_met(self, state: State, observed: Observed) -> bool:
-        """Return whether the instance may listen. Once it has proxies, it does so without a route, too."""
+        """Return whether the instance may listen. Once it has proxies, it needs no route."""
         has_opened = bool(state.proxies) or any(each.route for each in state.endpoints.values())
         return (has_opened or not self.waits_for_route) and (
             not self.waits_for_replicas or all_run(state, observed)
@@ -40,7 +39,7 @@ class ListenRules:
 
 
 def listens(state: State, observed: Observed) -> bool:
-    """Return whether every proxy that should listen does."""
+    """Return whether there are proxies, and all that should listen do."""
     proxies = [each for each in state.proxies.values() if not each.is_leaving]
     return bool(proxies) and all(is_ready(observed, proxy) for proxy in proxies)
 
@@ -52,11 +51,7 @@ def all_run(state: State, observed: Observed) -> bool:
     """
     for tag, backend in state.backends.items():
         if backend.goal is None and not backend.is_deleting:
-            seen = [
-                each
-                for each in state.replicas_of(tag)
-                if each.state is ReplicaState.RUNNING and each.tag in observed.ready
-            ]
-            if len(seen) < backend.needed_replicas:
+            seen = sum(each.tag in observed.ready for each in state.running(tag))
+            if seen < backend.needed_replicas:
                 return False
     return True

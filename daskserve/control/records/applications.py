@@ -10,7 +10,7 @@ from daskserve.options.routing.route_variables import shape_of
 
 
 class Applications:
-    """The records of the applications, and who belongs to whom. Only `State.apply` changes it."""
+    """The records of the applications, indexed by backend and route. Only `State.apply` changes it."""
 
     def __init__(self) -> None:
         self._records: dict[str, AppRecord] = {}
@@ -29,12 +29,12 @@ class Applications:
         return self._records.get(name)
 
     def of(self, backend: BackendRecord) -> AppRecord | None:
-        """Return the application of which a backend is a deployment now; None without one."""
+        """Return the application that a backend is a deployment of; None if it is in none."""
         app = self._records.get(backend.application)
         return app if app is not None and backend.tag in app.deployments.values() else None
 
     def members(self, name: str) -> Set[BackendTag]:
-        """Return the backends of an application, with those that it no longer needs."""
+        """Return the backends of an application, including those that it no longer needs."""
         return self._members.get(name, {}).keys()
 
     def needed_by(self, tag: BackendTag) -> Set[BackendTag]:
@@ -42,7 +42,7 @@ class Applications:
         return self._needed_by.get(tag, {}).keys()
 
     def at_route(self, route: str) -> str | None:
-        """Return the application whose route, perhaps once it is deployed, matches the same paths."""
+        """Return the application that has, or is to get, a route that matches the same paths."""
         return self._by_route.get(shape_of(route))
 
     def keep(self, app: AppRecord) -> None:
@@ -67,12 +67,13 @@ class Applications:
     def remove(self, backend: BackendRecord) -> None:
         """Remove a backend from the index."""
         if backend.application:
-            _drop(self._members, backend.application, backend.tag)
+            drop(self._members, backend.application, backend.tag)
             for need in backend.needs:
-                _drop(self._needed_by, need, backend.tag)
+                drop(self._needed_by, need, backend.tag)
 
 
-def _drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+def drop(index: dict[str, dict[str, None]], key: str, name: str) -> None:
+    """Remove a name from an index of names by key."""
     names = index.get(key, {})
     names.pop(name, None)
     if not names:

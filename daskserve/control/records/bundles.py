@@ -1,4 +1,4 @@
-"""The places of a replica: the bundles of resources that it occupies, and on which workers. Pure."""
+"""The bundles of resources that a replica occupies, and their workers. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = 1e-9
 
 
 def bundles_of(replica: ReplicaRecord) -> tuple[Mapping[str, float], ...]:
-    """Return the amounts that a replica needs, its own first, and then those of its placement group."""
+    """Return the bundles of a replica: its own, then the others of its placement group."""
     return replica.bundles or (replica.demand,)
 
 
@@ -28,7 +28,7 @@ def places_of(replica: ReplicaRecord) -> Sequence[tuple[WorkerAddress, Mapping[s
 def is_on(replica: ReplicaRecord, workers: Collection[WorkerAddress]) -> bool:
     """Return whether a replica has a place on any of these workers."""
     if not workers:
-        return False  # as for nearly all replicas: no worker retires
+        return False  # the usual case: no worker retires
     return replica.worker in workers or any(each in workers for each in replica.bundle_workers)
 
 
@@ -40,8 +40,8 @@ class OccupiedResources:
     used : mapping
         All bundles.
     by_replicas : mapping
-        The replicas themselves: what Dask's tasks cannot use. The other bundles of placement groups are for
-        tasks. Shares of a worker's threads that are less than one thread together are left out.
+        The first bundle of each replica, which Dask's tasks cannot use. The other bundles of placement groups
+        are for tasks. CPU amounts that add up to less than one thread of a worker are left out.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OccupiedResources:
             self._note(replica.worker, own)
 
     def drop(self, worker: WorkerAddress) -> None:
-        """Forget a worker that is empty, with the rounding errors of its sums."""
+        """Forget an empty worker, and with it the rounding errors of its sums."""
         for known in (self.used, self._own, self.by_replicas):
             known.pop(worker, None)
 

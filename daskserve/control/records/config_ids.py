@@ -1,7 +1,7 @@
-"""The ids of configs, which show what differs between the config of a backend and that of a replica. Pure.
+"""The ids of configs: comparing them shows how the config of a replica differs from its backend's. Pure.
 
-The second part of an id is a digest of the ``user_config``. A replica whose record has no id is being
-reconfigured: either config may be in force. The records are enough for a new controller to go on.
+The second part of an id is a digest of the ``user_config``. A replica without an id in its record is being
+reconfigured, and may run with the old or the new config. A new controller needs nothing but the records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgpack
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.options.backend import BackendConfig
 
-#: The config id of a replica that has not yet answered a change of its ``user_config``.
+#: The config id of a replica that has not yet confirmed a change of its ``user_config``.
 UNKNOWN_CONFIG = ""
 _SEPARATOR = "-"
 
@@ -36,7 +36,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def in_doubt(current: str, wanted: str) -> str:
-    """Return the id of a replica that is being reconfigured, until it has answered."""
+    """Return the config id of a replica that is being reconfigured and has not confirmed the new config."""
     _, separator, code = wanted.partition(_SEPARATOR)
     is_same_code = bool(separator) and current.partition(_SEPARATOR)[1:] == (separator, code)
     return f"{_SEPARATOR}{code}" if is_same_code else UNKNOWN_CONFIG

@@ -1,4 +1,4 @@
-"""The last replicas of a backend that were lost or failed, so that their last words outlive a controller."""
+"""The last replicas of a backend that were lost or failed, stored for the status of the next controller."""
 
 from __future__ import annotations
 

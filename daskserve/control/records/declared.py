@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Who declares: the program, the name of the file, and the version of the file, such as a Git commit."""
+    """The origin of a declaration: the program, the file's name, and its version, such as a Git commit."""
 
     by: str = ""
     source: str = ""
@@ -23,7 +23,7 @@ class Origin:
 class ConfigRecord(Origin):
     """The declared configuration of one application.
 
-    The application is built and deployed while ``settled`` is not ``generation``.
+    The controller builds and deploys the application until ``settled`` equals ``generation``.
 
     Attributes
     ----------
@@ -31,13 +31,13 @@ class ConfigRecord(Origin):
         The plain values of a `daskserve.config_file.model.ApplicationConfig`, with references to variables
         and secrets as they are in the file.
     generation : int
-        The number of the declaration that has set it last.
+        The number of the last declaration that contained it.
     settled : int
-        The generation that was deployed, or could not be built.
+        The last generation that was deployed or has failed.
     error : str
-        Why that generation could not be deployed, with the traceback of user code.
+        The reason why that generation failed, with the traceback of user code.
     goal : str
-        The goal of its deploy; empty if that has changed nothing.
+        The goal of its deploy; empty if the deploy changed nothing.
     declared_at : float
         In seconds since the epoch.
     """
@@ -58,7 +58,7 @@ class ConfigRecord(Origin):
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to build."""
+        """Whether this generation was deployed or has failed, so that there is nothing to build."""
         return self.settled == self.generation
 
 
@@ -99,17 +99,3 @@ class Declared:
         yield from self.configs.values()
         if self.last.number:
             yield self.last
-
-    def keep(self, record: ConfigRecord | DeclarationRecord) -> None:
-        """Add a record."""
-        if isinstance(record, ConfigRecord):
-            self.configs[record.name] = record
-        else:
-            self.last = record
-
-    def forget(self, kind: str, name: str) -> None:
-        """Remove a record."""
-        if kind == ConfigRecord.KIND:
-            self.configs.pop(name, None)
-        else:
-            self.last = DeclarationRecord()

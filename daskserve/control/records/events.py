@@ -48,21 +48,6 @@ class EventKind(enum.StrEnum):
     CONTROLLER_STARTED = "CONTROLLER_STARTED"
 
 
-#: The kinds that tell of something that went wrong.
-PROBLEMS = frozenset(
-    {
-        EventKind.DEPLOY_FAILED,
-        EventKind.MODEL_FAILED,
-        EventKind.BUILD_FAILED,
-        EventKind.ROLLOUT_TAKEN_BACK,
-        EventKind.REPLICA_FAILED,
-        EventKind.REPLICA_LOST,
-        EventKind.PROXY_LOST,
-        EventKind.ROUTER_FAILED,
-    }
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event.
@@ -73,13 +58,13 @@ class Event:
     message : str
         A description in one line, with the cause.
     application : str
-        Empty for what belongs to no application.
+        The application that the event is about; empty if it is about none.
     deployment : str
-        The tag of the deployment or backend; empty if it is about more than one.
+        The tag of the deployment or backend; empty if the event is about more than one.
     subject : str
         The tag of the replica, or the name of the proxy or endpoint.
     by : str
-        The program that asked for it; empty if the controller decided it.
+        The program that caused the event; empty for decisions of the controller.
     """
 
     kind: str
@@ -97,8 +82,8 @@ class EventsRecord:
     Attributes
     ----------
     number : int
-        That of the first event; the others follow. It begins with the epoch of its controller, so that two
-        controllers never use the same number.
+        The number of the first event; the other events have the numbers after it. The upper bits are the
+        epoch of the controller, so that two controllers never use the same number.
     at : float
         When they were written, in seconds since the epoch.
     """
@@ -160,8 +145,9 @@ class EventLog:
         else:
             bisect.insort(self._numbers, row.number)
 
-    def forget(self, number: int) -> None:
-        """Remove a row."""
+    def forget(self, name: str) -> None:
+        """Remove the row with a number."""
+        number = int(name)
         row = self._rows.pop(number, None)
         if row is not None:
             self.count -= len(row.entries)

@@ -1,4 +1,4 @@
-"""Decisions about the models of a deployment: what is wanted, and what follows from what replicas have. Pure.
+"""Decisions about the models of a deployment, given its folder and the reports of its replicas. Pure.
 
 A version goes from LOADING to READY once all running replicas have it, or to FAILED with the first replica
 that cannot load it. The old default version serves until then, and for good after a failure. With a plan for
@@ -57,7 +57,7 @@ def target(record: ModelsRecord, plan: RolloutConfig | None = None) -> dict[str,
 
 
 def rollouts_of(record: ModelsRecord) -> dict[str, RolloutState]:
-    """Return the rollouts that go on, by model."""
+    """Return the active rollouts, by model."""
     found = {name: RolloutState.from_plain(each) for name, each in record.rollouts.items()}
     return {name: each for name, each in found.items() if each.is_active}
 
@@ -73,7 +73,7 @@ def key_of(rollout: RolloutState, share: float) -> str:
 
 
 def at_start(record: ModelsRecord | None) -> dict[str, Any] | None:
-    """Return the READY models, which a replica must have before it serves; None if none is known yet."""
+    """Return the READY models, which a new replica loads before it serves; None without a record."""
     if record is None:
         return None
     ready = {
@@ -84,7 +84,7 @@ def at_start(record: ModelsRecord | None) -> dict[str, Any] | None:
 
 
 def is_met(wanted: Mapping[str, Any], report: ModelReport) -> bool:
-    """Return whether a replica has what it should have, or has failed to load it."""
+    """Return whether a replica has loaded, or failed to load, all wanted versions and no others."""
     for name, each in wanted.items():
         for version, attempt in each["versions"].items():
             error = report.errors.get(f"{name}/{version}")
@@ -110,10 +110,10 @@ def loaded(
     rolls_out: bool = False,
     by: str = "",
 ) -> ModelsRecord:
-    """Return the record with a version to load; one that failed is tried again.
+    """Return the record with a version to load; a failed version is loaded again.
 
-    ``rolls_out`` says whether a version that is READY becomes the default one by a rollout, too; ``by`` is
-    the program that asks for it, empty if it was found in the folder.
+    ``rolls_out`` says whether a READY version becomes the default by a rollout. ``by`` is the program that
+    loads the version; empty if the version was found in the folder.
     """
     known = record.models.get(name, {}).get(version)
     if known is not None and known["state"] == ModelState.ROLLING_OUT:
@@ -132,7 +132,7 @@ def loaded(
 
 
 def unloaded(record: ModelsRecord, name: str, version: str | None) -> ModelsRecord:
-    """Return the record without a version of a model, or without all; raise `NotFoundError` without any."""
+    """Return the record without one version or all versions of a model; raise `NotFoundError` if unknown."""
     versions = record.models.get(name, {})
     if not versions or (version is not None and version not in versions):
         raise _unknown(record, name, version)
@@ -162,7 +162,7 @@ def with_default(record: ModelsRecord, name: str, version: str) -> ModelsRecord:
 
 
 def adopted(record: ModelsRecord, reports: Mapping[str, ModelReport | None]) -> ModelsRecord:
-    """Return a new record with what replicas have loaded in their starts, when none was known."""
+    """Return the first record of a backend, with the models that its replicas loaded when they started."""
     for report in filter(None, reports.values()):
         for name, versions in report.loaded.items():
             for version in versions:
@@ -172,9 +172,10 @@ def adopted(record: ModelsRecord, reports: Mapping[str, ModelReport | None]) -> 
 
 
 def polled(record: ModelsRecord, folder: Folder, keep: int) -> ModelsRecord:
-    """Return the record that follows from the folder: the newest versions of each model are wanted.
+    """Return the record with the newest versions of each model in the folder.
 
-    Older ones go once the newest is READY, see `settled`, and what is no longer in the folder goes at once.
+    Versions that are no longer in the folder are removed at once. `settled` removes older versions once the
+    newest is READY.
     """
     for name, versions in record.models.items():
         for version in versions:
@@ -194,16 +195,16 @@ def settled(
     *,
     rolls_out: bool = False,
 ) -> ModelsRecord:
-    """Return the record that follows from what the running replicas have.
+    """Return the record with the states of versions that follow from the reports of running replicas.
 
     Parameters
     ----------
     reports : dict
         By replica; None if it has not reported yet.
     keep : int or None
-        How many versions of a model stay; None: all.
+        The number of READY versions of a model to keep; None for all.
     rolls_out : bool
-        Whether a version becomes the default one by a rollout.
+        Whether a version becomes the default by a rollout.
     """
     for name, versions in record.models.items():
         for version, entry in versions.items():
@@ -269,8 +270,7 @@ def _named(record: ModelsRecord) -> Iterable[str]:
 def text_of(record: ModelsRecord | None, problem: str = "") -> str:
     """Return the status text of the models that load or have failed, and of their folder.
 
-    Of the versions of a model that were given up, it names the last one that was tried after the default
-    version: with that one in service, what became of the ones before is history.
+    Of the failed versions of a model, it names only the last one that was tried after the default version.
     """
     parts = [problem] if problem else []
     for name, versions in {} if record is None else record.models.items():

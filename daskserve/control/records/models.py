@@ -1,4 +1,4 @@
-"""The record of the models that replicas load from a ``model_repository``, and what a replica has of them."""
+"""The models that replicas load from a ``model_repository``: their record, and the report of a replica."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from daskserve.common.types import BackendTag
 
 
 class ModelState(enum.StrEnum):
-    """The state of a version: wanted and not in all replicas yet, in all of them, or given up."""
+    """The state of a version."""
 
+    #: Not all replicas have loaded it yet.
     LOADING = "LOADING"
-    #: All replicas have it, and it gets its requests step by step.
+    #: All replicas have loaded it, and a rollout raises its share of the requests step by step.
     ROLLING_OUT = "ROLLING_OUT"
     READY = "READY"
     FAILED = "FAILED"
-    #: Its rollout was taken back, by a gate or by somebody.
+    #: Its rollout was rolled back or aborted.
     TAKEN_BACK = "TAKEN_BACK"
 
     @property
     def is_given_up(self) -> bool:
-        """Whether replicas should not have it."""
+        """Whether replicas should unload it."""
         return self in (ModelState.FAILED, ModelState.TAKEN_BACK)
 
 
@@ -36,14 +37,16 @@ class ModelsRecord:
     models : dict
         By name and version: ``state`` (a `ModelState`), ``attempt`` (the number of the attempt to load it),
         ``reason`` (why it failed), ``is_next`` (whether it becomes the default version once it is READY) and
-        perhaps ``by`` (the program that asked for it).
+        optionally ``by`` (the program that loaded it).
     defaults : dict
         The default version of each model that has one.
     attempts : int
         The number of the last attempt.
     rollouts : dict
-        The rollout of each model that has or had one, as plain values of a
+        The last rollout of each model, as plain values of a
         `daskserve.control.records.rollout.RolloutState`.
+    unloaded_by : str
+        Id of the last call that unloaded something, which distinguishes a retry from a second call.
     """
 
     KIND: ClassVar[str] = "models"
@@ -53,6 +56,7 @@ class ModelsRecord:
     defaults: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 0
     rollouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unloaded_by: str = ""
 
     @property
     def key(self) -> str:
@@ -66,9 +70,9 @@ class ModelReport:
     Attributes
     ----------
     splits : dict
-        The steps of rollouts that it divides requests by: their keys by model.
+        The key of the rollout step by which the replica splits the requests of each model.
     loading : dict
-        By ``name/version``: for how long it loads, in seconds.
+        How long each version has been loading, in seconds, by ``name/version``.
     """
 
     loaded: Mapping[str, Collection[str]]

@@ -11,24 +11,24 @@ from daskserve.common.types import ActorAddress, WorkerAddress
 
 @dataclass(frozen=True, slots=True)
 class ProxyRecord:
-    """One HTTP proxy, or the place of one that waits for a worker.
+    """One HTTP proxy, which runs on a worker or waits for one.
 
     Attributes
     ----------
     worker : str or None
-        None after its worker was lost, until it has another.
+        None while the proxy waits for another worker, after the loss of its own.
     port : int
-        Its actual port, so that its replacement uses the same.
+        The port it listens on, which its replacement uses too.
     home, home_port : str, int
-        With HeadOnly, the address to which it returns; empty while it is there.
+        With HeadOnly, the address to which the proxy returns; empty while it is there.
     start_id : str
-        The start of the instance under which it was placed.
+        The id of the instance's start during which it was placed.
     may_move : bool
-        Whether another free port does as well until it listens: its own was chosen automatically before the
-        instance started, and something else may have it by now.
+        Whether it may choose another free port. Its port was chosen automatically before this start of the
+        instance, so another program may use it by now.
     is_leaving : bool
-        Whether another one takes over, or none is needed. It stops accepting once that one listens. The
-        record stays until its last request has ended.
+        Whether the proxy is being replaced or removed. It stops accepting once its successor listens. The
+        record is removed when its last request has ended.
     """
 
     KIND: ClassVar[str] = "proxy"

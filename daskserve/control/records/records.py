@@ -65,7 +65,7 @@ class BackendRecord:
     application : str
         The application that it belongs to; empty for what the classic verbs made.
     needs : tuple of str
-        The backends of its application that it calls: they are up before it, and stop after it.
+        The backends of its application that it calls. They start before it and stop after it.
     actors, actor_of
         As in `daskserve.options.specs.DeploymentSpec`.
     """
@@ -101,9 +101,9 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
-    #: Whether a rollback has deployed it: code by import path must then be that of its revision.
+    #: Whether a rollback deployed it. Code by import path must then be the code of the revision.
     is_exact: bool = False
-    #: The rollout of this version beside the one before, or how the last one ended.
+    #: The active rollout of this version, or how the last rollout ended.
     rollout: RolloutState | None = None
 
     @property
@@ -134,7 +134,7 @@ class BackendRecord:
 
     @property
     def place_options(self) -> dict[str, Any]:
-        """The options that determine placement; replicas with other ones must be replaced."""
+        """The options that are fixed for the life of a replica; a change of them replaces the replicas."""
         found = {**self.actor_options.to_plain(), "demand": self.actor_options.demand()} | self.config.fixed()
         if self.config.isolation != "thread":
             found["env"] = self.env
@@ -153,7 +153,7 @@ class BackendRecord:
 
     @property
     def bundles(self) -> tuple[Mapping[str, float], ...]:
-        """The bundles that each replica reserves; empty if it needs no more than its own room."""
+        """The bundles that each replica reserves; empty without a placement group."""
         return tuple(self.config.placement_group_bundles or ())
 
     @property
@@ -167,12 +167,12 @@ class BackendRecord:
 
     @property
     def canary(self) -> RolloutState | None:
-        """The rollout, if it goes on; None otherwise."""
+        """The active rollout; None if there is none."""
         return self.rollout if self.rollout is not None and self.rollout.is_active else None
 
     @property
     def version_replicas(self) -> int:
-        """The target number of replicas of this version: all of them, or those of a step of a rollout."""
+        """The target number of replicas of this version, which is smaller during a rollout."""
         rollout, plan = self.canary, self.config.rollout
         if rollout is None or plan is None or self.is_deleting or self.capacity == 0:
             return self.num_replicas
@@ -181,7 +181,7 @@ class BackendRecord:
 
     @property
     def full_replicas(self) -> int:
-        """The number of replicas to which the target capacity applies."""
+        """The target number of replicas at full capacity."""
         if self.scaled_to is None:
             return self.configured_replicas
         if self.is_held or not self.capacity:
@@ -195,13 +195,13 @@ class BackendRecord:
 
     @property
     def is_held(self) -> bool:
-        """Whether the number is one at full capacity: that of an external scaler or of a dry run."""
+        """Whether ``scaled_to`` is a number at full capacity, set by an external scaler or a dry run."""
         options = self.autoscaling
         return self.scaled_to is not None and (options is None or options.dry_run)
 
     @property
     def needed_replicas(self) -> int:
-        """The number of running replicas that completes a change or a step; the load may need more."""
+        """The number of running replicas that completes a change; the autoscaler may want more."""
         if self.scaled_to is None or self.canary is not None:
             return self.version_replicas
         options = self.autoscaling
@@ -256,18 +256,18 @@ class ReplicaRecord:
     Attributes
     ----------
     config_id : str
-        The config with which it runs; empty during a reconfiguration.
+        The id of the config it runs with; empty during a reconfiguration.
     rank : tuple of int
         The numbers of its `daskserve.common.types.ReplicaRank`; empty until it is placed.
     gang : tuple of str
-        The tags of the replicas of its gang, in order, its own among them; empty without one.
+        The tags of all replicas of its gang, in order; empty without a gang.
     bundles, bundle_workers : tuple
-        The amounts of all bundles of its placement group, ``demand`` first, and their workers, ``worker``
-        first; empty without a group, or until it is placed.
+        The bundles of its placement group, ``demand`` first, and their workers, ``worker`` first. ``bundles``
+        is empty without a group, and ``bundle_workers`` also until the replica is placed.
     metadata : dict
         The result of the user's ``record_replica_metadata``.
     events : tuple
-        The replica's `replica_lifecycle.ReplicaEvent` values, oldest first: at most five, none twice.
+        The values of its `ReplicaEvent` so far, oldest first: at most five, each once.
     moved_at : float
         When it entered its state, in seconds since the epoch.
     """
@@ -334,20 +334,20 @@ class AppRecord:
     Attributes
     ----------
     route : str or None
-        The route of the ingress. Its endpoint gets the route when the change is complete; until then, it is
-        reserved.
+        The route of the ingress. It is reserved until the change is complete; then the ingress's endpoint
+        gets it.
     deployments : dict
-        The tags of its deployments by name, each after those that it needs; the ingress is the last. Empty if
-        its first deploy failed: the record then only says why.
+        The tags of its deployments by name. Each comes after those that it needs, and the ingress is the
+        last. Empty if the first deploy failed; the record then only holds the reason.
     request_id : str
-        Id of the client's call that led to this state.
+        Id of the client's call that set this state.
     goal : str or None
         The pending goal of the application.
     last_error, failed, tried
-        Why the last deploy failed, the name of the deployment that did not come up, and the names of all
-        deployments that it had, until the next deploy.
+        Why the last deploy failed, the name of the deployment that failed, and the names of all deployments
+        in it. They are cleared by the next deploy.
     is_declared : bool
-        Whether a configuration file has deployed it, so that the next file may remove it.
+        Whether it was deployed from a configuration file. The next file may remove it.
     """
 
     KIND: ClassVar[str] = "app"
@@ -375,7 +375,7 @@ class AppRecord:
 
     @property
     def ingress(self) -> BackendTag:
-        """The deployment that requests to the application reach; empty if there is none."""
+        """The tag of the deployment that handles the application's requests; empty if there is none."""
         return self.tags[-1] if self.deployments else ""
 
 
@@ -398,25 +398,25 @@ class GoalRecord:
     timeout_s : float or None
         Time in seconds within which the change must be complete.
     progress_timeout_s : float or None
-        Without ``timeout_s``: time in seconds without progress after which the change fails. With neither, as
-        for a deletion, it never fails.
+        Time in seconds without progress after which the change fails, if ``timeout_s`` is None. A change with
+        neither limit, such as a deletion, never fails.
     opened_at : float
         When the change was requested, in seconds since the epoch.
     previous : dict
-        The records before the change, by key, for a rollback; None for what the change created.
+        The records before the change, by key, for a rollback; None for records that the change created.
     failures : dict
-        How many replicas of each backend have failed or were lost since the change last came further.
+        The number of replicas of each backend that failed or were lost since the last progress.
     error : bytes or None
-        The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`. One that is DONE
-        has an error if a later change replaced it: the classic system calls such a goal complete.
+        The error of a FAILED goal, packed by `daskserve.payload.packed_errors.dump_error`. A DONE goal has an
+        error if a later change superseded it; the classic system calls this complete.
     by : str
-        The program that asked for it.
+        The program that requested the change.
     request_id : str
-        Id of the client's call that asked for it, which may take it back; empty if no later call can.
+        Id of the client's call that requested the change and may withdraw it; empty if no call may.
     successor : str
-        The goal that replaced it; empty if none did.
+        The goal that superseded this one; empty if none did.
     rollback_of : int
-        The number of the revision to which an application returns; 0 for any other change.
+        The number of the revision that a rollback deploys again; 0 for any other change.
     """
 
     KIND: ClassVar[str] = "goal"
@@ -448,7 +448,7 @@ class GoalRecord:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the change is neither complete nor rolled back."""
+        """Whether the change is still in progress."""
         return self.state is GoalState.PENDING
 
 

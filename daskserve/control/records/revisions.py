@@ -14,13 +14,13 @@ from daskserve.common.types import BackendTag, GoalId
 class RevisionState(enum.StrEnum):
     """The state of a revision."""
 
-    #: Its change is under way.
+    #: Its change is in progress.
     DEPLOYING = "DEPLOYING"
-    #: It is what runs.
+    #: It is the present version.
     RUNNING = "RUNNING"
-    #: A later one replaced it, perhaps before it was complete.
+    #: A later revision replaced it, perhaps before it was complete.
     SUPERSEDED = "SUPERSEDED"
-    #: It did not come up, or was taken back; the one before it kept running.
+    #: Its change failed or was withdrawn; the previous revision kept running.
     FAILED = "FAILED"
     #: A rollback replaced it.
     ROLLED_BACK = "ROLLED_BACK"
@@ -35,22 +35,22 @@ class RevisionRecord:
     Attributes
     ----------
     at, ran_at, ended_at : float
-        When it was asked for, when it was complete, and when it ended, in seconds since the epoch; 0 if that
+        When it was requested, when it was complete, and when it ended, in seconds since the epoch; 0 if that
         has not happened.
     by : str
-        The program that asked for it.
+        The program that requested it.
     source : str
         ``run``, ``file`` or ``rollback``.
     origin : dict
-        Where a declared application comes from: the name of the ``file``, its ``version``.
+        The origin of a declared application: the name of the ``file`` and its ``version``.
     goal : str
         The goal of its change.
     request_id : str
-        Id of the client's call, which tells a retry from a second call.
+        Id of the client's call, which distinguishes a retry from a second call.
     rollback_of : int
-        The number of the revision that a rollback has deployed again; 0 without one.
+        The number of the revision that a rollback deployed again; 0 for other revisions.
     changes : list
-        The differences from the revision before it: dicts with ``deployment``, ``what``, ``old`` and ``new``.
+        The differences from the previous revision: dicts with ``deployment``, ``what``, ``old`` and ``new``.
         Texts for people, without secrets.
     reason : str
         Why it failed, or who replaced it.
@@ -59,11 +59,11 @@ class RevisionRecord:
     codes : dict
         The names of the codes of its deployments, by tag.
     config : bytes
-        The declared configuration, packed; empty if a program has deployed it.
+        The declared configuration, packed; empty if a program deployed it.
     digests : dict
-        Digests of the codes whose names do not tell them apart, because the user has named their version.
+        Digests of the codes whose versions the user has named, because their names may not be unique.
     is_complete : bool
-        Whether it can be deployed again: its code is kept, and it has run or is under way.
+        Whether it can be deployed again: its code is kept, and it has run or is in progress.
     """
 
     KIND: ClassVar[str] = "revision"
@@ -93,7 +93,7 @@ class RevisionRecord:
         return f"{self.KIND}/{self.application}/{self.number}"
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the values that users see of it."""
+        """Return the values that are shown to users."""
         return {
             "number": self.number,
             "state": self.state.value,

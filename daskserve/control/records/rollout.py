@@ -1,7 +1,7 @@
 """The recorded state of a rollout, and the table of its states. Pure.
 
-The record is a part of the record of its backend, so that one transaction changes the spec and the traffic:
-whatever is lost in the middle of a step, either all of it holds or nothing.
+The state is part of the backend's record, so one transaction changes the spec and the traffic. A crash in the
+middle of a step leaves either all of the step or nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from daskserve.errors import ServeError
 class RolloutPhase(enum.StrEnum):
     """The state of a rollout."""
 
-    #: The replicas of the present step start; the traffic is that of the step before.
+    #: The replicas of the present step start. The traffic is still that of the previous step.
     STARTING = "STARTING"
     #: The new version has the traffic of the step.
     SERVING = "SERVING"
-    #: As SERVING or STARTING, until somebody promotes or aborts it.
+    #: The rollout stays at its step until a user promotes or aborts it.
     PAUSED = "PAUSED"
-    #: The new version has passed; the old one stops.
+    #: The new version has passed all steps. The old one stops.
     COMPLETED = "COMPLETED"
     #: A gate failed, or the new version did not start: the old one has all traffic.
     ROLLED_BACK = "ROLLED_BACK"
-    #: Somebody aborted it: the old version has all traffic.
+    #: A user aborted it: the old version has all traffic.
     ABORTED = "ABORTED"
 
     @property
@@ -42,7 +42,7 @@ class RolloutEvent(enum.StrEnum):
     """The events of a rollout."""
 
     READY = "READY"
-    #: The step has passed; another one follows, or none.
+    #: The step has passed. Another step follows (NEXT), or none (LAST).
     NEXT = "NEXT"
     LAST = "LAST"
     PAUSE = "PAUSE"
@@ -80,7 +80,7 @@ TABLE: Mapping[RolloutPhase, Mapping[RolloutEvent, RolloutPhase]] = {
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """How far a rollout is.
+    """The progress of a rollout.
 
     Attributes
     ----------
@@ -91,17 +91,17 @@ class RolloutState:
     names : tuple of str
         The names of the new and the old version.
     step : int
-        The number of the step whose replicas there are, from 0.
+        The number of the step whose replicas start or run, from 0.
     served : int
-        The number of the step whose traffic the new version has; -1: none.
+        The number of the step whose traffic the new version has; -1 if it has none.
     since : float
         When the phase began, in seconds since the epoch.
     carried : tuple of float
-        The winnings of each gate's bets at the steps before the one that is served.
+        The winnings of each gate's bets at the steps before the served one.
     why : str
-        Why it has ended, with figures; before, who paused or promoted it last.
+        Why it has ended, with the numbers; before the end, who paused or promoted it last.
     promoted_by : str
-        Id of the call that promoted it last, which tells a retry from a second call.
+        Id of the call that promoted it last, which distinguishes a retry from a second call.
     """
 
     rollout_id: str
@@ -144,7 +144,7 @@ class RolloutState:
             raise InvalidRolloutTransition(f"A rollout that is {self.phase} cannot take {event}.")
         found = replace(self, phase=phase, since=wall, why=why)
         if event is RolloutEvent.READY:
-            # Who asked for the step is still true of it.
+            # Keep who promoted it to this step.
             found = replace(found, served=self.step, why=why or self.why)
         elif event is RolloutEvent.NEXT:
             found = replace(found, step=self.served + 1)

@@ -1,4 +1,4 @@
-"""The two versions of a backend during a rollout: their records, replicas and shares of the traffic. Pure."""
+"""Both versions of a backend during a rollout: their records, replicas and traffic. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.control.records.storing.encoding import from_plain
 def stable_of(backend: BackendRecord) -> BackendRecord | None:
     """Return the record of the old version during a rollout; None without one.
 
-    Decisions of the instance, the load or an external scaler are the same as for the new version.
+    The target capacity, and the number set by an autoscaler or external scaler, are those of the new version.
     """
     rollout = backend.canary
     if rollout is None:
@@ -32,7 +32,7 @@ def stable_of(backend: BackendRecord) -> BackendRecord | None:
 
 
 def record_of(state: State, replica: ReplicaRecord) -> BackendRecord:
-    """Return the record with the spec of a replica: that of its version."""
+    """Return the backend record of the version of a replica."""
     backend = state.backends[replica.backend]
     rollout = backend.canary
     if rollout is not None and replica.version == rollout.stable["version"]:
@@ -42,7 +42,7 @@ def record_of(state: State, replica: ReplicaRecord) -> BackendRecord:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The traffic of both versions: the share of the new one, and the key under which it is counted."""
+    """The traffic of the new version: its share, and the key under which requests are counted."""
 
     share: float
     key: str
@@ -56,7 +56,7 @@ def kept_tag(tag: BackendTag) -> str:
 def running_of(
     backend: BackendRecord, replicas: Iterable[ReplicaRecord]
 ) -> tuple[list[ReplicaRecord], list[ReplicaRecord]]:
-    """Return the running replicas of the new version, and those of the old one; others end."""
+    """Return the running replicas of the new version and of the old version."""
     rollout, running = backend.canary, [each for each in replicas if each.state is ReplicaState.RUNNING]
     stable = None if rollout is None else rollout.stable["version"]
     return (
@@ -68,8 +68,8 @@ def running_of(
 def split_of(backend: BackendRecord, new: Collection[ReplicaRecord], old: Collection[ReplicaRecord]) -> Split:
     """Return the present split of a backend with a rollout, given the running replicas of both versions.
 
-    Requests do not wait for a version without replicas while the other one has some. They are counted apart
-    from those of the planned share.
+    While one version has no replicas, the other one gets all requests. They are counted separately from the
+    requests at the planned share.
     """
     rollout, config = backend.canary, backend.config.rollout
     planned = 0.0

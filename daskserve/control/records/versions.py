@@ -1,8 +1,8 @@
 """The versions of deployments' replicas: the version of the code and a mark of the options. Pure.
 
-The version of a replica is all that is known about the options that it was started with. So a deployment with
-options that are fixed for the life of a replica has a mark of them in its version. A restart is an update to
-the same code, so the number of restarts is a second mark.
+A replica's version is all that is known about the options that it was started with. The version of a
+deployment therefore contains a mark of the options that are fixed for the life of a replica. A restart is an
+update to the same code, so the number of restarts is a second mark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 MARK: Final = re.compile(r"\+[0-9a-f]{8}$")
-#: No user may name a version so, see `daskserve.control.verbs.backends`.
+#: Users may not give such versions; see `daskserve.control.verbs.backends`.
 RESTARTS: Final = re.compile(r"~restart([0-9]+)$")
 
 

@@ -70,7 +70,7 @@ class FileQueue:
             return 0.0
         try:
             with closing(sqlite3.connect(f"{self._path.as_uri()}?mode=rw", uri=True)) as connection:
-                # The places are those of tasks that wait for their time, and that could run.
+                # place = 1 are ready tasks, place = 0 are delayed ones.
                 found: tuple[int] = connection.execute(
                     "SELECT (SELECT count(*) FROM daskserve_tasks WHERE place = 1 AND queue = ?) + "
                     "(SELECT count(*) FROM daskserve_tasks WHERE place = 0 AND queue = ? "

@@ -1,7 +1,7 @@
 """The number of replicas that an external scaler has set. Pure.
 
-The number is recorded like that of an autoscaler, so that it outlives the controller. A new value of
-``num_replicas`` overrides it; an unchanged one does not.
+The number is recorded like the number of an autoscaler, so that it outlives the controller. A new value of
+``num_replicas`` overrides it; an unchanged value does not.
 """
 
 from __future__ import annotations

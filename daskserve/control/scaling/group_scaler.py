@@ -7,27 +7,22 @@ call is shared. Each backend keeps its own metrics, bounds, delays, dry run and 
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
-from daskserve.autoscaling.context import AutoscalingContext, Decision
-from daskserve.autoscaling.loading import CallablePolicy
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.common.clock import Clock
-from daskserve.common.formatting import counted, shown
+from daskserve.common.formatting import counted
 from daskserve.common.types import BackendTag
 from daskserve.control.records.state import State
 from daskserve.control.scaling import policy_calls
-from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader
+from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader, ScheduledPolicy, problem_of
 from daskserve.control.scaling.snapshot import BackendSnapshot
 from daskserve.errors import UserCodeError
 from daskserve.options.autoscaling import AutoscalingConfig
-
-logger = logging.getLogger("daskserve.autoscaling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +43,16 @@ class Member:
     is_pending: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupEvaluation:
-    """A running call of the policy, and its arguments."""
-
-    members: Mapping[BackendTag, Member]
-    contexts: Mapping[BackendTag, AutoscalingContext]
-    call: PolicyCall[dict[BackendTag, Decision]]
-
-
-@dataclass(slots=True, eq=False)
-class Group:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Group(ScheduledPolicy[CustomPolicy]):
     """Backends that share one policy call. ``config`` is the config of one of them and names the policy."""
 
     config: AutoscalingConfig
-    due: float
-    loader: PolicyLoader[CallablePolicy]
     members: dict[BackendTag, None] = field(default_factory=dict)
-    policy: CallablePolicy | None = None
-    checking: asyncio.Task[None] | None = None
-    evaluation: _GroupEvaluation | None = None
+    policy: CustomPolicy | None = None
+    #: The members, as seen by the check that has called the policy, and the arguments of that call.
+    called_for: Mapping[BackendTag, Member] = field(default_factory=dict)
+    contexts: Mapping[BackendTag, AutoscalingContext] = field(default_factory=dict)
 
     def is_of(self, config: AutoscalingConfig) -> bool:
         """Whether a backend with this config belongs here."""
@@ -77,18 +62,6 @@ class Group:
             config.policy,
             config.policy_kwargs,
         )
-
-    @property
-    def policy_call(self) -> PolicyCall[Any] | None:
-        """The running call of user code, if there is one."""
-        return self.loader.call if self.evaluation is None else self.evaluation.call
-
-    def cancel(self) -> None:
-        """Cancel the running check and abandon the policy call, whose thread ends when the policy does."""
-        if self.checking is not None:
-            self.checking.cancel()
-        if self.policy_call is not None:
-            self.policy_call.abandon()
 
 
 class Groups:
@@ -132,9 +105,10 @@ class Groups:
         group = next((each for each in self._groups if each.is_of(config)), None)
         if group is None:
             name = config.group
-            group = Group(
-                config, now, PolicyLoader(self._clock, f"group {name}", f"daskserve-policy-group-{name}")
+            loader = PolicyLoader[CustomPolicy](
+                self._clock, f"group {name}", f"daskserve-policy-group-{name}"
             )
+            group = Group(config=config, due=now, loader=loader)
             self._groups.append(group)
         group.members[tag] = None
         group.due = min(group.due, now)
@@ -149,7 +123,7 @@ class Groups:
         del group.members[tag]
         if not group.members:
             self._groups.remove(group)
-            self._report_abandoned(f"group {group.config.group}", group.policy_call)
+            self._report_abandoned(group.loader.owner, group.policy_call)
             group.cancel()
 
     def check_now(self, tag: BackendTag) -> bool:
@@ -163,25 +137,13 @@ class Groups:
         """Start the checks that are due; return when the next one is due."""
         for group in self._groups:
             if group.due <= now and group.checking is None:
-                self._begin(group)
+                group.begin(self._check(group), f"group-{group.config.group}", self._wake)
         return min((each.due for each in self._groups if each.checking is None), default=math.inf)
 
     def close(self) -> None:
         """Cancel all checks."""
         for group in self._groups:
             group.cancel()
-
-    def _begin(self, group: Group) -> None:
-        name = group.config.group
-        task = group.checking = asyncio.create_task(self._check(group), name=f"daskserve-scale-group-{name}")
-
-        def done(_: asyncio.Task[None]) -> None:
-            group.checking = None
-            if not task.cancelled() and task.exception() is not None:
-                logger.error("The autoscaler of group %s failed", name, exc_info=task.exception())
-            self._wake()
-
-        task.add_done_callback(done)
 
     async def _check(self, group: Group) -> None:
         group.due = self._clock.now() + 1.0
@@ -199,31 +161,22 @@ class Groups:
         if group.policy is None:
             self._record_failure(group, members, group.loader.error)
             return
-        if group.evaluation is None:
-            group.evaluation = self._start_call(group, group.policy, members)
-        evaluation = group.evaluation
+        call = group.evaluating or self._start_call(group, group.policy, members)
         try:
-            decisions = await evaluation.call.wait()
-        except TimeoutError as error:
-            problem = f"the policy has not answered for {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
-            self._record_failure(group, members, problem, error)
+            decisions: Mapping[BackendTag, Decision] = await group.answer(call)
+        except (TimeoutError, UserCodeError) as error:
+            self._record_failure(group, members, problem_of(error), error)
             return
-        except UserCodeError as error:
-            group.evaluation = None
-            self._record_failure(group, members, f"the policy failed: {error}", error)
-            return
-        group.evaluation = None
         for tag, decision in decisions.items():
-            self._apply(group, tag, evaluation, decision)
+            self._apply(group, tag, decision)
 
     def _start_call(
-        self, group: Group, policy: CallablePolicy, members: Mapping[BackendTag, Member]
-    ) -> _GroupEvaluation:
-        contexts = {tag: each.autoscaler.context(**each.facts) for tag, each in members.items()}
+        self, group: Group, policy: CustomPolicy, members: Mapping[BackendTag, Member]
+    ) -> PolicyCall[Any]:
+        group.called_for = members
+        group.contexts = {tag: each.autoscaler.context(**each.facts) for tag, each in members.items()}
         name = f"daskserve-policy-group-{group.config.group}"
-        return _GroupEvaluation(
-            members, contexts, PolicyCall(self._clock, name, policy_calls.run_group_policy, policy, contexts)
-        )
+        return PolicyCall(self._clock, name, policy_calls.run_group_policy, policy, group.contexts)
 
     def _record_failure(
         self,
@@ -236,9 +189,9 @@ class Groups:
             if tag in group.members:
                 self._record(member.snapshot, member.snapshot.without_policy(problem, error))
 
-    def _apply(self, group: Group, tag: BackendTag, evaluation: _GroupEvaluation, decision: Decision) -> None:
+    def _apply(self, group: Group, tag: BackendTag, decision: Decision) -> None:
         """Damp and record the decision for one backend, unless the backend has changed meanwhile."""
-        member, backend = evaluation.members[tag], self._state.backends.get(tag)
+        member, backend = group.called_for[tag], self._state.backends.get(tag)
         seen = member.snapshot
         if tag not in group.members or backend is None or backend.is_deleting:
             return
@@ -250,4 +203,4 @@ class Groups:
             problem = f"the policy answered late, for {counted(seen.target, 'replica')}"
             self._record(snapshot, snapshot.without_policy(problem))
             return
-        self._record(snapshot, member.autoscaler.answered(evaluation.contexts[tag], decision))
+        self._record(snapshot, member.autoscaler.answered(group.contexts[tag], decision))

@@ -13,14 +13,15 @@ import importlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from daskserve.autoscaling.autoscaler import Autoscaler, ScalingStep
-from daskserve.autoscaling.context import AutoscalingContext, Decision
+from daskserve.autoscaling.context import AutoscalingContext, CustomPolicy, Decision
 from daskserve.autoscaling.groups import decide_together
-from daskserve.autoscaling.loading import CallablePolicy, load_policy
+from daskserve.autoscaling.loading import load_policy
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag
@@ -105,7 +106,7 @@ class PolicyLoader(Generic[T]):
 
     def __init__(self, clock: Clock, owner: str, name: str) -> None:
         self._clock = clock
-        self._owner = owner
+        self.owner = owner
         self._name = name
         #: The running call.
         self.call: PolicyCall[T] | None = None
@@ -129,7 +130,7 @@ class PolicyLoader(Generic[T]):
             place = self.call.location
             self.error = f"{still}: {place}" if place else still
             if not before.startswith(still):
-                logger.warning("The autoscaler of %s: %s", self._owner, self.error)
+                logger.warning("The autoscaler of %s: %s", self.owner, self.error)
             return None
         except UserCodeError as error:
             self.failed(error)
@@ -147,7 +148,67 @@ class PolicyLoader(Generic[T]):
         before, self.error = self.error, f"the policy cannot be used: {text}"
         self.call, self.retry_at = None, self._clock.now() + POLICY_RETRY_S
         if self.error != before:
-            logger.error("The autoscaling policy of %s cannot be used", self._owner, exc_info=error)
+            logger.error("The autoscaling policy of %s cannot be used", self.owner, exc_info=error)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledPolicy(Generic[T]):
+    """The policy of a backend or a group, and when it is due.
+
+    Attributes
+    ----------
+    checking : Task or None
+        The running check.
+    evaluating : PolicyCall or None
+        The running call of the policy, which later checks wait for if it is slow.
+    """
+
+    due: float
+    loader: PolicyLoader[T]
+    checking: asyncio.Task[None] | None = None
+    evaluating: PolicyCall[Any] | None = None
+
+    @property
+    def policy_call(self) -> PolicyCall[Any] | None:
+        """The running call of user code, if there is one."""
+        return self.evaluating or self.loader.call
+
+    def begin(self, check: Coroutine[Any, Any, None], name: str, wake: Callable[[], object]) -> None:
+        """Start a check; ``wake`` is called when it ends."""
+        task = self.checking = asyncio.create_task(check, name=f"daskserve-scale-{name}")
+
+        def done(_: asyncio.Task[None]) -> None:
+            self.checking = None
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("The autoscaler of %s failed", self.loader.owner, exc_info=task.exception())
+            wake()
+
+        task.add_done_callback(done)
+
+    async def answer(self, call: PolicyCall[Any]) -> Any:
+        """Return the policy's answer; raise `TimeoutError` while it runs, `UserCodeError` if it failed."""
+        self.evaluating = call
+        try:
+            found = await call.wait()
+        except UserCodeError:
+            self.evaluating = None
+            raise
+        self.evaluating = None
+        return found
+
+    def cancel(self) -> None:
+        """Cancel the check and abandon the policy call, whose thread ends when the policy does."""
+        if self.checking is not None:
+            self.checking.cancel()
+        if self.policy_call is not None:
+            self.policy_call.abandon()
+
+
+def problem_of(error: TimeoutError | UserCodeError) -> str:
+    """Return why a policy has no answer."""
+    if isinstance(error, UserCodeError):
+        return f"the policy failed: {error}"
+    return f"the policy has not answered for {shown(ANSWER_TIMEOUT_S)} s"
 
 
 class _DaemonThreadExecutor(Executor):
@@ -221,14 +282,14 @@ def _only_in_group(context: Any, **options: Any) -> Any:
     raise RuntimeError("a group's policy was called for one deployment; call it for the whole group")
 
 
-def loaded_policy(config: AutoscalingConfig) -> CallablePolicy:
+def loaded_policy(config: AutoscalingConfig) -> CustomPolicy:
     """Return the policy that a config names."""
     importlib.invalidate_caches()
     return load_policy(config, load_bytes(config.policy) if isinstance(config.policy, bytes) else None)
 
 
 def run_group_policy(
-    policy: CallablePolicy, contexts: Mapping[BackendTag, AutoscalingContext]
+    policy: CustomPolicy, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
     """Return the decisions of a group's policy. An async policy runs on a new event loop."""
     return asyncio.run(decide_together(policy, contexts))

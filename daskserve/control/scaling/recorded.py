@@ -30,10 +30,16 @@ def bounds_of(backend: BackendRecord, config: AutoscalingConfig) -> Bounds:
     return config.bounds(backend.capacity, backend.capacity_direction)
 
 
+def current_bounds(backend: BackendRecord) -> Bounds | None:
+    """Return the bounds of a backend's autoscaler; None without autoscaling."""
+    config = autoscaling_of(backend)
+    return None if config is None else bounds_of(backend, config)
+
+
 def carried_over(backend: BackendRecord, before: BackendRecord | None, wall: float) -> BackendRecord:
     """Return a backend's new record with the previous target number.
 
-    That number follows from the load, which does not depend on the code and the options; but new bounds apply
+    The number follows from the load, which does not depend on the code or the options. New bounds apply
     immediately. A backend that was not autoscaled keeps its current number at first.
     """
     if backend.is_scaled_externally:
@@ -67,7 +73,7 @@ def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float
 
 
 def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
-    """Keep the number in a dry run that names none; one at least, as nothing would wake it from zero."""
+    """Keep the number in a dry run without ``num_replicas``; at least 1, because nothing would wake it."""
     fixed = replace(backend, scaled_to=None, scalings=())
     wanted = max(1, before.full_replicas)
     return (

@@ -19,8 +19,8 @@ from daskserve.cluster.protocols.base import TaskQueues
 from daskserve.common import settings
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
-from daskserve.common.formatting import counted, shown
-from daskserve.common.types import BackendTag, ReplicaState
+from daskserve.common.formatting import counted
+from daskserve.common.types import BackendTag
 from daskserve.control.observed.observed import Observed, Scaling
 from daskserve.control.records.records import BackendRecord
 from daskserve.control.records.state import State, display_name
@@ -29,7 +29,7 @@ from daskserve.control.scaling.backlog import Backlog
 from daskserve.control.scaling.brokers import open_queue
 from daskserve.control.scaling.fetching import HTTPFetcher
 from daskserve.control.scaling.group_scaler import Groups, Member
-from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader
+from daskserve.control.scaling.policy_calls import PolicyCall, PolicyLoader, ScheduledPolicy, problem_of
 from daskserve.control.scaling.prometheus import PrometheusQueries
 from daskserve.control.scaling.recorded import autoscaling_of
 from daskserve.control.scaling.snapshot import BackendSnapshot
@@ -49,46 +49,30 @@ STARVED_RETRY_S = 0.1
 PENDING_S = 5.0
 
 
-@dataclass(slots=True)
-class _Evaluation:
-    """A running call of a user's policy, and the target that it was called with."""
-
-    target: int
-    call: PolicyCall[ScalingStep]
-
-
-@dataclass(slots=True)
-class _ScaledBackend:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _ScaledBackend(ScheduledPolicy[Autoscaler]):
     """The state kept for one backend. ``autoscaler`` is None while its policy is not loaded."""
 
-    due: float
-    loader: PolicyLoader[Autoscaler]
     is_resting: bool = False
     options: AutoscalingConfig | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
-    checking: asyncio.Task[None] | None = None
-    evaluation: _Evaluation | None = None
+    #: The target number of replicas that the running call of the policy was made for.
+    called_for: int = 0
     #: The values of PromQL expressions, and the task that polls them.
     queries: PrometheusQueries | None = None
     querying: asyncio.Task[None] | None = None
     #: The broker's queue, if the policy is ``queue``.
     backlog: Backlog | None = None
 
-    @property
-    def policy_call(self) -> PolicyCall[Any] | None:
-        """The running call of user code, if there is one."""
-        return self.loader.call if self.evaluation is None else self.evaluation.call
-
     def cancel(self) -> None:
-        """Cancel all tasks and abandon the policy call, whose thread ends when the policy does."""
-        for task in (self.checking, self.querying):
-            if task is not None:
-                task.cancel()
+        """Cancel all tasks and abandon the policy call."""
+        # `super()` without arguments fails in a dataclass with slots.
+        ScheduledPolicy.cancel(self)
+        if self.querying is not None:
+            self.querying.cancel()
         if self.backlog is not None:
             self.backlog.stop()
-        if self.policy_call is not None:
-            self.policy_call.abandon()
 
 
 class Scaler:
@@ -137,7 +121,7 @@ class Scaler:
         """Check those of these backends now that were idle or have no running replica."""
         for tag in backends:
             entry = self._entries.get(tag)
-            is_starved = self._state.is_at_zero(tag) or not self._state.has_running(tag)
+            is_starved = self._state.is_at_zero(tag) or not self._state.running(tag)
             if entry is None or entry.is_resting or is_starved:
                 self._wake.set()
                 if entry is not None and not self._groups.check_now(tag):
@@ -152,7 +136,7 @@ class Scaler:
                 now = self._clock.now()
                 for tag, entry in self._entries.items():
                     if entry.due <= now and entry.checking is None:
-                        self._begin(tag, entry)
+                        entry.begin(self._check(tag, entry), tag, self._wake.set)
                 waits = [each.due for each in self._entries.values() if each.checking is None]
                 due = min((*waits, self._groups.begin_due(now)))
                 pause_s = max(0.0, due - now) if due < math.inf else None
@@ -177,21 +161,9 @@ class Scaler:
             self._observed.scalings.pop(tag, None)
             self._observed.loads.forget_backend(tag)
         for tag in sorted(wanted - self._entries.keys()):
-            owner, thread = display_name(self._state, tag), f"daskserve-policy-{tag}"
-            self._entries[tag] = _ScaledBackend(self._clock.now(), PolicyLoader(self._clock, owner, thread))
-
-    def _begin(self, tag: BackendTag, entry: _ScaledBackend) -> None:
-        task = entry.checking = asyncio.create_task(self._check(tag, entry), name=f"daskserve-scale-{tag}")
-
-        def done(_: asyncio.Task[None]) -> None:
-            entry.checking = None
-            if not task.cancelled() and task.exception() is not None:
-                logger.error(
-                    "The autoscaler of %s failed", display_name(self._state, tag), exc_info=task.exception()
-                )
-            self._wake.set()
-
-        task.add_done_callback(done)
+            owner = display_name(self._state, tag)
+            loader = PolicyLoader[Autoscaler](self._clock, owner, f"daskserve-policy-{tag}")
+            self._entries[tag] = _ScaledBackend(due=self._clock.now(), loader=loader)
 
     async def _check(self, tag: BackendTag, entry: _ScaledBackend) -> None:
         now = self._clock.now()
@@ -200,7 +172,7 @@ class Scaler:
         if backend is None or backend.is_deleting:
             return
         if self._is_pending(backend):
-            if not self._state.has_running(tag):
+            if not self._state.running(tag):
                 entry.due = now + min(STARVED_RETRY_S, entry.due - now)  # more requests may wait by now
             return
         await self._configure(backend, entry)
@@ -243,7 +215,7 @@ class Scaler:
     def _observe(self, backend: BackendRecord, entry: _ScaledBackend) -> BackendSnapshot:
         """Sample the backend's load for its autoscaler, and return a snapshot of the backend."""
         tag, loads, now = backend.tag, self._observed.loads, self._clock.now()
-        running = [each.tag for each in self._state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+        running = [each.tag for each in self._state.running(tag)]
         sample = loads.sample(tag, running, now)
         if entry.backlog is not None:
             sample = replace(sample, backlog=entry.backlog.value())
@@ -279,7 +251,7 @@ class Scaler:
                 # The call still uses the autoscaler, so drop both; its result must have no effect.
                 self._report_abandoned(backend.tag, entry.policy_call)
                 entry.policy_call.abandon()
-                entry.loader.call = entry.evaluation = entry.autoscaler = None
+                entry.loader.call = entry.evaluating = entry.autoscaler = None
             if config.group is None:
                 self._groups.leave(backend.tag)
                 await self._load(backend.tag, config, entry)
@@ -361,27 +333,22 @@ class Scaler:
     async def _call_policy(
         self, entry: _ScaledBackend, autoscaler: Autoscaler, snapshot: BackendSnapshot
     ) -> ScalingStep:
-        facts, config, target = self._facts(entry, snapshot), autoscaler.config, snapshot.target
-        if policy_calls.is_built_in(config):
+        facts = self._facts(entry, snapshot)
+        if policy_calls.is_built_in(autoscaler.config):
             return autoscaler.step(**facts)
-        if entry.evaluation is None:
+        call = entry.evaluating
+        if call is None:
             name = f"daskserve-policy-{autoscaler.name}"
             call = PolicyCall(self._clock, name, policy_calls.run_step, autoscaler, facts)
-            entry.evaluation = _Evaluation(target, call)
-        evaluation = entry.evaluation
+            entry.called_for = snapshot.target
         try:
-            step = await evaluation.call.wait()
-        except TimeoutError as error:
-            problem = f"the policy has not answered for {shown(policy_calls.ANSWER_TIMEOUT_S)} s"
-            return snapshot.without_policy(problem, error)
-        except UserCodeError as error:
-            entry.evaluation = None
-            return snapshot.without_policy(f"the policy failed: {error}", error)
-        entry.evaluation = None
-        if evaluation.target != target:
+            step: ScalingStep = await entry.answer(call)
+        except (TimeoutError, UserCodeError) as error:
+            return snapshot.without_policy(problem_of(error), error)
+        if entry.called_for != snapshot.target:
             entry.due = self._clock.now()
             return snapshot.without_policy(
-                f"the policy answered late, for {counted(evaluation.target, 'replica')}"
+                f"the policy answered late, for {counted(entry.called_for, 'replica')}"
             )
         return step
 

@@ -1,1 +1,1 @@
-"""The requested changes: each verb returns the change to the state, or raises. Pure."""
+"""The decisions of the verbs: each function returns the change to the state, or raises. Pure."""

@@ -27,7 +27,7 @@ from daskserve.options.specs import ApplicationSpec
 
 @dataclass(slots=True)
 class Deployed:
-    """The change of a deploy of several applications, and by application its goal and whether it updates."""
+    """The change of a deploy; the goal of each application, and whether the deploy updates it."""
 
     change: Change = field(default_factory=dict)
     goals: dict[str, GoalId | None] = field(default_factory=dict)
@@ -46,17 +46,18 @@ def deploy(
     unloadable: Collection[BackendTag] = (),
     configs: Mapping[str, ConfigRecord] = NO_CONFIGS,
 ) -> Deployed:
-    """Deploy applications in one change; a repeated call, or one that changes nothing, is without a change.
+    """Deploy applications in one change. The change is empty if the call is repeated or changes nothing.
 
     Parameters
     ----------
     expected : dict, optional
-        The ids of the calls whose applications this one may replace, by name; empty: there must be none.
+        The id of the call whose application this one may replace, by application. An empty id means that
+        there must be no such application.
     unloadable
-        The backends whose code cannot be loaded, and is replaced even by that of the same version.
+        The backends whose code cannot be loaded. It is replaced even if the version is the same.
     configs : dict
-        The declared configurations from which applications were built, by name. An application without one
-        is no longer declared.
+        The declared configurations from which applications were built, by name. An application without a
+        configuration is no longer declared.
 
     Raises
     ------
@@ -96,7 +97,7 @@ def deploy(
 
 
 def _check_expected(state: State, spec: ApplicationSpec, expected: str) -> None:
-    """Raise `AlreadyRegisteredError` unless an application is as expected, or as this call has left it."""
+    """Raise `AlreadyRegisteredError` unless the last deploy is the expected one, or this call repeated."""
     app = state.apps.get(spec.name)
     found = "" if app is None or app.is_deleting or not app.deployments else app.request_id
     if found not in (expected, spec.request_id):
@@ -106,7 +107,7 @@ def _check_expected(state: State, spec: ApplicationSpec, expected: str) -> None:
 
 
 def _deployed_by(state: State, name: str) -> str:
-    """Return the program that deployed an application last, as far as its goals are remembered."""
+    """Return the program that deployed an application last, if its goals are still known."""
     numbered = ((each.number, each.by) for each in state.goals.values() if each.application == name)
     return max(numbered, default=(0, ""))[1] or "another program"
 
@@ -185,7 +186,7 @@ def _deploy(
             change[code.key] = code
             wanted.append(record)
         elif (current := state.backends[each.spec.tag]).goal is not None:
-            wanted.append(current)  # a change of its own becomes part of this one
+            wanted.append(current)  # its own pending change becomes part of this one
         held = state.endpoints.get(each.spec.tag)
         change.update(
             endpoint_state.deployed_endpoint(
@@ -212,10 +213,10 @@ def _deploy(
 
 
 def _settled(state: State, existing: AppRecord, wanted: AppRecord) -> Change:
-    """Return the change of a deploy that equals the current one, or the pending one.
+    """Return the change of a deploy that equals the current or the pending one.
 
-    A failed deploy is forgotten once the running version is deployed again. The application belongs to the
-    last call that has deployed it, and stays if an earlier one takes its own change back.
+    It clears the error of a failed deploy. The application belongs to the last call that deployed it, so an
+    earlier call cannot withdraw its change any more.
     """
     settled = replace(
         existing,
@@ -255,8 +256,8 @@ def delete(
 ) -> Outcome:
     """Stop an application, the ingress first, and remove it; raise `NotFoundError` unless ``missing_ok``.
 
-    The endpoints of the deployments that it calls are removed once nothing calls them. With a ``request_id``,
-    ignore an application that another call has deployed.
+    The endpoints of its other deployments are removed once nothing calls them. With a ``request_id``, an
+    application that another call has deployed is ignored.
     """
     app = state.apps.get(name)
     if app is None and not missing_ok and name not in state.declared.configs:
@@ -290,9 +291,9 @@ def _check_unused(state: State, app: AppRecord, members: Sequence[BackendRecord]
 
 
 def check_separate(state: State, tag: BackendTag) -> None:
-    """Raise `BadRequestError` if a backend is a deployment of an application, which is deleted as a whole."""
+    """Raise `BadRequestError` if a backend is part of an application, which can only be deleted whole."""
     backend = state.backends.get(tag)
-    if backend is not None and backend.application in (app.name for app in state.apps):
+    if backend is not None and state.apps.get(backend.application) is not None:
         name = split_deployment_tag(tag)[1]
         raise BadRequestError(
             f"{name!r} is a deployment of application '{backend.application}' and cannot be deleted alone. "
@@ -313,7 +314,7 @@ def get(state: State, name: str) -> dict[str, Any]:
 
 
 def known(state: State, name: str) -> AppRecord:
-    """Return the record of an application; raise `NotFoundError` if there is none, or if it is ending."""
+    """Return the record of an application; raise `NotFoundError` if there is none or it is being deleted."""
     app = state.apps.get(name)
     if app is None or app.is_deleting or not app.deployments:
         raise application_not_found(state, name)

@@ -33,9 +33,9 @@ _PLAIN_PLACE: Mapping[str, Any] = {"demand": ActorOptions().demand()}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A change with the goal to wait for; None if there is nothing to wait for.
+    """A change and the goal to wait for; None if there is nothing to wait for.
 
-    ``is_update`` tells whether this call, or the one that it repeats, changes what runs.
+    ``is_update`` is whether this call, or the call that it repeats, changes what runs.
     """
 
     change: Change
@@ -71,7 +71,7 @@ def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes
     """Return the backend's record with another config."""
     identity = config_ids.config_id(config, user_config)
     if config_ids.is_same(backend.config_id, identity):
-        identity = backend.config_id  # running replicas are known by it
+        identity = backend.config_id  # running replicas have it in their records
     return replace(backend, config=config, config_id=identity, user_config=user_config)
 
 
@@ -143,9 +143,9 @@ def deploy(
 ) -> Outcome:
     """Register a deployment's backend, or update an existing one to this code and config.
 
-    The same version and config change nothing, unless the code is lost or ``unloadable``: it is replaced. The
-    same version with another config reconfigures replicas in place. Another version replaces the replicas,
-    new before old.
+    The same version and config change nothing, except that lost or ``unloadable`` code is replaced. The same
+    version with another config reconfigures replicas in place. Another version replaces the replicas, new
+    before old.
     """
     existing = state.backends.get(spec.tag)
     wanted = deployed(state, spec, now=now, unloadable=unloadable)
@@ -203,7 +203,7 @@ def deployed(
                 "name is registered; delete it first."
             )
         if config_ids.is_same(existing.config_id, record.config_id):
-            record = replace(record, config_id=existing.config_id)  # running replicas are known by it
+            record = replace(record, config_id=existing.config_id)  # running replicas have it
         is_same = (existing.version, existing.config_id, existing.needs) == (
             version,
             record.config_id,
@@ -216,13 +216,13 @@ def deployed(
 
 
 def _check_owner(state: State, tag: BackendTag, application: str) -> None:
-    """Raise `AlreadyRegisteredError` if a name belongs to another application, or to none."""
+    """Raise `AlreadyRegisteredError` if the name of a backend is in use outside of this application."""
     existing = state.backends.get(tag)
     if existing is None or existing.application == application:
         return
     owner = state.apps.get(existing.application)
     if existing.is_deleting and (owner is None or not owner.is_deleting):
-        return  # nothing waits for its end
+        return  # it is being deleted, and its application is not
     which = (
         f"it is a deployment of application '{existing.application}'"
         if existing.application
@@ -259,8 +259,8 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
 def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
-    Replicas with other such options must be replaced, including replicas from before the last change, which
-    may still run: only their version is known. Without such options there is no mark.
+    The mark tells which running replicas have other options and must be replaced, because the version is all
+    that is known of a replica's options. Default options have no mark.
     """
     options = record.place_options
     if options == _PLAIN_PLACE:
@@ -317,7 +317,7 @@ def delete_backend(
 ) -> Outcome:
     """Stop a backend's replicas, after draining unless forced, and remove it; ignore an unknown tag.
 
-    The endpoint ``leaving`` may still use it, because the same change removes that endpoint.
+    The endpoint ``leaving`` may still use the backend, because the same change removes that endpoint.
     """
     backend = state.backends.get(tag)
     if backend is None:

@@ -12,7 +12,7 @@ from daskserve.control.records.declared import ConfigRecord, DeclarationRecord
 from daskserve.control.records.records import Change
 from daskserve.control.records.state import State
 
-#: No application of a deploy was built from a declared configuration.
+#: The configurations of a deploy by a program.
 NO_CONFIGS: Mapping[str, ConfigRecord] = MappingProxyType({})
 
 
@@ -31,7 +31,8 @@ def declared(
     configs
         The configurations from which some of the applications were built, by name.
     goals
-        The goals of all of them, by name. Those without a configuration are no longer declared.
+        The goals of all deployed applications, by name. Applications without a configuration are no longer
+        declared.
     """
     change: Change = {}
     for name, goal in goals.items():
@@ -54,7 +55,7 @@ def next_declaration(state: State, **fields: Any) -> DeclarationRecord:
     Parameters
     ----------
     **fields
-        Those of the record that are not the instance's configuration, which stays if it is not among them.
+        Fields of the record. Without ``instance``, the instance's configuration stays the same.
     """
     last = state.declared.last
     now = fields.pop("now")
@@ -63,9 +64,10 @@ def next_declaration(state: State, **fields: Any) -> DeclarationRecord:
 
 
 def redeclared(state: State, name: str, config: Mapping[str, Any], *, by: str, now: float) -> ConfigRecord:
-    """Return an application's declared configuration as it was before, for what is deployed along with it.
+    """Return the record that declares an earlier configuration of an application again.
 
-    Pass it to `daskserve.control.verbs.applications.deploy`, so that nothing is built from it.
+    Pass it to `daskserve.control.verbs.applications.deploy` with the earlier deployments, so that nothing is
+    built from it.
     """
     number = state.declared.last.number + 1
     return ConfigRecord(name, config, number, settled=number, declared_at=now, by=by)

@@ -14,14 +14,14 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Effect, Options, effect_of
 from daskserve.options.fields.secrets import masked
 
-#: The fields that are no options of a model.
+#: Differences that are not options of a model.
 CODE, ENV, USER_CONFIG, CALLS = "code", "env", "user_config", "what it calls"
 _NO_EFFECTS: Mapping[Effect, Effect] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference; ``values`` are the old and the new one, masked, or None if they are not for people."""
+    """One difference. ``values`` are the old and the new value, masked; None if they are not readable."""
 
     option: str
     effect: Effect
@@ -70,7 +70,7 @@ def _of_options(
 
 
 def _named(given: Any, whole: Any, other: Any) -> Any:
-    """Return a value without the defaults that its user has not named, except for those that differ."""
+    """Return a value without the defaults that the user has not set, except for those that differ."""
     if not all(isinstance(each, Mapping) for each in (given, whole, other)):
         return given
     return {
@@ -81,7 +81,7 @@ def _named(given: Any, whole: Any, other: Any) -> Any:
 
 
 def _parts(shown: Any, shown_other: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """Return two values as they are shown: of two mappings, such as nested options, what differs."""
+    """Return two values to show; of two mappings, such as nested options, only the entries that differ."""
     pair = (shown, shown_other)
     if not all(isinstance(each, Mapping) for each in (*pair, one, other)):
         return pair

@@ -53,7 +53,7 @@ def _application_of(state: State, endpoint: EndpointRecord) -> str:
 
 
 def application_at(state: State, route: str | None) -> str | None:
-    """Return the application whose route matches the same paths now, or will once it is deployed."""
+    """Return the application whose route matches the same paths, or will when its change is complete."""
     if route is None:
         return None
     holder = _holder_of(state, route)
@@ -62,9 +62,9 @@ def application_at(state: State, route: str | None) -> str | None:
 
 
 def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
-    """Return the applications that swap routes with one, given those that they are to have; empty without.
+    """Return the applications that swap routes with one, including itself; empty if none do.
 
-    ``routes`` are the wanted routes of the applications that change, by name.
+    ``routes`` are the new routes of the applications that change, by name.
     """
     found: dict[str, None] = {}
     current = name
@@ -76,9 +76,9 @@ def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str
 
 
 def leaving(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
-    """Return the applications that leave, or give up, the route of one in the same change.
+    """Return the applications that give up the route of one in the same change.
 
-    ``routes`` are the wanted routes of the applications that change, by name.
+    ``routes`` are the new routes of the applications that change, by name.
     """
     route = normalise_route(routes[name] or "/")
     heir = state.apps.at_route(route) or ""
@@ -99,9 +99,9 @@ def check_application_route(state: State, route: str | None, *, what: str, appli
 
 
 def swapping(state: State, app: AppRecord) -> list[AppRecord]:
-    """Return the other applications with which one swaps routes in pending changes; they change together.
+    """Return the other applications with which one swaps routes in pending changes, which change together.
 
-    Each gets the route of the next one, and the last one gets that of the first.
+    Each gets the route of the next one, and the last one gets the route of the first.
     """
     found = [app]
     while True:
@@ -119,7 +119,7 @@ def check_route(
 ) -> None:
     """Raise `AlreadyRegisteredError` unless an application may have a route.
 
-    ``leaving`` are those that leave this route in the same change.
+    ``leaving`` are the applications that give up this route in the same change.
     """
     owner, heir = application_at(state, route), None if route is None else state.apps.at_route(route)
     if owner in leaving:
@@ -194,7 +194,7 @@ def deploy_endpoint(
 ) -> Change:
     """Create a deployment's endpoint, or change its route. Its backend has the same name.
 
-    It keeps its traffic if the backends that get it exist, and its shadows.
+    It keeps its shadows, and its traffic if all backends in it exist.
     """
     route = None if route is None else normalise_route(route)
     check_application_route(state, route, what=f"deploy '{name}'")
@@ -242,7 +242,7 @@ def _is_live(state: State, *backends: BackendTag) -> bool:
 def routed_as_before(state: State, before: EndpointRecord) -> Change:
     """Restore a deployment's endpoint to its previous route and methods, and keep its current traffic.
 
-    Nothing changes if another endpoint now has the route, or this one is gone.
+    Nothing changes if another endpoint has the route now, or this endpoint was removed.
     """
     existing = state.endpoints.get(before.name)
     holder = _holder_of(state, before.route)
@@ -260,7 +260,7 @@ def delete_endpoint(state: State, name: EndpointTag) -> Change:
     Raises
     ------
     BadRequestError
-        It belongs to an application, whose deployment could no longer be called.
+        It belongs to an application, which needs it.
     """
     endpoint = state.endpoints.get(name)
     if endpoint is None:
@@ -307,7 +307,7 @@ def shadow_traffic(state: State, name: EndpointTag, backend: BackendTag, proport
 
 
 def published(endpoint: EndpointRecord | None) -> Any:
-    """Return the published value of an endpoint for routers; None if it is gone."""
+    """Return the published value of an endpoint for routers; None if it was removed."""
     if endpoint is None:
         return None
     return {
@@ -334,14 +334,14 @@ def routes(state: State) -> dict[str, Any]:
 
 
 def _access_log_of(state: State, endpoint: EndpointRecord) -> bool | None:
-    """Return whether requests are in the access log; None if the deployment does not say."""
+    """Return whether requests are in the access log; None if the deployment has no such option."""
     backend = state.backends.get(endpoint.name)
     config = None if backend is None else backend.config.logging_config
     return None if config is None else config.to_plain().get("enable_access_log")
 
 
 def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table for proxies, with the routes that applications get once they are up."""
+    """Return the route table for proxies, with the pending routes of applications that first come up."""
     table = routes(state)
     for app in state.apps:
         endpoint = state.endpoints.get(app.ingress)

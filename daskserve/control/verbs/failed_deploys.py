@@ -1,4 +1,4 @@
-"""Why something that was deployed does not exist: its first deploy failed. Pure."""
+"""The errors of lookups, which say if the first deploy of a missing name has failed. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.payload.packed_errors import load_error
 
 
 def not_found(state: State, what: str, tag: BackendTag) -> NotFoundError:
-    """Return the error of a failed lookup; ``what`` is the text that the name does not exist."""
+    """Return the error of a failed lookup. ``what`` is its first sentence."""
     application, slash, name = tag.rpartition("/")
     goals = [each for each in state.goals.values() if each.backend == tag]
     last = max(goals, key=lambda goal: goal.number, default=None)

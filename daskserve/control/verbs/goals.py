@@ -1,9 +1,9 @@
 """Goals: requested changes that are still in progress.
 
-A goal covers one backend or one application, and holds the records from before the change, so that a failure
-takes all of it back. A newer goal supersedes those of everything that it touches: they are done, as in the
-classic system, with an error for callers that wait for them. Finished goals are kept for a
-while, so that a caller that lost its connection can still read the outcome.
+A goal covers one backend or one application. It holds the records from before the change, so that a failure
+rolls back all of it. A newer goal supersedes the pending goals of everything that it changes: they are DONE,
+as in the classic system, with an error for callers that wait for them. Finished goals are kept for a while,
+so that a caller that lost its connection can still read the outcome.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from daskserve.errors import DeletedError, DeployError, ReplicaStartError, Serve
 from daskserve.payload import error_text
 from daskserve.payload.packed_errors import dump_error
 
-#: Finished goals kept for callers that ask late. They are dropped by the hundred, so that hardly any change
-#: pays for it.
+#: Number of finished goals that are kept. They are dropped by the hundred, so that few changes pay for it.
 KEPT_GOALS = 100
 SWEEP_AT = 2 * KEPT_GOALS
 
@@ -77,12 +76,13 @@ def open_goal(
 ) -> None:
     """Add the wanted records of one backend or one application to ``change``, with a pending goal.
 
-    ``by`` is the program that asks for it, ``now`` the time in seconds since the epoch.
+    ``by`` is the program that requests the change, ``now`` the time in seconds since the epoch.
 
-    Pending goals of what they replace are superseded. A change of one deployment while its application
+    Pending goals of the replaced records are superseded. A change of one deployment while its application
     changes becomes part of that change. On failure, everything returns to the last completed state.
 
-    A caller that opens several goals in one change gives each its ``number``, and calls `sweep` at the end.
+    A caller that opens several goals in one change passes the ``number`` of each, and calls `sweep` at the
+    end.
     """
     app = next((each for each in wanted if isinstance(each, AppRecord)), None)
     superseded = _superseded(state, wanted)
@@ -124,7 +124,7 @@ def open_goal(
 
 
 def _asked_by(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> str:
-    """Return the id of the call that asks for a change; empty if the records keep that of an earlier one."""
+    """Return the id of the call that requests a change; empty if the records keep an earlier id."""
     first = next((each for each in wanted if isinstance(each, AppRecord)), wanted[0])
     known = state.apps.get(first.name) if isinstance(first, AppRecord) else state.backends.get(first.tag)
     is_kept = known is not None and not known.is_deleting and known.request_id == first.request_id
@@ -132,7 +132,7 @@ def _asked_by(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> str:
 
 
 def _kind_of(before: BackendRecord | None, after: BackendRecord) -> str:
-    """Return which kind of change leads from one record of a backend to the next."""
+    """Return the kind of the change between two records of a backend."""
     is_same = before is not None and (before.version, before.config_id) == (after.version, after.config_id)
     if before is None or not is_same or before.is_deleting or before.num_replicas == after.num_replicas:
         return "CONFIG_UPDATE"
@@ -140,7 +140,7 @@ def _kind_of(before: BackendRecord | None, after: BackendRecord) -> str:
 
 
 def _superseded(state: State, wanted: Iterable[BackendRecord | AppRecord]) -> list[GoalRecord]:
-    """Return the pending goals of the current records, also of an application that one belongs to."""
+    """Return the pending goals of the current records and of the applications that they belong to."""
     found: dict[GoalId, GoalRecord] = {}
     for each in wanted:
         current: BackendRecord | AppRecord | None
@@ -172,7 +172,7 @@ def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
 def _release(
     state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
 ) -> None:
-    """Move the other backends of superseded goals to the new goal; dropped backends have none."""
+    """Move the other backends of superseded goals to the new goal; dropped backends get none."""
     for old in superseded:
         for tag in state.apps.members(old.application):
             current = state.backends[tag]
@@ -194,7 +194,7 @@ def next_number(state: State) -> int:
 
 
 def pending(state: State) -> frozenset[GoalId]:
-    """Return the goals that are neither complete nor rolled back."""
+    """Return the goals that are still in progress."""
     return frozenset(each.goal_id for each in state.goals.values() if each.is_pending)
 
 
@@ -206,9 +206,9 @@ def finish(goal: GoalRecord, error: ServeError | None = None) -> GoalRecord:
 
 
 def _named(state: State, wanted: Sequence[BackendRecord | AppRecord]) -> BackendRecord | None:
-    """Return the record that names the version of a change: an application's ingress, or the backend.
+    """Return the record whose version names a change: the backend, or the ingress of the application.
 
-    None if the change deletes.
+    None for a deletion.
     """
     app = next((each for each in wanted if isinstance(each, AppRecord)), None)
     backends = {each.tag: each for each in wanted if isinstance(each, BackendRecord)}
@@ -223,8 +223,8 @@ def overtaken(
 ) -> GoalRecord:
     """Mark a pending goal as superseded by a later change.
 
-    ``now_wanted`` names the version that the later change deploys; None if it deletes. A deletion that
-    another one replaces has no error: its callers wait for its successor.
+    ``now_wanted`` names the version that the later change deploys; None for a deletion. A deletion that
+    another deletion supersedes has no error, because its callers wait for the successor.
     """
     app, backend = state.apps.get(goal.application), state.backends.get(goal.backend)
     is_deletion = any(each is not None and each.is_deleting for each in (app, backend))
@@ -250,7 +250,7 @@ def overtaken(
 def ended(
     state: State, backend: BackendRecord, goal_id: GoalId | None, now_wanted: BackendRecord | None
 ) -> Change:
-    """Return the end of a backend's own pending goal, because that of its application decides."""
+    """Return the change that ends a backend's own pending goal in favor of its application's goal."""
     own = None if backend.goal in (None, goal_id) else state.goals.get(backend.goal or "")
     if own is None or not own.is_pending:
         return {}
@@ -263,10 +263,10 @@ def ended(
 def rolled_back(
     state: State, goal: GoalRecord, error: ServeError, culprit: BackendRecord | None, wall: float
 ) -> Change:
-    """Return the change that takes back everything that a goal covers, because of one backend.
+    """Return the change that rolls back everything that a goal covers.
 
-    ``culprit`` is that backend's current record, which may be newer than the one in ``state``. None: the
-    change did not fail, but its program withdraws it. Applications that were to swap routes keep them.
+    ``culprit`` is the current record of the failed backend, which may be newer than the one in the state. It
+    is None if the program withdraws the change. Applications that were to swap routes keep their routes.
     """
     app, change = state.apps.get(goal.application), Change()
     for other in [] if app is None or app.goal != goal.goal_id else endpoint_state.swapping(state, app):
@@ -318,24 +318,24 @@ def _taken_back(
 
 
 def what_stays(goal: GoalRecord) -> str:
-    """Return the text about the state after a change that failed in user code, and the remedy."""
+    """Return what still serves after a change that failed in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"
 
 
 def _served(key: str, plain: Mapping[str, Any] | None) -> bool:
-    """Return whether the record before a change was of something that served."""
+    """Return whether the record before a change is of a backend or an application that served."""
     if plain is None or plain.get("is_deleting"):
         return False
-    # The record of an application whose first deploy failed only says why.
+    # The record of an application whose first deploy failed has no deployments.
     return key.startswith("backend/") or (key.startswith("app/") and bool(plain.get("deployments")))
 
 
 def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> Change:
-    """Return the change that takes back the pending changes that some calls have asked for.
+    """Return the change that rolls back the pending changes of some calls.
 
-    A change that is complete, or that a later call has made its own, stays. Repeating this changes nothing.
+    A change stays if it is complete, or if a later call requested the same. Repeating this changes nothing.
     """
     change: Change = {}
     for record in (*state.apps, *state.backends.values()):
@@ -350,13 +350,13 @@ def withdrawn(state: State, requests: Collection[str], by: str, wall: float) -> 
 
 
 def text_of(error: BaseException, before: str = "") -> str:
-    """Return the text of an error in one line, and the traceback of user code, if there is one, below it."""
+    """Return the text of an error, followed by the traceback of user code if there is one."""
     user_traceback = error.user_traceback if isinstance(error, ServeError) else ""
     return f"{before}{error_text.text_of(error)}\n{user_traceback}".strip()
 
 
 def _removed(state: State, current: BackendRecord, why: str) -> Change:
-    """Return the change that removes all of a backend that a failed change has created."""
+    """Return the change that removes a backend that a failed change created."""
     removed = replace(current, is_deleting=True, is_forced=True, goal=None, last_error=why)
     change: Change = {current.key: removed}
     endpoint = state.endpoints.get(current.tag)
@@ -379,14 +379,14 @@ def _app_back(
     empty = replace(current, route=None, deployments={}, request_id="")
     before: AppRecord = empty if plain is None else from_plain("app", plain)
     if not culprit and plain is None:
-        # Nothing is left of it; its deployments, if it has any, take the record with them.
+        # The deletion of its last deployment, if it has any, removes the record.
         return {
             current.key: replace(empty, goal=None, is_deleting=True) if state.apps.members(name) else None
         }
     if not culprit:
         return {current.key: replace(before, goal=None)}
     failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
-    if not isinstance(error, ReplicaStartError):  # which says whose start it was
+    if not isinstance(error, ReplicaStartError):  # its text names the deployment
         text = f"{described(culprit.rpartition('/')[2], 'Deployment')} failed: {text}"
     tried = sorted(current.deployments)
     after = replace(before, goal=None, last_error=text, failed=failed, tried=tried)
@@ -396,7 +396,7 @@ def _app_back(
 def is_reached(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool:
     """Return whether exactly the wanted replicas run.
 
-    Replicas that the autoscaler adds or removes meanwhile do not count.
+    Replicas that the autoscaler adds or removes in the meantime do not count.
     """
     if backend.canary is not None:
         return False

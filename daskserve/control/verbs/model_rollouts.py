@@ -1,7 +1,7 @@
 """Rollouts of models: a new version beside the default one, in the same replicas. Pure.
 
-The plan, the table of states, the evidence and its tests are those of the rollouts of deployments. What
-differs: each replica draws a version for each of its requests, and counts how they end.
+They use the plan, the state table and the statistical tests of the rollouts of deployments. The difference:
+each replica draws a version for each of its requests, and counts the outcomes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from daskserve.control.verbs.rollout_plan import A_PROGRAM, decide, paused, prom
 from daskserve.errors import NotFoundError
 from daskserve.options.rollout import RolloutConfig
 
-#: Transitions that one look may make: from a step to the next one, whose versions are there already.
+#: Maximum number of transitions in one step; the versions of the next step are already loaded.
 TRANSITIONS = 3
 
 
 def evidence_of(
     counts: RolloutCounts, tag: BackendTag, name: str, rollout: RolloutState, share: float
 ) -> Evidence:
-    """Return the counts of a model by replicas at its present step."""
+    """Return the counts that replicas have reported of a model for the present step."""
     return counts.evidence(rollout_tag(tag, name), key_of(rollout, share))
 
 
 def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None, wall: float) -> ModelsRecord:
-    """Return the record with the rollouts that follow from the states of versions, begun or ended.
+    """Return the record with the rollouts begun or ended according to the states of versions.
 
-    A version that is ROLLING_OUT has one beside the default version. It ends if either is unloaded, if
-    another version becomes the default one, or if the plan is taken away; a newer version takes the place of
-    the new one.
+    A version that is ROLLING_OUT has a rollout. The rollout ends if it or the default version is unloaded, if
+    another version becomes the default, or if the plan is removed. A newer version replaces the new one.
     """
     for name, rollout in rollouts_of(record).items():
         new, old = rollout.names
@@ -66,7 +65,7 @@ def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None,
         if newest is None or plan is None or (going is not None and going.names[0] == newest):
             continue
         for older in set(rolling) - {newest}:
-            # In the same way, a deploy of a third version replaces the new one.
+            # A deploy of a third version also replaces the new one.
             record = changed(record, name, older, _entry(record, name, older, ModelState.READY))
             record = record if keep is None else unloaded(record, name, older)
         default, number = record.defaults[name], versions[newest]["attempt"]
@@ -83,7 +82,7 @@ def advanced(
     for_s: Callable[[str, RolloutState], float],
     wall: float,
 ) -> ModelsRecord:
-    """Return the record after a look at the evidence of all rollouts; ``for_s`` is how long a phase lasts."""
+    """Return the record with all rollouts advanced. ``for_s`` returns the duration of a rollout's phase."""
     for name in rollouts_of(record):
         for _ in range(TRANSITIONS):
             rollout = rollouts_of(record).get(name)
@@ -111,12 +110,12 @@ def advanced(
 def steered(
     record: ModelsRecord, plan: RolloutConfig | None, name: str, verb: str, wall: float, **options: Any
 ) -> ModelsRecord:
-    """Return the record after somebody has paused, promoted or aborted the rollout of a model.
+    """Return the record with the rollout of a model paused, promoted or aborted.
 
     Raises
     ------
     NotFoundError
-        It has none that goes on.
+        The model has no active rollout.
     """
     last = record.rollouts.get(name)
     rollout = rollouts_of(record).get(name)
@@ -144,7 +143,7 @@ def _with(record: ModelsRecord, name: str, rollout: RolloutState) -> ModelsRecor
 
 
 def _ended(record: ModelsRecord, name: str, rollout: RolloutState) -> ModelsRecord:
-    """Return the record with a rollout, and with what its end means for the new version."""
+    """Return the record with a rollout, and with the state of the new version if the rollout has ended."""
     record, new = _with(record, name, rollout), rollout.names[0]
     if rollout.phase is RolloutPhase.COMPLETED:
         return with_default(record, name, new)

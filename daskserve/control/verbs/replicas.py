@@ -1,4 +1,4 @@
-"""Which replica is meant by a name. Pure."""
+"""Finds replicas by name. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ MAX_SHOWN, MAX_LENGTH = 5, 200
 
 
 def named_replicas(state: State, name: str) -> list[ReplicaRecord]:
-    """Return the replica of a tag, or those of a deployment; those that do not serve first.
+    """Return the replica with a tag, or the replicas of a deployment, first those that do not serve.
 
     Parameters
     ----------
     name : str
-        A replica's tag, also as it is shown; or that of a deployment, ``APP/DEPLOYMENT`` for one of any
-        application.
+        The full or short tag of a replica, or the tag of a deployment, which may begin with ``default/``.
 
     Raises
     ------
@@ -33,7 +32,7 @@ def named_replicas(state: State, name: str) -> list[ReplicaRecord]:
     exact = [each for each in placed if name in (each.tag, short_tag(each.tag))]
     found = exact[:1] or [each for each in placed if name in _names_of(each)]
     if found:
-        # Someone wants to know what holds it up.
+        # A replica that does not serve is probably the one to inspect.
         return sorted(found, key=lambda each: each.state is ReplicaState.RUNNING)
     if any(name in (each.tag, short_tag(each.tag), *_names_of(each)) for each in state.replicas.values()):
         raise NotFoundError(f"{name!r} has no worker yet; `daskserve status` says what it waits for.")
@@ -44,7 +43,7 @@ def named_replicas(state: State, name: str) -> list[ReplicaRecord]:
 
 
 def busiest(replicas: Sequence[ReplicaRecord], actors: Mapping[str, Mapping[str, Any]]) -> ReplicaRecord:
-    """Return the replica with the most requests; before all, one that did not answer, or does not serve.
+    """Return the replica with the most requests, or the first one that did not answer.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The verb that replaces replicas by ones of the same code. Pure."""
+"""The verb that restarts replicas with the same code. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rollout begins, goes on and ends, given what both versions have answered. Pure."""
+"""Decides how a rollout begins, continues and ends, given the requests of both versions. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from daskserve.common.copying import replace
 from daskserve.common.formatting import counted, shown
-from daskserve.common.types import ReplicaState
 from daskserve.control.observed.rollout_evidence import (
     Evidence,
     Finding,
@@ -24,25 +23,24 @@ from daskserve.control.records.versions import unmarked
 from daskserve.errors import ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
 from daskserve.options.rollout import RolloutConfig, percent_of
 
-#: Who steers a rollout, if the caller has not said so.
+#: The name of a caller that has not given one.
 A_PROGRAM = "a program"
 
 
 def begun(
     state: State, wanted: BackendRecord, before: Mapping[str, Any] | None, rollout_id: str, now: float
 ) -> BackendRecord:
-    """Return the wanted record of a backend with the rollout that leads there, if it is one.
+    """Return the wanted record of a backend, with the rollout to it if there is one.
 
     ``before`` is the last completed record, as plain values. There is no rollout if the version is the same,
-    or if no replica of the old one runs. A change that keeps the code and the config of the new version does
-    not begin again.
+    or if no replica of the old version runs. A change that keeps the code and the config of the new version
+    continues its rollout.
     """
     current = state.backends.get(wanted.tag)
     version = None if before is None or wanted.is_deleting else before["version"]
     if wanted.config.rollout is None or version in (None, wanted.version) or before is None:
         return replace(wanted, rollout=None) if wanted.rollout is not None else wanted
-    running = (each for each in state.replicas_of(wanted.tag) if each.state is ReplicaState.RUNNING)
-    if not any(each.version == version for each in running):
+    if not any(each.version == version for each in state.running(wanted.tag)):
         return replace(wanted, rollout=None)
     if current is not None and current.canary is not None:
         is_same = (current.version, current.config_id) == (wanted.version, wanted.config_id)
@@ -68,15 +66,15 @@ def _probability(config: RolloutConfig) -> float:
 
 
 def planned_share(rollout: RolloutState, config: RolloutConfig) -> float:
-    """Return the share of the step that is served; it may be another one while a version has no replica."""
+    """Return the share of the served step. The actual share differs while a version has no replica."""
     return percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
 
 
 def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
-    """Return how many requests, answers or comparisons a step lacks; empty if it has enough."""
+    """Return which requests, answers or comparisons a step still lacks; empty if it has enough."""
     requests, p = evidence.new.requests, _probability(config)
     if share == 0 and percent_of(config.shadow):
-        # Nothing but the answers of copies is known of the new version.
+        # The new version answers only copies of requests.
         least = max(1, config.min_requests)
         if evidence.compared < least:
             text = f"{evidence.compared} of {counted(least, 'answer has', 'answers have')} been compared"
@@ -103,7 +101,7 @@ def findings(
     share: float,
     for_s: float | None = None,
 ) -> list[Finding]:
-    """Return the findings of all gates; their texts have the time of the step, if it is given."""
+    """Return the findings of all gates. Their texts contain the duration ``for_s``, if it is given."""
     p = _probability(config)
     carried = rollout.carried or (0.0,) * len(config.gates)
     return [judge(gate, n, evidence, share, p, for_s, carried[n]) for n, gate in enumerate(config.gates)]
@@ -166,7 +164,7 @@ def decide(
 def _carried(
     config: RolloutConfig, rollout: RolloutState, evidence: Evidence, share: float
 ) -> tuple[float, ...]:
-    """Return the winnings that each gate carries from the served step to the next one."""
+    """Return the winnings of each gate's bets, to carry from the served step to the next one."""
     if rollout.served < 0:
         return (0.0,) * len(config.gates)
     return tuple(
@@ -175,16 +173,16 @@ def _carried(
 
 
 def paused(rollout: RolloutState, wall: float, by: str = "") -> RolloutState:
-    """Return the state of a rollout that stays at its step; ``by`` is the program that pauses it."""
+    """Return the state of a paused rollout; ``by`` is the program that pauses it."""
     return rollout.moved(RolloutEvent.PAUSE, wall, f"paused by {by or A_PROGRAM}")
 
 
 def promoted(
     rollout: RolloutState, config: RolloutConfig, wall: float, *, full: bool = False, by: str = ""
 ) -> RolloutState:
-    """Return the state of a rollout that goes on to the next step, or (``full``) to its end.
+    """Return the state of a rollout that continues with the next step, or (``full``) completes.
 
-    ``by`` is the program that promotes it; empty: the step has passed.
+    ``by`` is the program that promotes it; empty if the step has passed.
     """
     if full or rollout.served + 1 >= len(config.steps):
         why = f"it was promoted to the end by {by}" if by else "all steps have passed"
@@ -195,7 +193,7 @@ def promoted(
 
 
 def ended_rollout(backend: BackendRecord, error: ServeError, wall: float) -> RolloutState | None:
-    """Return how the rollout of a backend ends with a change that is taken back; None without one."""
+    """Return the ended rollout of a backend whose change is rolled back; None without a rollout."""
     rollout = backend.canary
     if rollout is None:
         return None

@@ -1,4 +1,4 @@
-"""The verbs with which people steer a rollout. Pure: each returns the change to the state, or raises."""
+"""The verbs that pause, promote and abort a rollout. Pure: each returns the change, or raises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pause(backend: BackendRecord, wall: float, *, by: str = "") -> Change:
 
 
 def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str = "", by: str = "") -> Change:
-    """Let a rollout go on to its next step, paused or not; with ``full``, to its end.
+    """Continue a rollout with its next step, even if it is paused; with ``full``, complete it.
 
     The retry of a call changes nothing.
     """
@@ -42,9 +42,9 @@ def promote(backend: BackendRecord, wall: float, *, full: bool, request_id: str 
 
 
 def abort(state: State, backend: BackendRecord, wall: float, by: str) -> Change:
-    """Give the old version all traffic, and stop the new one, with all else that its change covers.
+    """Roll back the change of a rollout: the old version gets all traffic, and the new one stops.
 
-    Aborting a rollout that was taken back changes nothing.
+    Aborting a rollout that was rolled back changes nothing.
     """
     ended = backend.rollout
     if ended is not None and ended.phase.is_taken_back:

@@ -23,12 +23,12 @@ def scale(
     Parameters
     ----------
     application : str
-        The application of the deployment ``name``; without a name, its ingress. Backends and deployments
-        outside of applications belong to the default application, or to one of their own name. Empty:
-        ``name`` is a tag, or an application, whose ingress it is.
+        The application of the deployment ``name``; with an empty name, of its ingress. Backends and
+        deployments outside of applications count as part of the default application, or of one with their own
+        name. If ``application`` is empty, ``name`` is a tag, or the name of an application, which means its
+        ingress.
     by : str
-        The operator who asks for it, to whom no deployment is closed that has a number of its own. Empty: an
-        external scaler.
+        The operator, who may scale any deployment without an autoscaler; empty for an external scaler.
 
     Raises
     ------

@@ -16,8 +16,8 @@ from daskserve.options.start_messages import ControllerStart
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
     """Return the change that sets the target capacity of every backend; None: all replicas, no direction.
 
-    The client has checked the percentage. The specs in the records do not change, so they apply again when
-    the capacity returns.
+    The client has checked the percentage. The specs in the records stay the same, so they apply again when
+    the capacity is reset.
     """
     before = state.capacity
     after = replace(before, percent=percent, direction=_direction(state, percent))
@@ -45,7 +45,7 @@ def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Chang
 
 
 def logging_of(state: State, start: ControllerStart) -> Mapping[str, Any] | None:
-    """Return how an instance logs: as it was changed to, or as it was started."""
+    """Return the logging options of an instance: the changed ones, or those of its start."""
     changed = state.capacity
     return changed.logging if changed.logging_of == start.start_id else start.logging
 

@@ -1,7 +1,7 @@
 """The differences between two values of ``user_config``, for people. Pure.
 
-They are pickled, and may hold anything. Only plain values are read here: code of the user's runs in replicas,
-never in a controller.
+The values are pickled and may hold anything. Only plain values are read here, because user code must not run
+in a controller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values, and refuses all that would import something."""
+    """Reads plain values, and refuses to import anything."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
@@ -31,7 +31,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def changed_values(old: bytes | None, new: bytes | None) -> list[tuple[str, Any, Any]]:
     """Return the path, the old and the new value of each plain value that differs, without secrets.
 
-    Empty if they hold other values than plain ones, or too many.
+    Empty if a value is not plain, or has too many parts.
     """
     try:
         one, other = (dict(_leaves("", _loaded(each))) for each in (old, new))
@@ -45,7 +45,7 @@ def changed_values(old: bytes | None, new: bytes | None) -> list[tuple[str, Any,
 
 
 class _NotPlainError(Exception):
-    """It holds more than plain values."""
+    """A value is not plain, or is too large."""
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], path: str) -> bool:

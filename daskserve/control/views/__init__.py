@@ -1,1 +1,1 @@
-"""The state as plain values for status, explanations, readiness and metrics. Pure."""
+"""The state as plain values: status, explanations, readiness and metrics. Pure."""

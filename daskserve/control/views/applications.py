@@ -48,7 +48,7 @@ def application_status(state: State, observed: Observed, app: AppRecord, wall: f
 
 
 def application_word(state: State, observed: Observed, app: AppRecord) -> str:
-    """Return the word of the status of an application, without what else the status says."""
+    """Return the status word of an application, without the rest of its status."""
     found: dict[str, dict[str, str]] = {}
     for name, tag in list(app.deployments.items()):
         if (backend := state.backends.get(tag)) is not None:
@@ -58,7 +58,7 @@ def application_word(state: State, observed: Observed, app: AppRecord) -> str:
 
 
 def _other_traffic(state: State, app: AppRecord) -> dict[str, float]:
-    """Return the traffic of the ingress if `set_traffic` sends some to other backends; else nothing."""
+    """Return the traffic of the ingress if `set_traffic` sends some to other backends; otherwise empty."""
     endpoint = state.endpoints.get(app.ingress)
     if endpoint is None or endpoint.is_legacy or not endpoint.traffic.keys() - {app.ingress}:
         return {}
@@ -83,7 +83,7 @@ def _word(state: State, app: AppRecord, deployments: Mapping[str, Mapping[str, A
     words = {each["status"] for each in deployments.values()}
     if "UNHEALTHY" in words:
         return "UNHEALTHY"
-    # The autoscaler changes numbers all the time; a change that a user asked for is a deploy.
+    # A change that a user requested is a deploy; a change by the autoscaler is not.
     asked = any(each["status_trigger"] == "CONFIG_UPDATE_STARTED" for each in deployments.values())
     return "DEPLOYING" if asked else "RUNNING"
 
@@ -122,7 +122,7 @@ def _outcome(facts: _Facts) -> tuple[str, str]:
 
 
 def _failed_at_first(app: AppRecord) -> dict[str, Any]:
-    """Return the status of a deployment that has never come up, and is gone."""
+    """Return the status of a deployment whose first deploy failed, so that it was removed."""
     return {
         "status": "DEPLOY_FAILED",
         "status_trigger": ACTOR_FAILED if ":" in app.failed else "REPLICA_STARTUP_FAILED",
@@ -153,7 +153,7 @@ class _Facts:
 
     @property
     def internal_error(self) -> str:
-        """Why the controller itself cannot bring the deployment up; empty if it can."""
+        """The error of the controller that keeps the deployment from coming up; empty without one."""
         if self.is_short and self.backend.code_key not in self._state.codes:
             return "the store has no code of its version: it is lost or damaged; deploy it again"
         return self._observed.step_failures.get(self.backend.tag, "")
@@ -224,7 +224,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _last_change(backend: BackendRecord) -> str:
-    """Return the kind of the last change, be it a client's or the autoscaler's."""
+    """Return the kind of the last change, by a client or by the autoscaler."""
     if backend.scalings and backend.scalings[-1][0] > backend.deployed_at:
         _, before, after, _ = backend.scalings[-1]
         return "UPSCALE" if after > before else "DOWNSCALE"

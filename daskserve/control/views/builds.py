@@ -11,7 +11,7 @@ from daskserve.control.records.state import State
 def with_builds(
     state: State, applications: dict[str, dict[str, Any]], waiting: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the status of applications, with those that are being built."""
+    """Return the status of applications, including those that are being built."""
     for name, record in state.declared.configs.items():
         if record.is_settled:
             continue

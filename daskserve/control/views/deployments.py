@@ -1,4 +1,4 @@
-"""Deployments as clients deployed them, from the records, for clients that deploy them again. Pure."""
+"""The recorded specs of deployments, for clients that deploy them again. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
 
 def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
     code = state.codes.get(backend.code_key)
-    # Lost or damaged: the rest can still be listed.
+    # If the code is lost or damaged, the rest can still be listed.
     return backend_verbs.spec_of(backend, b"" if code is None else code.code)
 
 

@@ -151,7 +151,7 @@ _PROXY_STATES: Mapping[str, str] = {"RUNNING": "HEALTHY", "DRAINING": "DRAINING"
 
 
 def _target_groups(observed: Observed, instance: str) -> list[dict[str, Any]]:
-    """Return where requests can be sent, whatever their route: to every proxy that listens."""
+    """Return the addresses of all listening proxies, which accept requests for any route."""
     targets = []
     for name, facts in sorted(observed.proxies_ready.items()):
         for url in facts["urls"]:
@@ -262,7 +262,7 @@ def _declared(config: Any) -> dict[str, Any]:
 
 
 def _autoscaling(state: State, backend: BackendRecord) -> dict[str, Any]:
-    running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(backend.tag))
+    running = len(state.running(backend.tag))
     wanted = backend.num_replicas
     word = "UPSCALING" if running < wanted else "DOWNSCALING" if running > wanted else "STABLE"
     return {

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskserve.common.types import ReplicaState, short_tag
+from daskserve.common.types import short_tag
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.state import State
-from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
+from daskserve.control.scaling.recorded import autoscaling_of, current_bounds
 from daskserve.control.verbs import backends as backend_verbs
 from daskserve.control.views.messages import message_of
 
@@ -25,9 +25,9 @@ def explain(state: State, observed: Observed, name: str, now: float, wall: float
     """
     backend = backend_verbs.find(state, name)
     tag = backend.tag
-    config, decided = autoscaling_of(backend), observed.scalings.get(tag)
-    bounds = None if config is None else bounds_of(backend, config)
-    running = sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(tag))
+    config, bounds = autoscaling_of(backend), current_bounds(backend)
+    decided = observed.scalings.get(tag)
+    running = len(state.running(tag))
     samples = () if decided is None else decided.samples
     return {
         "name": short_tag(tag),

@@ -1,4 +1,4 @@
-"""How a controller does, as plain values."""
+"""The health of a controller as plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daskserve.control.views.metrics import ControlMetrics
 
 
 def controller_health(metrics: ControlMetrics, state: State, wall: float) -> dict[str, Any]:
-    """Return the rounds of a controller's loop, and what its process holds; runs on its event loop."""
+    """Return the metrics of a controller's loop and process; call it on the event loop."""
     rounds = metrics.rounds
     count = rounds.count
     longest = rounds.bounds[-1]

@@ -13,10 +13,7 @@ from daskserve.control.records.state import State
 def live_metrics(state: State, observed: Observed, now: float, wall: float) -> dict[str, Any]:
     """Return the numbers of all deployments, replicas, calls between deployments, and HTTP."""
     live = observed.live
-    running = {
-        tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-        for tag in state.backends
-    }
+    running = {tag: [each.tag for each in state.running(tag)] for tag in state.backends}
     return {
         "time": wall,
         "deployments": {tag: live.of_deployment(tag, replicas, now) for tag, replicas in running.items()},

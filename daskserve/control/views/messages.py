@@ -15,16 +15,16 @@ from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.control.views.rollouts import model_texts, rollout_text
 
-#: Replicas that take longer to be placed or to start are named in messages.
+#: Time after which messages mention a replica that is not placed or started.
 SLOW_S = 30.0
-#: This many restarts within this time are a loop.
+#: Number of restarts within a time, in seconds, that make a restart loop.
 LOOP_RESTARTS, LOOP_S = 3, 600.0
 
 
 def message_of(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], wall: float
 ) -> str:
-    """Return why a backend waits (room, a slow replica, an update), or else why the last goal failed.
+    """Return why a backend waits (room, a slow replica, an update), otherwise why the last goal failed.
 
     Parameters
     ----------
@@ -57,14 +57,14 @@ def message_of(
         found.append(text)
     if text := loop_text(notes.dead, backend, wall, has_reason=notes.failures > 0):
         found.append(text)
-    # A text may have a traceback below its first line.
+    # A text may contain a traceback after its first line.
     parts = [each.partition("\n") for each in found]
     text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
     return text or backend.last_error
 
 
 def with_models(state: State, observed: Observed, tag: BackendTag, message: str) -> str:
-    """Return a message with what the status says of a deployment's models."""
+    """Return a message with the status text of a deployment's models added."""
     record, backend = state.models.get(tag), state.backends.get(tag)
     rolling = {} if backend is None else model_texts(observed, backend, record)
     parts = [text_of(record, observed.model_problems.get(tag, "")), *slow_models(state, observed, tag)]
@@ -74,7 +74,7 @@ def with_models(state: State, observed: Observed, tag: BackendTag, message: str)
 
 
 def slow_models(state: State, observed: Observed, tag: BackendTag) -> list[str]:
-    """Return which replicas have loaded a version of a model for long."""
+    """Return which replicas have been loading a version of a model for a long time."""
     found = []
     for replica in state.replicas_of(tag):
         report = observed.models.get(replica.tag)
@@ -90,7 +90,7 @@ def slow_models(state: State, observed: Observed, tag: BackendTag) -> list[str]:
 def slow_text(
     observed: Observed, backend: BackendRecord, replicas: Sequence[ReplicaRecord], wall: float
 ) -> str:
-    """Return which replicas have waited or started for long, with the resources that they need."""
+    """Return how many replicas have been waiting or starting for a long time, and what they need."""
     has = ("replica has", "replicas have")
     late = [each.state for each in replicas if each.moved_at and wall - each.moved_at >= SLOW_S]
     unplaced, starting = late.count(ReplicaState.SHOULD_START), late.count(ReplicaState.STARTING)
@@ -122,8 +122,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
     """Return how often, for how long and why replicas restart in a loop; empty if they do not.
 
-    ``has_reason`` says that the message has the reason elsewhere. Replicas that end with one event, such as
-    the loss of a worker, count once.
+    ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time,
+    such as with the loss of a worker, count once.
     """
     lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}

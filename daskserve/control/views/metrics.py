@@ -30,9 +30,8 @@ class ControlMetrics:
         self.rounds = LatencyHistogram()
         #: The duration of the last round; 0 before the first one.
         self.last_round_s = 0.0
-        self.steps = 0
         self.failures = 0
-        #: Number of replicas that were to move to better workers.
+        #: Number of replica moves to better workers that were begun.
         self.moves = 0
         #: Number of ended goals, by outcome.
         self.goals: Counter[GoalState] = Counter()

@@ -6,20 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.common.types import ReplicaState
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 from daskserve.control.records.state import State
-from daskserve.control.scaling.recorded import autoscaling_of, bounds_of
+from daskserve.control.scaling.recorded import current_bounds
 from daskserve.control.views import views
 from daskserve.control.views.applications import application_status, replica_word
 from daskserve.control.views.builds import with_builds
 from daskserve.control.views.rollouts import rollout_status
 
-#: The part about the instance itself, and the names of the parts about applications and other backends.
+#: The name of the part about the instance, the prefix of the parts about applications, and the name of the
+#: part about other backends.
 INSTANCE, APPLICATION, CLASSIC = "instance", "app/", "classic"
 
-#: How many multiplexed models of a replica are named.
+#: Maximum number of multiplexed models of a replica that are listed.
 MAX_MODELS = 20
 
 
@@ -64,14 +64,13 @@ def _application(state: State, observed: Observed, name: str, status: Mapping[st
 
 def _backend(state: State, observed: Observed, backend: BackendRecord) -> dict[str, Any]:
     replicas = state.replicas_of(backend.tag)
-    config = autoscaling_of(backend)
-    bounds = None if config is None else bounds_of(backend, config)
+    bounds = current_bounds(backend)
     others = state.apps.get(backend.application)
     names = {} if others is None else {tag: name for name, tag in others.deployments.items()}
     return {
         "tag": backend.tag,
         "wanted": backend.num_replicas,
-        "running": sum(each.state is ReplicaState.RUNNING for each in replicas),
+        "running": len(state.running(backend.tag)),
         "version": backend.user_version or "",
         "deployed_at": backend.deployed_at,
         "needs": [names.get(each, each) for each in backend.needs],

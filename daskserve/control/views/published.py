@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from daskserve.common.types import ReplicaState
 from daskserve.control.backend import application as app_state
 from daskserve.control.records.config_ids import is_pausing
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
@@ -15,16 +14,16 @@ from daskserve.options.rollout import percent_of
 
 
 def published_backend(state: State, tag: str, unloadable: str | None = None) -> Any:
-    """Return the published value of a backend for routers; None if it is gone.
+    """Return the published value of a backend for routers; None if it was removed.
 
-    During a rollout, it is that of the old version, with that of the new one in it. ``unloadable`` is why its
-    replicas cannot load its code, if they cannot.
+    During a rollout, it is the value of the old version, with the value of the new version under ``rollout``.
+    ``unloadable`` is the reason why replicas cannot load the code; None if they can.
     """
     backend = state.backends.get(tag)
     if backend is None:
         return None
     stable = stable_of(backend)
-    running = [each for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
+    running = state.running(tag)
     if stable is None:
         value = _published(backend, running)
     else:
@@ -32,7 +31,7 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
     if unloadable is not None:
         value["unloadable"] = unloadable
     if backend.is_deleting and app_state.may_stop(state, backend):
-        # Why, if its first deploy failed; else nothing. As long as others call it, it is as before to them.
+        # The reason if its first deploy failed, otherwise empty. Until then, its callers need it as before.
         value["ending"] = backend.last_error
     return value
 

@@ -22,7 +22,7 @@ from daskserve.options.rollout import RolloutConfig, percent_of
 
 
 def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return how far the rollout of a deployment is, and the figures of its gates."""
+    """Return the progress of the rollout of a deployment, and the findings of its gates."""
     rollout, plan = backend.canary, backend.config.rollout
     assert rollout is not None
     assert plan is not None
@@ -37,7 +37,7 @@ def rollout_text(observed: Observed, backend: BackendRecord, replicas: Iterable[
 
 
 def model_texts(observed: Observed, backend: BackendRecord, record: ModelsRecord | None) -> dict[str, str]:
-    """Return how far the rollouts of the models of a deployment are, by the name of the model."""
+    """Return the progress of the rollouts of a deployment's models, by model."""
     repository, found = backend.config.model_repository, {}
     plan = None if repository is None else repository.rollout
     if record is None or plan is None:
@@ -134,7 +134,7 @@ def model_rollout_status(
 
 
 def _ended(rollout: RolloutState) -> dict[str, Any]:
-    """Return the status of a rollout, also after its end."""
+    """Return the part of the status of a rollout that remains after its end."""
     new, old = rollout.names
     return {
         "state": rollout.phase.value,

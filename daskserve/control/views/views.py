@@ -14,7 +14,6 @@ from daskserve.common.types import (
     ActorKind,
     BackendTag,
     Reachability,
-    ReplicaState,
     ReplicaTag,
     WorkerAddress,
 )
@@ -38,8 +37,9 @@ UNVERSIONED = "Unversioned"
 
 def backend_status(state: State, observed: Observed, backend: BackendRecord, wall: float) -> dict[str, Any]:
     """Return a backend's status, with the reason if it is not healthy."""
+    models = state.models.get(backend.tag)
     replicas = state.replicas_of(backend.tag)
-    running = sum(each.state is ReplicaState.RUNNING for each in replicas)
+    running = len(state.running(backend.tag))
     return {
         "kind": backend.kind,
         "application": backend.application,
@@ -50,9 +50,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord, wal
         "message": with_models(state, observed, backend.tag, message_of(observed, backend, replicas, wall)),
         "models": {
             name: {version: each["state"] for version, each in versions.items()}
-            for name, versions in (
-                state.models[backend.tag].models if backend.tag in state.models else {}
-            ).items()
+            for name, versions in ({} if models is None else models.models).items()
         },
         "dead_replicas": dead_replicas(observed, backend.tag),
     }
@@ -69,7 +67,7 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
         return "DELETING"
     if running >= backend.num_replicas and backend.goal is None:
         return "HEALTHY"
-    # The autoscaler is changing the number, unless replicas fail.
+    # The backend is being scaled, unless replicas fail.
     is_failing = observed.notes_of(backend.tag).failures or is_replacing(observed, backend)
     is_asked = backend.scaled_to is not None or backend.last_change == "UPSCALE"
     is_scaling = is_asked and not is_failing
@@ -77,7 +75,7 @@ def status_word(observed: Observed, backend: BackendRecord, running: int) -> str
 
 
 def is_replacing(observed: Observed, backend: BackendRecord) -> bool:
-    """Return whether replicas that are missing have been lost, rather than wanted since the last change."""
+    """Return whether missing replicas were lost, rather than requested by the last change."""
     dead = observed.notes_of(backend.tag).dead
     scaled_at = backend.scalings[-1][0] if backend.scalings else 0.0
     return len(dead) > 0 and dead[-1].at > max(scaled_at, backend.deployed_at)
@@ -93,7 +91,7 @@ def proxy_state(proxy: ProxyRecord, observed: Observed) -> str:
 
 
 def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
-    """Return why a proxy does not listen, or not where its clients expect it; empty otherwise."""
+    """Return why a proxy does not listen, or listens elsewhere than expected; otherwise empty."""
     if proxy.is_leaving:
         return "finishes its requests once another proxy listens in its place"
     found = []
@@ -134,7 +132,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
                 "message": replica_message(observed, replica.tag),
                 "rank": replica.rank[0] if replica.rank else None,
                 "metadata": dict(replica.metadata),
-                "routing_stats": dict(observed.routing_stats.get(replica.tag, {})),
+                "routing_stats": dict(observed.routing_stats.get(replica.tag)),
                 "multiplexed": observed.multiplexed.of(replica.tag),
             }
         )
@@ -177,12 +175,12 @@ def _where(observed: Observed, worker: WorkerAddress | None) -> dict[str, Any]:
 
 
 def replica_message(observed: Observed, tag: ReplicaTag) -> str:
-    """Return why a replica is not healthy, or what it does while it starts or stops; empty otherwise."""
+    """Return why a replica is unhealthy, or its activity while it starts or stops; otherwise empty."""
     return observed.unhealthy.get(tag) or _work(observed.busy.get(tag))
 
 
 def _work(busy: Activity | None) -> str:
-    """Return the stage of a replica that starts or stops, with its duration once that is long."""
+    """Return the activity of a replica that starts or stops, with its duration if that is long."""
     return "" if busy is None else progress.work_text(busy) or busy.what
 
 
@@ -217,7 +215,7 @@ def deployment_info(state: State, name: str) -> dict[str, Any]:
         "python_methods": list(endpoint.python_methods) if endpoint is not None else [],
         "route": endpoint.route if endpoint is not None else None,
         "deployed_at": backend.deployed_at,
-        "running": sum(each.state is ReplicaState.RUNNING for each in state.replicas_of(name)),
+        "running": len(state.running(name)),
     }
 
 
@@ -262,10 +260,10 @@ def snapshot(state: State, instance: str) -> dict[str, Any]:
 def broken_routes(
     observed: Observed, here: WorkerAddress, from_here: Mapping[WorkerAddress, Reachability]
 ) -> dict[WorkerAddress, dict[WorkerAddress, str]]:
-    """Return the workers that other workers do not reach directly, each with its route.
+    """Return the workers that other workers do not reach directly, each with the route in use.
 
-    ``from_here`` are those that the controller's own worker does not reach. Unresponsive workers are
-    left out.
+    ``from_here`` are the workers that the controller's worker does not reach directly. Unresponsive workers
+    are left out.
     """
     found = {**observed.broken_routes, here: {each: route.value for each, route in from_here.items()}}
     there = observed.workers.keys() - observed.unresponsive
@@ -303,8 +301,7 @@ VIEWS: Mapping[str, Callable[[State, Observed], Any]] = {
         if not proxy.is_leaving
     },
     "all_replica_handles": lambda state, _: {
-        tag: [each.tag for each in state.replicas_of(tag) if each.state is ReplicaState.RUNNING]
-        for tag in state.backends
+        tag: [each.tag for each in state.running(tag)] for tag in state.backends
     },
     "get_router_config": lambda state, _: endpoint_state.routes(state),
     "get_traffic_policies": lambda state, _: {

@@ -1,9 +1,9 @@
 """Rebuilds the applications of a project. Each version depends on the files that its code uses.
 
-Problem: the code of a deployment travels by value as far as it is decorated, and by the names of modules
-otherwise. So equal code may stand for two versions of a project. Choice: a deployment whose code names a
-module of the project has a version of its own for each state of the project's files. Other deployments,
-such as one with a large model in a class that is whole, keep running while a file of another one changes.
+Problem: decorated code of a deployment is sent by value, and all other code by the names of its modules. So
+equal code may stand for two versions of a project. Choice: a deployment whose code names a module of the
+project gets a new version whenever the project's files change. Other deployments, such as one with a large
+model in a class that is whole, keep running while a file of another one changes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Project:
 
     @contextmanager
     def imported(self) -> Iterator[None]:
-        """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
+        """Import the project again in a ``with`` block; if the block raises, restore the old modules."""
         with ImportPath.lock:
-            # A file that changes while it is imported is then another one than the next time.
+            # A file that changes during the import counts as changed the next time.
             before = digests_before.set(self._digests())
             gone = forget(modules_in(self.folders))
             classes = release_class_ids(gone)
@@ -93,7 +93,7 @@ class Project:
         if names_one_of(pickled, modules):
             facts.append(sorted(modules.items()))
         if spec.user_version is not None:
-            # A version that its user has named is the same whatever was saved.
+            # A version that the user names does not depend on the code.
             facts.append(code_digest(spec.parts or (spec.code,)))
         changes: dict[str, Any] = {}
         if facts:
@@ -117,7 +117,7 @@ def digest_of_files(names: Sequence[str]) -> str:
 
 
 def changed(spec: ApplicationSpec, ingress: Mapping[str, Any]) -> ApplicationSpec:
-    """Return an application whose ingress has some options."""
+    """Return an application with other options of its ingress."""
     whole = spec.ingress
     config = whole.spec.config.merged(BackendConfig(**ingress), ends_autoscaling=True)
     last = replace(whole, spec=replace(whole.spec, config=config))

@@ -13,11 +13,11 @@ from daskserve.payload.parcels import Parcel
 
 logger = logging.getLogger("daskserve.controller")
 
-#: The kinds of records whose last changes a power loss of the scheduler's machine may take back: of what runs
-#: without a record, the next controller stops what it does not want, and starts others. What a
-#: caller has been told, and what it asked for, is in others.
+#: The kinds of records whose last changes may be lost if the scheduler's machine loses power. The next
+#: controller stops actors without a record and starts new ones. What callers asked for, and the answers that
+#: they got, is in records of other kinds.
 PASSING = ("replica/", "proxy/")
-#: Those with which a transaction may wait: an event is about what it is written with.
+#: The kinds of records that may be written later. Events and deaths belong to other records of their change.
 _MAY_WAIT = (*PASSING, "event/", "deaths/")
 
 
@@ -43,34 +43,29 @@ def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecor
     return state, corrupt
 
 
-def encoded(records: Mapping[str, Record]) -> dict[str, bytes]:
-    """Return records as a store keeps them."""
-    return {key: encode(record) for key, record in records.items()}
+def encoded(change: Mapping[str, Record | None]) -> dict[str, bytes | None]:
+    """Return records as a store keeps them; None for those to remove."""
+    return {key: None if record is None else encode(record) for key, record in change.items()}
 
 
 async def write(store: Store, epoch: int, change: Change, *, must_last: bool = True) -> Change:
     """Store a change as one transaction, and return it as stored; see `StoreChange.must_last`."""
     if change:
         try:
-            encoded = _encoded(change)
-        except UnicodeEncodeError:  # a text of user code, which must not keep its replica from being replaced
+            records = encoded(change)
+        except UnicodeEncodeError:  # from a text of user code, which must not block the change
             change = {key: record and encodable(key, record) for key, record in change.items()}
-            encoded = _encoded(change)
+            records = encoded(change)
         may_wait = not must_last and all(key.startswith(_MAY_WAIT) for key in change)
-        await store.commit(epoch, StoreChange(encoded, _parcels(change), must_last, may_wait))
+        await store.commit(epoch, StoreChange(records, _parcels(change), must_last, may_wait))
     return change
-
-
-def _encoded(change: Change) -> dict[str, bytes | None]:
-    return {key: None if record is None else encode(record) for key, record in change.items()}
 
 
 async def rewrite(store: Store, epoch: int, state: State, unreadable: Collection[str]) -> int:
     """Replace all records in the store by those of the state, and return their number."""
     records = state.records()
-    encoded = {key: encode(record) for key, record in records.items()}
-    await store.rewrite(epoch, StoreChange(encoded, _parcels(records)), sorted(unreadable))
-    return len(encoded)
+    await store.rewrite(epoch, StoreChange(encoded(records), _parcels(records)), sorted(unreadable))
+    return len(records)
 
 
 def _parcels(change: Mapping[str, Record | None]) -> dict[str, str]:

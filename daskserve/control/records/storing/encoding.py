@@ -27,7 +27,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.payload.error_text import summary_of
 
 FORMAT = 1
-#: Characters of a reason: an error may hold all of a record.
+#: Maximum number of characters of a reason, because an error may contain a whole record.
 MAX_REASON = 200
 _ENUMS: Mapping[str, type[enum.StrEnum]] = {
     "replica": ReplicaState,

@@ -26,7 +26,7 @@ logger = logging.getLogger("daskserve.controller")
 
 #: The effects of a change on memory that no record contains.
 Then: TypeAlias = Callable[[], None]
-#: Why records change, by key, where the records do not say so.
+#: Causes of changes that are in no record, by key.
 Causes: TypeAlias = Mapping[str, str]
 Accompany: TypeAlias = Callable[[Change, Causes], Change]
 NO_CAUSES: Causes = MappingProxyType({})
@@ -67,12 +67,12 @@ class Writer:
         #: The change that may or may not be in the store, with the effects that follow it.
         self._doubtful: tuple[Change, Then | None] | None = None
         self.changes = 0
-        #: Is set by the next change, which makes another one.
+        #: Set, and replaced by a new event, with each change.
         self.changed = asyncio.Event()
         self.is_detached = False
 
     def detach(self) -> None:
-        """Apply changes in memory only from now on, because the instance ends; call under the lock."""
+        """From now on, apply changes in memory only, because the instance ends; call under the lock."""
         self.is_detached = True
 
     async def __aenter__(self) -> Self:
@@ -89,7 +89,7 @@ class Writer:
         self._lock.release()
 
     async def note(self, change: Change, then: Then | None = None, causes: Causes = NO_CAUSES) -> None:
-        """Commit a change that no client asked for; it is applied even if the store is lost."""
+        """Commit a change that no client requested; it may be lost if the store's machine loses power."""
         await self.commit(change, then, must_last=False, causes=causes)
 
     async def rewrite(self, unreadable: Collection[str]) -> int:

@@ -18,7 +18,7 @@ MAX_VALUE = 120
 
 
 def differences(name: str, before: BackendRecord | None, after: BackendRecord | None) -> Iterator[Difference]:
-    """Yield what differs between two records of the deployment ``name``; None: it is not there."""
+    """Yield the differences between two records of the deployment ``name``; None if it does not exist."""
     if after is None or before is None:
         if after is not before:
             version = unmarked((after or before).version)  # type: ignore[union-attr]
@@ -58,7 +58,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _digest(value: bytes | None) -> str:
-    """Return a name for pickled data, which is not shown."""
+    """Return a short digest to show instead of pickled data."""
     return "" if value is None else f"#{hashlib.sha256(value).hexdigest()[:8]}"
 
 

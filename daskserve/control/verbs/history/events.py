@@ -1,7 +1,7 @@
 """The events of a change, derived from the records before and after it. Pure.
 
 The writer adds them to the change, so both are in one transaction. Each kind of record has one function here.
-Causes that no record has, such as why a replica died, are given by the key of the record.
+Causes that are in no record, such as why a replica died, are passed by the key of the record.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from daskserve.payload.packed_errors import load_error
 #: How long events are kept, and how many.
 KEPT_S = 24 * 3600.0
 KEPT_EVENTS = 10_000
-#: Rows that a transaction removes at most, so that none pays for all.
+#: Maximum number of old rows that one transaction removes, so that no transaction is slow.
 SWEPT = 20
-#: Characters of a message, and changes that it lists.
+#: Maximum number of characters of a message, and of changes that it lists.
 MAX_TEXT = 500
 MAX_CHANGES = 5
 
 K = EventKind
-#: The key of the program that asked for a whole change, among the causes.
+#: The key of the causes under which the program that requested the change is.
 WHOLE = ""
 _STOPPING = frozenset({ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
@@ -68,14 +68,14 @@ class _World:
 
 
 def events_of(state: State, change: Change, causes: Mapping[str, str], *, wall: float, number: int) -> Change:
-    """Return the row of events of a change, and which old rows go.
+    """Return the row of events of a change, and the removal of old rows.
 
     Parameters
     ----------
     causes : dict
         Why a record changes, by its key, where the records do not say so.
     number : int
-        The least number of the first event.
+        The smallest possible number of the first event.
     """
     world = _World(state, change, causes)
     events: list[Event] = []
@@ -88,7 +88,7 @@ def events_of(state: State, change: Change, causes: Mapping[str, str], *, wall: 
 
 
 def as_row(state: State, events: list[Event], *, wall: float, number: int) -> Change:
-    """Return the row of some events, and which old rows go."""
+    """Return the row of some events, and the removal of old rows."""
     if not events:
         return {}
     shortened = [list(astuple(replace(each, message=_shortened(each.message)))) for each in events]
@@ -134,7 +134,7 @@ def _of_revision(_: _World, __: str, before: Any, after: Record | None) -> Itera
         yield Event(kind, f"{what} is deployed: {text}", after.application, by=after.by)
     elif before is not None and before.state is not after.state:
         if after.state is RevisionState.SUPERSEDED and after.ran_at:
-            return  # the revision that replaced it has an event of its own
+            return  # the revision that replaced it has an event
         kind = _OF_REVISIONS[after.state]
         words = {
             K.DEPLOYED: "runs",
@@ -150,7 +150,7 @@ def _of_revision(_: _World, __: str, before: Any, after: Record | None) -> Itera
 
 
 def _of_goal(world: _World, _: str, before: Any, after: Record | None) -> Iterator[Event]:
-    """Tell of changes that have no revision: deletions, and backends without an application."""
+    """Yield the events of changes without a revision: deletions, and backends without an application."""
     if not isinstance(after, GoalRecord) or (before is not None and before.state is after.state):
         return
     tag, name = after.backend, after.application or world.application(after.backend)
@@ -252,7 +252,7 @@ def _of_replica(world: _World, tag: str, before: Any, after: Record | None) -> I
 
 
 def _why(world: _World, replica: ReplicaRecord) -> str:
-    """Return why a replica stops that has not failed."""
+    """Return why a replica stops, if it has not failed."""
     backend = world.backend(replica.backend)
     if backend is None or backend.is_deleting:
         return "it is deleted"
@@ -301,7 +301,7 @@ def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator
 
 
 def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
-    # A deployment's endpoint begins and ends with it.
+    # The endpoint of a deployment is created and removed with it.
     if not getattr(after or before, "is_legacy", True) and (before is None or after is None):
         return
     what, by = f"endpoint '{short_tag(name)}'", world.causes.get(WHOLE, "")
@@ -347,7 +347,7 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
 
 
 def _of_defaults(world: _World, name: str, before: ModelsRecord, after: ModelsRecord) -> Iterator[Event]:
-    """Tell of versions that others have made the default one, not of those that became it by being loaded."""
+    """Yield the events of versions that were set as default, not of those that loading made the default."""
     for model, version in after.defaults.items():
         former = before.models.get(model, {}).get(version, {}).get("state")
         if former == ModelState.READY and before.defaults.get(model) != version:
@@ -363,10 +363,8 @@ def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | No
     repository = backend.config.model_repository
     plan = None if repository is None else repository.rollout
     for model, plain in after.rollouts.items():
-        rollout, known = (
-            RolloutState.from_plain(plain),
-            None if before is None else before.rollouts.get(model),
-        )
+        rollout = RolloutState.from_plain(plain)
+        known = None if before is None else before.rollouts.get(model)
         if rollout.phase is RolloutPhase.STARTING:
             continue  # all replicas have the version already
         if known is None or RolloutState.from_plain(known).mark != rollout.mark:

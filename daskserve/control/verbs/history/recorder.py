@@ -44,7 +44,7 @@ class HistoryRecorder:
             more = revised(self._state, change, wall, self._budget_bytes)
             more |= events_of(self._state, change | more, causes, wall=wall, number=self._first)
         except Exception:
-            # A mistake in the history must not hold up the change that it is about.
+            # A bug in the history must not block the change.
             logger.exception("The history of a change could not be written: %s", ", ".join(sorted(change)))
             return {}
         return more
@@ -57,15 +57,10 @@ class HistoryRecorder:
         return as_row(self._state, [event], wall=self._clock.wall(), number=self._first)
 
     def of_routers(self, troubles: Mapping[BackendTag, str]) -> Change:
-        """Return the row that tells what is wrong with the request routers of some backends."""
-        backends = {tag: each for tag in troubles if (each := self._state.backends.get(tag)) is not None}
-        events = [
-            Event(
-                EventKind.ROUTER_FAILED,
-                f"{capitalized(each.display_name)}: {troubles[tag]}",
-                each.application,
-                tag,
-            )
-            for tag, each in backends.items()
-        ]
+        """Return the row of events about the troubles of the request routers of some backends."""
+        events = []
+        for tag, text in troubles.items():
+            if (backend := self._state.backends.get(tag)) is not None:
+                message = f"{capitalized(backend.display_name)}: {text}"
+                events.append(Event(EventKind.ROUTER_FAILED, message, backend.application, tag))
         return as_row(self._state, events, wall=self._clock.wall(), number=self._first)

@@ -1,7 +1,7 @@
-"""The revisions that a change writes: one for each new version of an application, and how it ended. Pure.
+"""The revisions that are written with a change: one for each new version of an application. Pure.
 
-They are derived from the records of the change, so no verb and no step can forget them, and they are in the
-same transaction. A revision holds the records of its application, and the names of its codes: a code is kept
+They are derived from the records of the change, so no verb or step can omit them, and they are written in the
+same transaction. A revision holds the records of its application, and the names of its codes. A code is kept
 as long as a revision needs it.
 """
 
@@ -37,24 +37,24 @@ from daskserve.control.records.storing.encoding import from_plain
 from daskserve.control.verbs.history.differences import differences
 from daskserve.payload.packed_errors import load_error
 
-#: Revisions that are kept of each application.
+#: Number of revisions that are kept of each application.
 KEPT_REVISIONS = 10
-#: How long the revisions of a deleted application are kept, and of how many such applications.
+#: How long the revisions of deleted applications are kept, and of how many of them.
 KEPT_DELETED_S = 24 * 3600.0
 KEPT_DELETED = 100
-#: Differences that are kept of each revision.
+#: Maximum number of differences that are kept of each revision.
 MAX_CHANGES = 100
-#: Characters of a reason.
+#: Maximum number of characters of a reason.
 MAX_REASON = 2000
 
 S = RevisionState
-#: Revisions that are neither under way nor what runs.
+#: The states of revisions that neither run nor are being deployed.
 _ENDED = frozenset({S.SUPERSEDED, S.FAILED, S.ROLLED_BACK, S.DELETED})
 
 
 @dataclass(slots=True)
 class _After:
-    """The records as they are after a change."""
+    """The records after a change."""
 
     state: State
     change: Change
@@ -80,12 +80,12 @@ class _After:
 
 
 def revised(state: State, change: Change, wall: float, budget_bytes: float) -> Change:
-    """Return the revisions to write with a change, and the codes that go with old ones.
+    """Return the revisions to write with a change, and the codes to remove with old revisions.
 
     Parameters
     ----------
     budget_bytes
-        How much code is kept that only revisions need. Beyond it, the oldest revisions lose their code.
+        Maximum size of the code that only revisions need. Beyond it, the oldest revisions lose their code.
     """
     ended: list[GoalRecord] = []
     opened: list[GoalRecord] = []
@@ -121,9 +121,9 @@ class _Revising:
     budget_bytes: float
     found: Change = field(default_factory=dict)
     after: _After = field(init=False)
-    #: The revisions so far, by application and number, of the applications that were looked at.
+    #: The revisions after the change so far, by application and number, read on demand.
     known: dict[str, dict[int, RevisionRecord]] = field(default_factory=dict)
-    #: How many revisions more need a code than before.
+    #: The change of the number of revisions that need a code.
     needing: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class _Revising:
                 self.needing[code] += by
 
     def application_of(self, goal: GoalRecord) -> str:
-        """Return the application that a goal changes, or of which it changes a deployment; empty if none."""
+        """Return the application that a goal changes, wholly or in part; empty if there is none."""
         if goal.application or not goal.backend:
             return goal.application
         backend = self.after.backend(goal.backend) or self.state.backends.get(goal.backend)
@@ -178,7 +178,7 @@ class _Revising:
         new = self.revision(self.after, app, goal, number)
         is_under_way = any(each.state is S.DEPLOYING for each in self.state.revisions.of(name))
         if not new.changes and not is_under_way and current(revisions) is not None:
-            return  # only the facts that replicas have reported differ
+            return  # only facts reported by replicas differ
         self.put(new)
         self.trim(name)
 
@@ -217,7 +217,7 @@ class _Revising:
         )
 
     def changes(self, app: AppRecord) -> list[dict[str, str]]:
-        """Return the differences from the target before it, which may not have been reached."""
+        """Return the differences from the previous target, which may not have been reached."""
         before = self.state.apps.get(app.name)
         old = {} if before is None or before.is_deleting else before.deployments
         found: list[Difference] = []
@@ -243,7 +243,7 @@ class _Revising:
             text = "" if goal.error is None else str(load_error(goal.error))[:MAX_REASON]
             state = S.FAILED if has_failed else S.SUPERSEDED
             ended = replace(revision, state=state, ended_at=self.wall, reason=text)
-            # Nothing returns to what has never run.
+            # A rollback never returns to a revision that has not run.
             self.put(replace(ended, is_complete=False, spec=b"", config=b""))
             self.release(revision)
         else:
@@ -267,7 +267,7 @@ class _Revising:
     # ---- what is kept
 
     def trim(self, name: str) -> None:
-        """Drop the oldest revisions, but neither what runs nor what a rollback would return to."""
+        """Drop the oldest revisions, except the running one and the one that a rollback would deploy."""
         revisions = self.revisions(name)
         kept = {each.number for each in (current(revisions), earlier(revisions)) if each is not None}
         old = [each for each in revisions if each.number not in kept]
@@ -295,14 +295,14 @@ class _Revising:
 
     def keep_within_budget(self) -> None:
         if self.state.codes.unused_bytes + self.newly_unused_bytes() <= self.budget_bytes:
-            return  # whatever the code in use takes
+            return  # the code in use does not count
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         names = {*self.state.codes, *(key.removeprefix("code/") for key in self.change if key[:5] == "code/")}
         kept = {name: code.size_bytes for name in names - used if (code := self.after.code(name)) is not None}
         everywhere = [each for name in self.applications() for each in self.revisions(name)]
         for each in everywhere:
-            if each.state not in _ENDED:  # what runs needs it, so it is no history
+            if each.state not in _ENDED:  # code that is in use does not count
                 for name in kept.keys() & set(each.codes.values()):
                     del kept[name]
         total = sum(kept.values())
@@ -319,7 +319,7 @@ class _Revising:
         return self.known.keys() | self.state.revisions.applications.keys()
 
     def newly_unused_bytes(self) -> int:
-        """Return how much code the change leaves unused, or adds without a use, at most."""
+        """Return the maximum size of the code that the change leaves unused or adds unused."""
         used = {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         changed = (key.removeprefix("backend/") for key in self.change if key.startswith("backend/"))
         before = (self.state.backends.get(tag) for tag in changed)
@@ -333,7 +333,7 @@ class _Revising:
     def release(self, revision: RevisionRecord) -> set[str]:
         """Remove the codes that no revision needs any more; return their names.
 
-        Those of a deployment that still exists are removed by its own steps.
+        The steps of a deployment that still exists remove its own codes.
         """
         released: set[str] = set()
         for tag, code in revision.codes.items():
@@ -352,9 +352,9 @@ def current(revisions: Iterable[RevisionRecord]) -> RevisionRecord | None:
 
 
 def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
-    """Return the last revision that ran before the one that runs; None if there is none.
+    """Return the last revision that ran before the present one; None if there is none.
 
-    Of a deleted application, it is the last one that ran.
+    For a deleted application, this is the last one that ran.
     """
     ran = [each for each in revisions if each.ran_at and each.state in _ENDED and each.is_complete]
     return max(ran, key=lambda each: (each.ended_at, each.number), default=None)

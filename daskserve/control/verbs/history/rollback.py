@@ -27,7 +27,7 @@ from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 class Rollback:
     """The change of a rollback, the goal to wait for, and the number of the revision that is deployed again.
 
-    Without a goal, that revision is what runs.
+    Without a goal, that revision runs already.
     """
 
     change: Change = field(default_factory=dict)
@@ -82,13 +82,13 @@ def rollback(
         configs=_config_of(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
-    # The code that the store has already stays: the content of a parcel may be nowhere else.
+    # Do not write code again that the store has: it may hold the only copy of a parcel's content.
     same = [key for key, each in change.items() if isinstance(each, CodeRecord) and _is_kept(state, each)]
     for key in same:
         del change[key]
     for key, each in list(change.items()):
         if isinstance(each, BackendRecord) and each.key in tags:
-            # That version has run before: it takes over at once, without the steps of a rollout.
+            # The version has run before, so it replaces the present one without the steps of a rollout.
             change[key] = replace(each, is_exact=True, rollout=None)
     goal = change.get(f"goal/{goal_id}")
     if isinstance(goal, GoalRecord):
@@ -97,9 +97,9 @@ def rollback(
 
 
 def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
-    """Return the declared configuration of a revision: what is declared is then what runs.
+    """Return the declared configuration of a revision, so that the declaration matches what runs.
 
-    So the present file is a change again, and nothing builds it meanwhile.
+    Applying the present file is then a change again, and until then nothing builds it.
     """
     if not revision.config:
         return {}
@@ -114,7 +114,7 @@ def _is_kept(state: State, code: CodeRecord) -> bool:
 
 
 def _chosen(name: str, revisions: Sequence[RevisionRecord], number: int | None) -> RevisionRecord:
-    """Return the revision with a number; None: what ran last before what is wanted now."""
+    """Return the revision with a number; without a number, the last one that ran before the wanted one."""
     if number is not None:
         found = next((each for each in revisions if each.number == number), None)
         if found is None:

@@ -9,7 +9,7 @@ from daskserve.control.verbs.failed_deploys import application_not_found
 from daskserve.control.verbs.history.events import KEPT_S
 from daskserve.control.verbs.history.revisions import current
 
-#: Events of one answer.
+#: Maximum number of events in one answer.
 MAX_EVENTS = 1000
 
 
@@ -41,7 +41,7 @@ def events_after(
     since_s: float | None = None,
     wall: float,
 ) -> dict[str, Any]:
-    """Return events, oldest first, with the number after which to go on; see `HistoryVerbs.events`."""
+    """Return events, oldest first, and the number after which the next call continues."""
     limit = max(1, min(limit, MAX_EVENTS))
     start = wall - (KEPT_S if since_s is None else min(since_s, KEPT_S))
     found: list[dict[str, Any]] = []

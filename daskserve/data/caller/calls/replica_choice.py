@@ -1,8 +1,8 @@
 """Calls to a replica that the caller has chosen first: `Handle.choose_replica` and `Handle.dispatch`.
 
 A choice is a request like any other: it is queued, takes a slot at a replica, and counts as in flight there.
-Only its arguments follow later, on the same stream. So a slot that is not used is free again when the block
-ends, or when the caller vanishes, and nothing else has to keep track of it.
+Only its arguments follow later, on the same stream. So an unused slot is free again when the block ends or
+the caller is lost, and needs no other bookkeeping.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from daskserve.common.types import DONE, Message, Receive, Send
 from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import ReplicaUnavailableError
+from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 
 #: Sends the request of a choice and carries it to its end.
@@ -26,7 +27,7 @@ Reserve = Callable[[Receive, Send], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSelection:
-    """A replica with a slot that is reserved until the ``async with`` block of the choice ends.
+    """A replica with a slot that is reserved until the ``async with`` block ends.
 
     Attributes
     ----------
@@ -64,7 +65,7 @@ class ReplicaSelection:
         return self.node_id if self.port is None else f"{self.node_ip}:{self.port}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of this as plain values."""
+        """Return the selection as plain values."""
         return {**self._plain(), "replica_metadata": dict(self.replica_metadata), "address": self.address}
 
     @classmethod
@@ -90,7 +91,7 @@ class ReplicaChoice:
     def __init__(
         self, owner: tuple[str, str], connection: ClusterConnection, reserve: Reserve, *, is_stream: bool
     ) -> None:
-        #: The instance and the endpoint of the handle, which alone may dispatch to the selection.
+        #: The instance and the endpoint of the handle; only this handle may dispatch to the selection.
         self.owner = owner
         self.is_stream = is_stream
         self._connection = connection
@@ -139,9 +140,15 @@ class ReplicaChoice:
         self._call, self._put = call, put
         call.on_cancel(holding.cancel)
 
-    def send(self, making: Coroutine[Any, Any, Message]) -> None:
-        """Send the replica the message with the arguments, once they exist."""
-        start_call(self._connection, self._send(making))
+    def send(self, making: Coroutine[Any, Any, Message], deadline: float | None, late: str) -> None:
+        """Send the replica the message with the arguments once they exist; at the deadline, the call fails.
+
+        ``late`` is the text of that failure.
+        """
+        carrying = self._carry(making)
+        start_call(
+            self._connection, self._send(carrying if deadline is None else until(deadline, carrying, late))
+        )
 
     def _lost(self, error: BaseException | None) -> ReplicaUnavailableError:
         selected = self._selected.result()
@@ -151,17 +158,22 @@ class ReplicaChoice:
 
     # ---- on the connection's loop
 
-    async def _send(self, making: Coroutine[Any, Any, Message]) -> None:
+    async def _send(self, carrying: Coroutine[Any, Any, None]) -> None:
         assert self._call is not None
         assert self._holding is not None
         try:
-            message = await making
+            await carrying
         except Exception as error:  # the caller gets it
             self._call.set_error(error)
             self._holding.cancel()
-            return
+
+    async def _carry(self, making: Coroutine[Any, Any, Message]) -> None:
+        """Send the message, and wait for the end of the call."""
+        assert self._holding is not None
+        message = await making
         if self._message is not None and not self._message.done():
             self._message.set_result(message)
+        await waiter_for(self._connection, self._holding)
 
     async def _hold(self) -> None:
         self._message = asyncio.get_running_loop().create_future()
@@ -182,7 +194,7 @@ class ReplicaChoice:
         return DONE
 
     def _end(self, holding: PendingCall[None]) -> None:
-        """End what waits for the request, which has ended."""
+        """Complete the selection and the call after the request has ended."""
         error = cancelled_error("of a chosen replica") if holding.cancelled() else holding.exception()
         if not self._selected.done():
             self._selected.set_error(error or ReplicaUnavailableError("The replica made no reservation."))
