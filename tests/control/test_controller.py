@@ -344,6 +344,32 @@ async def test_the_list_of_workers_is_refreshed_in_case_an_event_was_lost(stage:
 
 
 @staged()
+async def test_a_refresh_that_fails_is_not_the_last_and_tasks_that_fail_are_in_the_log(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = stage.cluster.process((await stage.cluster.program.controller()).worker)
+    ask, asked = process.workers, 0
+
+    async def fail_once() -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise TypeError("a field of another version")
+        return await ask()
+
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    process.workers = fail_once  # type: ignore[method-assign]
+    stage.controller()._core.spawn(fail(), "mistaken")
+    await stage.clock.sleep(2 * REFRESH_S + 1)
+    assert asked == 2
+    texts = [each.getMessage() for each in caplog.records]
+    assert "The task daskserve-mistaken of the controller failed" in texts
+    assert any("The list of workers could not be refreshed: TypeError" in each for each in texts)
+
+
+@staged()
 async def test_an_event_that_overtakes_the_list_of_workers_is_not_undone(stage: Stage) -> None:
     """The list was made before a worker joined and arrives after the event that told so."""
     controller = await stage.cluster.program.controller()
