@@ -92,7 +92,7 @@ class ProxyActor:
         self._start = ProxyStart.decode(context.spec.payload)
         self._routes_known = asyncio.Event()
         self._listener: HTTPListener | None = None
-        #: The children that listen beside this proxy, and from what; None if the options do not say so.
+        #: The children that listen beside this proxy, and their port; None without ``replicas_listen``.
         self._children: ListeningChildren | None = None
         self._port: Port | None = None
         self._watches: list[Any] = []
@@ -156,12 +156,12 @@ class ProxyActor:
         await asyncio.gather(*stopping)
 
     def health(self) -> dict[str, Any]:
-        """Return how many requests are under way; a proxy does not check its own health."""
+        """Return the number of requests in flight; a proxy does not check its own health."""
         ingress = self._ingress
         return {} if ingress is None else self._with_children({"ongoing": ingress.ongoing})
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the controller reads every second while somebody watches the live metrics."""
+        """Return the counts that the controller reads every second while a client watches live metrics."""
         if self._ingress is None:
             return {"ended": 0}
         counts = {"ongoing": self._ingress.ongoing, **self._ingress.metrics.totals()}

@@ -32,7 +32,7 @@ from daskserve.telemetry.replica import ReplicaMetrics
 
 
 class HasConnection(Protocol):
-    """A view of the cluster, as far as this module knows it.
+    """The part of a process's view of the cluster that this module uses.
 
     See `daskserve.cluster.protocols.base.Process`.
     """
@@ -55,7 +55,7 @@ class DeploymentID(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeploymentActorContext:
-    """The actor that the current code belongs to: its name, and whose actor it is."""
+    """The deployment actor that the current code belongs to."""
 
     actor_name: str
     deployment: str
@@ -86,7 +86,7 @@ class GangContext:
     Attributes
     ----------
     gang_id : str
-        Another one whenever the gang restarts.
+        Changes whenever the gang restarts.
     rank, world_size : int
         The replica's number in the gang, and how many replicas it has.
     member_replica_ids : list of str
@@ -165,7 +165,7 @@ class ModelSplit:
         self.new, self.old = VersionCounter(), VersionCounter()
 
     def plain(self) -> dict[str, Any]:
-        """Return the totals for the controller, in the form of those of a router."""
+        """Return the totals for the controller, in the form that routers use."""
         return {"key": self.key, "new": self.new.plain(), "old": self.old.plain()}
 
 
@@ -189,7 +189,7 @@ class LoadedModels:
         wanted = self.defaults.get(name) if version is None else str(version)
         if version is None and (split := self.splits.get(name)) is not None:
             drawn = drawn_here()
-            # One version for all of a request. Code that answers none gets the default version.
+            # One draw for each request. Code outside of requests gets the default version.
             if drawn is not None and split.version in versions and wanted in versions:
                 chosen = drawn.setdefault(name, (split, self._rng.random() < split.share))
                 wanted = chosen[0].version if chosen[1] and chosen[0].version in versions else wanted
@@ -317,10 +317,10 @@ class RequestContext:
     multiplexed_model_id: ClassVar[str] = ""
     session_id: ClassVar[str] = ""
     priority: ClassVar[int | str] = 0
-    #: The number of that priority, if the caller's deployment knows its name.
+    #: The number of a priority that is a name, if ``priority_config`` has the name.
     priority_number: ClassVar[int] = 0
     idempotent: ClassVar[bool] = False
-    #: The item of a map, the same for each of its tries, to mark what is done; empty for other calls.
+    #: The id of an item of `Handle.map`, the same for each try; empty for other calls.
     item_id: ClassVar[str] = ""
     #: How the result is serialized; empty for the default.
     response_serialization: ClassVar[str] = ""
@@ -328,7 +328,7 @@ class RequestContext:
     is_shown: ClassVar[bool] = False
     #: The versions of models that were drawn for it; None before the first.
     drawn: ClassVar[Drawn | None] = None
-    #: What gives back the multiplexed models that it uses; None if nothing calls that at its end.
+    #: The functions that release its multiplexed models, called at its end; None if nothing calls them.
     held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
     #: The id, name, queue and attempt of the task that it is; see `daskserve.data.tasks.current`.
     task: ClassVar[Sequence[Any] | None] = None

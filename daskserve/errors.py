@@ -15,7 +15,7 @@
     ├── MethodNotFoundError (AttributeError) 404   call a method that the deployment has
     ├── ExternalScalerDisabledError          412   set external_scaler_enabled on the backend first
     ├── VersionConflictError                 412   read it again, and make the change to that
-    ├── InspectionError                      409   look again later, or at another replica
+    ├── InspectionError                      409   try again later, or another replica
     ├── ClosedError                          500   start or connect to an instance first
     ├── BlockingCallError      (RuntimeError) 500  await the call's asynchronous form
     ├── NotInReplicaError      (RuntimeError) 500  make the call in code that a replica runs
@@ -141,7 +141,7 @@ class NotFoundError(ServeError, KeyError):
 
 
 class MethodNotFoundError(ServeError, AttributeError):
-    """A handle was asked for a method that its deployment does not have."""
+    """A call names a method that the deployment does not have."""
 
     http_status = 404
 
@@ -153,13 +153,13 @@ class ExternalScalerDisabledError(ServeError):
 
 
 class VersionConflictError(ServeError):
-    """The version that the caller has read is no longer the present one."""
+    """The version that the caller has read is no longer current."""
 
     http_status = 412
 
 
 class InspectionError(ServeError):
-    """The code of a replica cannot be looked into now: it does not run, or cannot answer."""
+    """The code of a replica cannot be inspected now: it does not run, or does not answer."""
 
     http_status = 409
 
@@ -169,11 +169,11 @@ class ClosedError(ServeError):
 
 
 class BlockingCallError(ServeError, RuntimeError):
-    """A blocking call was made on the event loop that would have to run it."""
+    """A call blocks the event loop that has to run it."""
 
 
 class NotInReplicaError(ServeError, RuntimeError):
-    """Code that no replica runs asked for its replica."""
+    """Code outside of a replica used a function for replicas."""
 
 
 class InstanceError(ServeError):
@@ -353,7 +353,7 @@ class ReplicaBusyError(UnavailableError):
 
 
 class ActorLostError(UnavailableError):
-    """The actor, its worker, or the connection to it is gone.
+    """The actor, its worker, or the connection to it was lost.
 
     Attributes
     ----------
@@ -427,7 +427,7 @@ class RequestTimeoutError(ServeError, TimeoutError):
     is_retryable = True
 
 
-#: How the text of an error begins that names both deployments of a call.
+#: The beginning of an error text that names both deployments of a call.
 CALL_FROM = "A call from "
 #: The errors of a deployment that come from its load or its state, not from a mistake. A deployment whose
 #: code raises one gives its own callers the same answer.
@@ -462,7 +462,7 @@ class StepError(ServeError):
         self.requests = requests
 
     def for_callers(self) -> StepError:
-        """Return the error as callers get it: without the requests, and with the original as its cause."""
+        """Return the error for callers: without the requests, and with the same cause."""
         if not self.requests:
             return self
         error = StepError(str(self))
@@ -472,7 +472,7 @@ class StepError(ServeError):
 
 
 class UserCodeError(ServeError):
-    """User code raised an error whose class the caller cannot have; the message has its name and text."""
+    """User code raised an error whose class the caller cannot import; the message has its name and text."""
 
 
 class RemoteTraceback(Exception):

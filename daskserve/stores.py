@@ -56,7 +56,7 @@ class InstanceReport:
     deployments : dict
         The version of each deployment and backend, by name.
     problems : dict
-        What is damaged, by the name of the record, with the reason and what to do.
+        The damaged records by name, with the reason and the remedy.
     """
 
     epoch: int
@@ -217,7 +217,7 @@ def _chosen(
 
 
 def _covers(url: str, chosen: Mapping[InstanceName, StoredInstance]) -> bool:
-    """Return whether nothing of a store remains once some instances are replaced."""
+    """Return whether some instances are all that a store holds."""
     return not archive.exists(url) or set(archive.read_store(url).instances) <= set(chosen)
 
 
@@ -228,7 +228,7 @@ def _put(url: str, name: InstanceName, given: StoredInstance, *, may_lack: bool)
             store.repair()
         else:
             store.open()
-        # Never older than before: the actors of a running cluster tell their controllers by it.
+        # An epoch never decreases, because the actors of a running cluster refuse older controllers.
         epoch = max(store.claim_epoch(), given.epoch)
         store.rewrite(epoch, given.records)
     finally:
@@ -262,7 +262,7 @@ def _report_of(stored: StoredInstance) -> InstanceReport:
 
 
 def _broken_codes(change: Change, records: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:
-    """Return why some codes cannot be loaded, as far as that can be told without running them."""
+    """Return the codes that cannot be loaded, with the reasons that can be found without running them."""
     found = {}
     for each in change.values():
         if isinstance(each, BackendRecord) and not each.is_deleting:

@@ -22,7 +22,7 @@ from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
 from daskserve.proxies.ingress.bodies import BodyGate
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
-from daskserve.proxies.ingress.routes import CurrentRoutes, RouteTable
+from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
@@ -119,7 +119,7 @@ class HTTPListener:
     ) -> None:
         self._start, self._requests = start, requests
         self._instance, self._clock, self._rng = instance, clock, rng
-        self._routes = CurrentRoutes()
+        self._routes: RouteTable | None = None
         self.unready: Collection[str] | None = None
         self.is_store_taken = False
         self._access_log = None if logs is None else AccessLog(logs, clock, name, instance)
@@ -136,7 +136,7 @@ class HTTPListener:
             middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
         self.ingress = ingress = IngressApp(
             options=options,
-            routes=self._routes,
+            routes=lambda: self._routes,
             dispatch=requests.send,
             rng=self._rng,
             is_direct=not middlewares,
@@ -150,8 +150,8 @@ class HTTPListener:
             access_log=self._access_log,
             tracing=tracing,
         )
-        if self._routes.table is not None:
-            ingress.metrics.keep(self._routes.table.endpoints())
+        if self._routes is not None:
+            ingress.metrics.keep(self._routes.endpoints())
         app = build_app(ingress, middlewares)
         if options.trusted_forwarders:
             app = ForwardedHeaders(app, options.trusted_forwarders)
@@ -208,9 +208,9 @@ class HTTPListener:
 
     def update_routes(self, value: Mapping[str, Mapping[str, Any]]) -> None:
         """Use these routes from now on."""
-        table = self._routes.table = RouteTable(value)
+        self._routes = RouteTable(value)
         if self.ingress is not None:
-            self.ingress.metrics.keep(table.endpoints())
+            self.ingress.metrics.keep(self._routes.endpoints())
         for fields in value.values():
             self._requests.prepare(fields["endpoint"])
 

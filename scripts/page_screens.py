@@ -124,7 +124,7 @@ async def _photograph(
         for name, place, size, is_dark in taken:
             await tab.resize(*size, is_dark=is_dark)
             await tab.ask(f"location.hash = '#/{instance}{place}'")
-            # Two seconds, because some parts of a page are asked for once it is open.
+            # Two seconds, because a page requests some of its parts after it has opened.
             await asyncio.sleep(2)
             (folder / f"{name}.png").write_bytes(await tab.photograph())
         assert not tab.troubles, tab.troubles

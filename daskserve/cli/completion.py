@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.request
 
@@ -11,7 +12,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from daskserve.common import settings
 
 SHELLS = ("bash", "zsh", "fish")
-#: Time after which there are no names: who presses Tab does not wait.
+#: Timeout of the request for names, because completion must not make the user wait.
 NAMES_S = 0.5
 _APPLICATIONS = "/api/serve/applications/"
 _READ_BYTES = 8 << 20
@@ -42,7 +43,7 @@ def complete_files(_: click.Context, __: click.Parameter, incomplete: str) -> li
 
 
 def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of applications that begin as what was typed; none if they are not known soon."""
+    """Return the names of applications that begin with the typed text; none if the scheduler is slow."""
     variables = settings.process_variables()
     address = ctx.params.get("address") or variables.get("DASK_SCHEDULER_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -51,6 +52,6 @@ def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: st
     try:
         with urllib.request.urlopen(url, timeout=NAMES_S) as answer:
             names = list(json.loads(answer.read(_READ_BYTES))["applications"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return []  # a shell has no place for an error
     return [CompletionItem(name) for name in names if str(name).startswith(incomplete)]

@@ -56,7 +56,7 @@ class Section:
 
 
 def sections(folder: Path) -> Iterator[Section]:
-    """Yield the sections of all pages in a folder, without those that only the site's generator can fill."""
+    """Yield the sections of all pages in a folder, without the pages that only the site's generator fills."""
     for path in sorted(each for each in folder.rglob("*.md") if each.parent.name != GENERATED):
         page, title, in_code = path.relative_to(folder).as_posix(), "", False
         lines: list[str] = []

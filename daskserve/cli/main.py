@@ -70,7 +70,7 @@ class LazyGroup(click.Group):
         return found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the names of commands that begin as what was typed, without importing them."""
+        """Return the commands that begin with the typed text, without importing them."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]

@@ -48,18 +48,18 @@ class ExitCode(IntEnum):
     """The exit codes of all commands."""
 
     DONE = 0
-    #: The command failed, or what it was asked about has failed.
+    #: The command failed, or it reports a failure.
     FAILED = 1
     #: Wrong usage; click's code.
     USAGE = 2
-    #: No instance runs there, or the cluster cannot be reached, or a command that only reads gets no answer.
+    #: No instance runs there, the cluster cannot be reached, or a reading command gets no answer.
     NOT_RUNNING = 3
     #: With ``diff --exit-code``: there are changes.
     CHANGES = 4
 
 
 class CommandError(click.ClickException):
-    """An error with its exit code; printed as JSON if the command was asked for JSON."""
+    """An error with its exit code; printed as JSON if the command has the option ``--json``."""
 
     def __init__(self, message: str, exit_code: int = ExitCode.FAILED, kind: str = "") -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 
 
 def coloured(text: str) -> str:
-    """Return a text whose state words have colours, which `click.echo` drops where they do not belong.
+    """Return a text with coloured words for states; `click.echo` drops the colours outside of terminals.
 
     The names of columns have none: RUNNING is one of them, too.
     """
@@ -135,7 +135,7 @@ def writing(file: Path | str) -> Iterator[None]:
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Show errors that say what to do without a traceback, with the options and exit code of the command."""
+    """Show daskserve's errors without a traceback, with the names of the command's options."""
     try:
         yield
     except ReplicaStartError as error:
@@ -150,7 +150,7 @@ def errors_as_messages() -> Iterator[None]:
 
         raise _command_error(error, spelled(text_of(error))) from error
     except (ServeError, TypeError, ValueError) as error:
-        # Names in files are not those of options.
+        # A file has other names than the options of the command.
         text = str(error) if isinstance(error, ConfigFileError) else spelled(str(error))
         raise _command_error(error, text) from error
 

@@ -1,4 +1,4 @@
-"""The clients of an instance: one whose methods block until the change is complete, and one to await.
+"""The two clients of an instance: the methods of one block, those of the other are awaited.
 
 Both have the same verbs. Each verb is written once, as a coroutine of `ClientVerbs`.
 """
@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from daskserve.client.classic_handles import classic_handle
 from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.ending.serve_forever import serve_until_ended
-from daskserve.client.instance.connection import InstanceConnection, this_program
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.client.verbs.backends import BackendVerbs
 from daskserve.client.verbs.blocking import method
@@ -176,7 +176,7 @@ class ClientVerbs(
         return Status.of({**answer, "links": self._links()})
 
     def _links(self) -> Mapping[str, str]:
-        """Return where the instance can be looked at; the scheduler is asked once."""
+        """Return the links to pages that show the instance; cached after the first call."""
         if self._known_links is None:
             try:
                 self._known_links = links_of(self._connection.cluster_connection.dashboard_link)
@@ -241,7 +241,7 @@ class ClientVerbs(
         BadRequestError
             A `ValueError`: the percentage is not a number from 0 to 100.
         """
-        await self._change("set_target_capacity", percent=checked_capacity(percent), by=this_program())
+        await self._change("set_target_capacity", percent=checked_capacity(percent))
 
     async def rewrite_store(self) -> int:
         """Rewrite all records of the instance to the store, and return their number.

@@ -110,7 +110,7 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
 
 async def until_connected(client: Client) -> None:
     """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
-    # Dask's own attempts to reach a dead scheduler go on for long after another one has come.
+    # Dask keeps trying to reach a dead scheduler long after another one has replaced it.
     while client.status in ("newly-created", "connecting"):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
     if client.scheduler is None:
@@ -205,7 +205,7 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
-    # Dask logs what ends this method as an error, also that the client is closed.
+    # Dask logs every error that ends this method, even that the client was closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 

@@ -101,22 +101,16 @@ class LongPollHost:
         Returns immediately if there are any; otherwise when one changes, or empty after 30 s.
         """
 
-        def is_stale(key: str, seen: SnapshotId | None) -> bool:
-            counter = self._values.get(key, (0, None))[0]
-            return seen is None or tuple(seen) != (self._epoch, counter)
-
         deadline = self._clock.now() + LISTEN_S
         while True:
             changed = self._changed
-            stale = [key for key, seen in snapshot_ids.items() if is_stale(key, seen)]
-            if stale:
-                return {
-                    key: (
-                        (self._epoch, self._values.get(key, (0, None))[0]),
-                        self._values.get(key, (0, None))[1],
-                    )
-                    for key in stale
-                }
+            newer = {}
+            for key, seen in snapshot_ids.items():
+                counter, value = self._values.get(key, (0, None))
+                if seen is None or tuple(seen) != (self._epoch, counter):
+                    newer[key] = (self._epoch, counter), value
+            if newer:
+                return newer
             self.waiting += 1
             try:
                 await self._clock.wait_for(changed.wait(), deadline - self._clock.now())
@@ -151,7 +145,7 @@ class LongPollClient:
         self._starting: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         #: Time since which fetches have failed; None if the last one succeeded, or before the first one.
-        self._silent_since: float | None = None
+        self.silent_since: float | None = None
         # Metrics.
         self._published_at: float | None = None
         self._delays = LatencyHistogram()
@@ -233,14 +227,12 @@ class LongPollClient:
 
     def refresh(self) -> None:
         """Fetch all values, because messages may have been missed."""
-        self._silent_since = None  # from a scheduler that has returned, and starts a controller only now
+        self.silent_since = None  # from a scheduler that has returned, and starts a controller only now
+        self._fetch_all()
+
+    def _fetch_all(self) -> None:
         self._wanted.update(self._watchers)
         self._fetch_wanted.set()
-
-    @property
-    def silent_since(self) -> float | None:
-        """Time since which fetches from the controller have failed; None if the last one succeeded."""
-        return self._silent_since
 
     def ask(self) -> None:
         """Fetch from the controller now, without an update message."""
@@ -273,14 +265,13 @@ class LongPollClient:
         if epoch < self._epoch or (epoch, counter) <= self._seen:
             return
         self._epoch = epoch
-        self._silent_since = None
+        self.silent_since = None
         self._published_at = message.get("at")
         if (epoch, counter) != (self._seen[0], self._seen[1] + 1):
             # A gap, or a new controller: the known values may be outdated.
             if epoch != self._seen[0]:
                 self._cluster.forget_controller()
-            self._wanted.update(self._watchers)
-            self._fetch_wanted.set()
+            self._fetch_all()
             return
         for key, is_inline, value in message["changes"]:
             if key not in self._watchers:
@@ -328,13 +319,13 @@ class LongPollClient:
             try:
                 await self._fetch()
                 delay_s = 0.01
-                self._silent_since = None
+                self.silent_since = None
             except (ServeError, OSError, TimeoutError) as error:
                 # The controller is busy or being replaced; the known values remain in use.
                 level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
                 self._fetch_failures += 1
-                if self._silent_since is None:
-                    self._silent_since = self._clock.now()
+                if self.silent_since is None:
+                    self.silent_since = self._clock.now()
                 self._cluster.forget_controller()
                 logger.log(level, "A fetch from the controller failed and is retried: %s", error)
                 self._fetch_wanted.set()
@@ -356,8 +347,7 @@ class LongPollClient:
         unfetched = set(self._watchers) - set(keys)
         if missed and unfetched:
             # The answer is newer than the known values of the other keys: fetch all from one snapshot.
-            self._wanted.update(self._watchers)
-            self._fetch_wanted.set()
+            self._fetch_all()
             return
         self._wanted.difference_update(keys)
         for key in keys:

@@ -119,7 +119,7 @@ class ReservedResources(SchedulerPlugin):
     Parameters
     ----------
     announce
-        Called with the amounts that tasks hold on the workers where these have changed.
+        Called with the amounts that tasks hold, for each worker where they have changed.
     """
 
     name = PLUGIN_NAME
@@ -211,7 +211,7 @@ class ReservedResources(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Decide again which workers stand aside, after one was paused or resumed."""
         if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
-            # Dask logs the event before it has changed what it knows of the worker.
+            # Dask logs the event before it updates its state of the worker.
             asyncio.get_running_loop().call_soon(self._apply, ())
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -306,7 +306,7 @@ class ReservedResources(SchedulerPlugin):
             if others:
                 best = min(others, key=lambda each: len(each.processing) + counts[each])
                 counts[best] += 1
-                # As if the other one had no work. A task that runs stays.
+                # As if the other worker had no tasks. A running task stays.
                 self._scheduler.extensions["stealing"].move_task_request(task, worker, best)
 
     # ---- the scheduler's decisions

@@ -19,6 +19,7 @@ from daskserve.options.backend import BackendConfig
 from daskserve.options.deployment_actor import DeploymentActorConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.base import Options, spellings_of
+from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.http import HTTPOptions
 from daskserve.options.logging import LoggingConfig
 from daskserve.options.tracing import TracingConfig
@@ -81,10 +82,7 @@ def _deployment(env: Mapping[str, Any]) -> dict[str, Any]:
         "name": {**_NAME, "description": "Name of the deployment, as in the code."},
         **found["properties"],
         "num_replicas": _noted(replicas, {"anyOf": [_plain(replicas), {"const": "auto"}, {"type": "null"}]}),
-        "rolling_update_percentage": _noted(
-            found["properties"]["rolling_update_percentage"], {"type": "number"}
-        ),
-        "max_surge_percent": _noted(found["properties"]["max_surge_percent"], {"type": "number"}),
+        **{name: _noted(found["properties"][name], {"type": "number"}) for name in TRANSLATED},
         "actor_options": {**resources, "description": "Resources of each replica."},
         "ray_actor_options": {**theirs, "description": "Ray Serve's name of actor_options."},
         "env": {**env, "description": "Environment of the replicas, over that of the application."},

@@ -49,7 +49,7 @@ INSTANCE: Mapping[str, RayKey] = {
     "controller_options": _instead("controller_options", _always),
     "host": RayKey("write it in http_options"),
     "port": RayKey("write it in http_options"),
-    # Of services of Anyscale, whose files are otherwise those of Ray Serve.
+    # Keys of Anyscale's services, whose files extend those of Ray Serve.
     "name": RayKey("an instance has no name; its applications have", _always),
     "compute_config": RayKey("the applications run on the workers of the Dask cluster", _always),
     "excludes": RayKey("the whole folder is sent", _always),

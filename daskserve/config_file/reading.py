@@ -132,7 +132,7 @@ def _join(
     for index, each in enumerate(part.get("applications", ())):
         where = (*path, "applications", index) if has_list else path
         references = places_of_references(each, where, document, faults.name)
-        named = {"name": DEFAULT_APPLICATION, **each}  # what is stored by name has one
+        named = {"name": DEFAULT_APPLICATION, **each}  # applications are stored by name
         if has_list and part.get("logging_config"):
             # The instance may run already; its deployments log by the file.
             outer = {"logging_config": part["logging_config"]}

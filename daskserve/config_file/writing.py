@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-#: The file that ``daskserve schema`` is written to, for editors; next to the configuration.
+#: The file, next to the configuration, to which users write the output of ``daskserve schema``.
 SCHEMA_FILE = "daskserve.schema.json"
-#: The first line of a file, from which editors know its schema.
+#: The first line of a file, which names its schema for editors.
 SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
 _WIDTH = 110
 

@@ -278,7 +278,7 @@ _MAKERS: Mapping[str, Any] = {"__new__": _new_member, "__init__": _ignore}
 
 
 def made_enum(make: Callable[..., Any], bases: Any, name: str, members: Mapping[str, Any], *rest: Any) -> Any:
-    """Make an enumeration with these members, or return that of this process."""
+    """Make an enumeration with these members, or return the one that this process already has."""
     qualname, *others = rest
     cls = make(bases, name, qualname, {**_MAKERS, **members} if members else {}, *others)
     for each, maker in (("__init__", _ignore), ("__new_member__", _new_member)):

@@ -7,7 +7,7 @@ A module of internals imports and checks everything within one `needs`::
 
         check.attributes(HTTP1Connection, "_parse_headers")
 
-A missing part raises one `LibraryVersionError` with the library, its version and the one to install.
+Missing parts raise one `LibraryVersionError` that names the library, its version and the versions to install.
 """
 
 from __future__ import annotations

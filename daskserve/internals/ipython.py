@@ -44,7 +44,7 @@ def cell_name(file: str) -> str | None:
 
 
 def with_cell_lines(text: str) -> str:
-    """Return a traceback of another process with the lines of the cells in it, which only this one has."""
+    """Add the source lines of cells, which only this process has, to a traceback of another process."""
     return "\n".join(_with_cell_lines(text.split("\n"))) if CELL.search(text) else text
 
 

@@ -82,7 +82,8 @@ class _Nowhere:
 def intercept_records(intercept: CallHandlers) -> CallHandlers:
     """Pass all log records of the process to a function; return the one that called the handlers before.
 
-    Levels and filters of loggers apply before, those of handlers when the returned function is called.
+    Levels and filters of loggers apply before this; those of handlers apply when the returned function is
+    called.
     """
     original: CallHandlers = logging.Logger.callHandlers
     logging.Logger.callHandlers = intercept  # type: ignore[method-assign, assignment]

@@ -201,7 +201,7 @@ class AppCopier:
         return self.with_router(Starlette(), router)
 
     def with_router(self, app: Any, router: Any) -> Any:
-        """Return an application after it has got a router, which gets the application's routes."""
+        """Replace an application's router by another one, which gets its routes; return the application."""
         router.routes.extend(app.routes)
         app.router = router
         return app

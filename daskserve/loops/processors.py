@@ -39,13 +39,13 @@ class Follower:
         self._processor = -1
 
     def follow(self) -> None:
-        """Have the thread run on the processor of the calling thread from now on, if that is possible."""
+        """Pin the thread to the processor of the calling thread, if possible."""
         if self._present is not None and (processor := self._present()) != self._processor:
             self._move({processor})
             self._processor = processor
 
     def release(self) -> None:
-        """Let the thread run wherever the calling thread may."""
+        """Let the thread run on all processors that the calling thread may use."""
         if self._processor >= 0:
             self._processor = -1
             self._move(os.sched_getaffinity(0))

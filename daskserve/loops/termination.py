@@ -5,10 +5,10 @@ handlers end the process at once. Choice: one handler per process, in front of t
 SIGTERM it starts the registered shutdowns; when all of them are done, or on a second SIGTERM, it calls the
 previous handler.
 
-Some senders send the signal twice, to the process and to its group, so two within a moment count as one.
-A forked child inherits the handler but does not need it: there, the signal ends the process. Python drops
-signals that arrive in a child during the fork, while it has a handler, so SIGTERM is held back until it
-has none.
+Some senders send the signal twice, to the process and to its group, so two within a moment count as one. A
+forked child inherits the handler but does not need it: there, the signal ends the process. Python drops
+signals that arrive in a child during the fork while the child has a handler, so SIGTERM is blocked until the
+handler is removed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class Termination:
         return handler
 
     def add(self, begin: Begin) -> Callable[[], None]:
-        """Start a shutdown on SIGTERM; return a function that undoes this, to be called in the main
-        thread."""
+        """Start a shutdown on SIGTERM; return a function that undoes this in the main thread."""
         self._begins.append(begin)
 
         def remove() -> None:

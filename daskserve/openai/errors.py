@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -20,19 +20,18 @@ from daskserve.errors import (
 class InvalidRequestError(BadRequestError):
     """The request is wrong: ``param`` names the field. Engines may raise it, too."""
 
+    default_code: ClassVar[str | None] = None
+
     def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        self.code = code
+        self.code = code or self.default_code
 
 
 class ContextLengthError(InvalidRequestError):
     """The prompt and the requested tokens exceed the context length of the model."""
 
-    def __init__(
-        self, message: str = "", *, param: str | None = None, code: str | None = "context_length_exceeded"
-    ) -> None:
-        super().__init__(message, param=param, code=code)
+    default_code = "context_length_exceeded"
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):

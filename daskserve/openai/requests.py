@@ -148,7 +148,7 @@ class Sampling(Body):
         return {**{each: getattr(self, each) for each in names}, "stop": stop, "extra": self.extra}
 
     def choices(self, base: GenerationRequest, count: int) -> Iterator[GenerationRequest]:
-        """Yield the requests for several answers to one prompt, each with a seed of its own."""
+        """Yield the requests for several answers to one prompt, each with a different seed."""
         for choice in range(count):
             seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
             yield replace(base, choice=choice, seed=seed)

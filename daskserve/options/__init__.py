@@ -1,1 +1,1 @@
-"""The options of users, each defined once, and checked where they are written."""
+"""The options, each defined once, and checked in the program that sets them."""

@@ -1,4 +1,4 @@
-"""The resources that a replica asks for."""
+"""The resources of a replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from daskserve.options.fields.base import Amount, ByteCount, Options, parse_typed
 from daskserve.options.fields.ray_names import INSTEAD
 
-#: Prefix of the resources that say which accelerator a worker has.
+#: Prefix of the resource that names a worker's type of accelerator.
 ACCELERATOR = "accelerator_type:"
 #: The amount of its accelerator's resource that a replica takes, so that many replicas can share one.
 ACCELERATOR_SHARE = 0.001

@@ -393,7 +393,7 @@ class BackendConfig(Options):
 
     @property
     def packs(self) -> bool:
-        """Whether replicas go where others are: those of a gang to each other, or all of the backend."""
+        """Whether replicas are packed onto few workers: those of a gang, or all of the backend."""
         gangs = self.gang_scheduling_config
         return self.placement == "PACK" if gangs is None else gangs.gang_placement_strategy == "PACK"
 

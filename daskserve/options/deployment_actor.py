@@ -15,7 +15,7 @@ from daskserve.options.fields.base import Options, parse_options
 
 #: Calls that an actor runs at once if all its methods are ``async def``.
 ASYNC_CALLS = 1000
-#: Separates the parts of the name of the deployment that runs an actor.
+#: Separates the name of a deployment from that of its actor, in the name of the actor's own deployment.
 SEPARATOR = ":"
 
 

@@ -90,7 +90,14 @@ class Environment(Options):
                 raise ValueError(f"packages must be a list of requirements or a file of them, got {value!r}")
             return value["packages"]
         if isinstance(value, str | os.PathLike):
-            lines = [line.partition(" #")[0].strip() for line in Path(value).read_text().splitlines()]
+            try:
+                text = Path(value).read_text()
+            except OSError as error:
+                raise ValueError(
+                    f"{os.fspath(value)!r} is not a list of requirements, and not a file of them that can be "
+                    f"read: {error.strerror}"
+                ) from None
+            lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
             return [line for line in lines if line and not line.startswith("#")]
         return value
 
@@ -130,11 +137,11 @@ class Interpreter:
     Attributes
     ----------
     is_own : bool
-        Whether it is the interpreter of this process, with the same packages.
+        Whether this process runs the same interpreter, with the same packages.
     variables : mapping or None
         The environment variables of its processes; None means those of this process.
     first : tuple of str
-        Folders in which another interpreter looks first for what it imports.
+        Folders that come first on the import path of another interpreter.
     """
 
     python: str

@@ -188,7 +188,7 @@ class QueueOptions:
 
     @property
     def file(self) -> str | None:
-        """The path of a queue in a file; otherwise None."""
+        """The path of the file of a queue; None for other queues."""
         parts = urlsplit(self.url)
         return unquote(parts.netloc + parts.path) if parts.scheme == SQLITE_SCHEME else None
 

@@ -1,4 +1,4 @@
-"""The plan of a rollout: its steps, what it compares, and who gets the new version."""
+"""The options of a rollout: its steps, its comparisons, and which requests get the new version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _checked_share(value: Any) -> str:
 
 
 def _as_path(value: Any) -> Any:
-    """Return the import path of a function, which the processes that send requests import by it."""
+    """Return the import path of a function, with which other processes import it."""
     if not callable(value):
         return value
     path = f"{value.__module__}:{getattr(value, '__qualname__', value)}"
@@ -67,7 +67,7 @@ DETECTS: Mapping[str, str] = {"error_rate": "2%", "latency": "10%"}
 
 
 class Gate(Options):
-    """One comparison of the new version with the old one; if it fails, the rollout is taken back."""
+    """One comparison of the new version with the old one; if it fails, the rollout is rolled back."""
 
     place: ClassVar[str] = "rollout.gates"
 
@@ -125,7 +125,7 @@ class Gate(Options):
 
 
 class RolloutConfig(Options):
-    """How a new version of a deployment gets its traffic: step by step, compared with the old one."""
+    """How the traffic moves to a new version of a deployment: in steps, compared with the old one."""
 
     place: ClassVar[str] = "rollout"
 

@@ -54,7 +54,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec(Spec):
-    """A backend as a client asks for it; user code is bytes.
+    """The definition of a backend that a client sends; user code is bytes.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class BackendSpec(Spec):
     env : str or None
         The environment, as `daskserve.options.environment.Environment.to_text` returns it.
     request_id : str
-        Tells the retry of a call from a second call.
+        The id of the call, the same when the call is retried.
     timeout_s, progress_timeout_s : float or None
         As in `daskserve.control.records.records.GoalRecord`.
     parts : tuple
@@ -119,7 +119,7 @@ class DeploymentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ApplicationSpec(Spec):
-    """An application as a client asks for it.
+    """The definition of an application that a client sends.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class ApplicationSpec(Spec):
     deployments : tuple of DeploymentSpec
         Each after those that it needs, so the ingress is the last.
     request_id : str
-        Tells the retry of a call from a second call.
+        The id of the call, the same when the call is retried.
     timeout_s, progress_timeout_s : float or None
         As in `daskserve.control.records.records.GoalRecord`.
     """

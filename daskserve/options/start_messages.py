@@ -38,7 +38,7 @@ def dump_config(config: BackendConfig) -> dict[str, Any]:
 
 
 def dump_config_in(config: BackendConfig, logging: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the same for a replica of an instance that logs in some way."""
+    """Return the result of `dump_config`, over the logging options of the instance."""
     found = dump_config(config)
     if logging is not None:
         found["logging_config"] = {**logging, **(found["logging_config"] or {})}
@@ -203,7 +203,7 @@ class ProxyStart(StartMessage):
 
 @dataclass(frozen=True, slots=True)
 class BuilderStart(StartMessage):
-    """The start message of what builds applications.
+    """The start message of an actor that builds applications.
 
     Attributes
     ----------
@@ -227,7 +227,7 @@ class ControllerStart(StartMessage):
     callback : str or None
         Import path of a function that the controller calls when it starts.
     start_id : str
-        Differs between two starts of an instance on the same store, but not between their controllers.
+        The id of this start of the instance; all of its controllers have the same.
     opens_with_route : bool
         Whether the proxies start only once there is a route.
     history_bytes : int

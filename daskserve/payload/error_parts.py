@@ -4,8 +4,8 @@ Problem: pickle calls an error's class with ``args``, which many classes do not 
 whole error for one attribute that cannot be pickled. What else it stores depends on the process: distributed
 registers reducers (of tblib) that add the cause, the context and the traceback. Choice: an error is its
 class, ``args``, the fields of its built-in class, its attributes, its cause and its context. Each value that
-needs code of its own travels as a pickle of its own; one that cannot be pickled is left out, or is a text
-among ``args``. The error is then made by the built-in class that it is derived from. Only a class with
+needs code of its own travels as a separate pickle. One that cannot be pickled is left out, or is a text among
+``args``. The receiver makes the error with the built-in class that it is derived from. Only a class with
 methods for pickling is pickled and unpickled by these, if they work.
 
 So an error keeps its class unless the class itself cannot be pickled, or does not exist at the receiver.
@@ -45,10 +45,10 @@ from daskserve.payload.error_text import (
 )
 from daskserve.payload.pickling import load_bytes
 
-#: Maximum size of a value that travels without a pickle of its own, and of all pickles of an error.
+#: Maximum size of a value that travels without its own pickle, and of all pickles of an error.
 MAX_PLAIN_BYTES = 16 * 1024
 MAX_PICKLED_BYTES = 1024 * 1024
-#: How deep values are nested that travel without a pickle of their own, and errors among values.
+#: Maximum nesting of values that travel without their own pickle, and of errors among values.
 MAX_DEPTH = 4
 #: An error with more frames is not packed where user code runs.
 MAX_FRAMES_AT_ONCE = 100
@@ -314,7 +314,7 @@ def _stand_in(value: Any, foreign: Foreign) -> Any:
 
 
 class _Bounded(io.BytesIO):
-    """A file that refuses to grow beyond a size."""
+    """A file in memory with a maximum size."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

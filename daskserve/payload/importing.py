@@ -63,10 +63,11 @@ def _modules_beside(name: str) -> list[ModuleType]:
     folder = folder_of(name)
     if folder is None:
         return []
-    # Other threads import, too, and a list of a dictionary's items is not made in one step.
-    files = {each: getattr(module, "__file__", None) or "" for each, module in sys.modules.copy().items()}
+    # A copy, because other threads import and forget modules, too.
+    modules = sys.modules.copy()
+    files = {each: getattr(module, "__file__", None) or "" for each, module in modules.items()}
     return [
-        sys.modules[each]
+        modules[each]
         for each, file in sorted(files.items())
         if each != "__main__" and file.startswith(folder + os.sep) and not _is_installed(file)
     ]
@@ -95,7 +96,7 @@ def folder_of(name: str) -> str | None:
 def have_changed(modules: Iterable[ModuleType]) -> bool:
     """Return whether the file of any of the modules may have changed since it was imported."""
     for module in modules:
-        # Without a digest, the module may have been imported long ago, by something else.
+        # Without a digest, it is unknown when the module was imported.
         before = module.__dict__.get(_DIGEST)
         try:
             if before is None or (before and before != digest_of_file(str(module.__file__))):
@@ -115,7 +116,7 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
         file = getattr(module, "__dict__", {}).get("__file__")
         if not file or file.startswith(stdlib) or _is_installed(file):
             continue
-        if name == "__main__" or name.partition(".")[0] == "daskserve":  # in a clone
+        if name == "__main__" or name.partition(".")[0] == "daskserve":  # from a clone of the repository
             continue
         if not file.startswith(starts):
             # It may be the same folder by another name, which only the file system knows, and slowly.
@@ -155,7 +156,7 @@ def _standard_library() -> str:
 
 
 def file_digest(module: ModuleType) -> str:
-    """Return the digest that a module's file had when it was first needed, or had in `digests_before`."""
+    """Return the digest of a module's file, from `digests_before` or from the first call for this module."""
     found: str | None = module.__dict__.get(_DIGEST)
     if found is None:
         path = str(module.__file__)
@@ -191,7 +192,8 @@ class ModuleVersions:
 
     def check(self, *, is_exact: bool) -> None:
         """Check which versions were imported when the code was unpickled; see `import_definition`."""
-        found = {name: file_digest(sys.modules[name]) for name in self.modules if name in sys.modules}
+        modules = sys.modules.copy()
+        found = {name: file_digest(modules[name]) for name in self.modules if name in modules}
         _check_versions("The code", self.modules, found, is_exact=is_exact)
 
 

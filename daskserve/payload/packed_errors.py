@@ -228,7 +228,7 @@ def pack_without_code(error: BaseException, begun: PackedError | None = None) ->
 
 
 def packed_here(error: BaseException) -> PackedError:
-    """Return an error packed, if it is not yet, without running code of its class."""
+    """Pack an error that is not packed yet, without running code of its class."""
     if type(error) is PackedError:
         return error
     packed = _packed(error, Foreign.LEFT_OUT, is_of_user=False, untraced=())

@@ -148,7 +148,7 @@ def way_to(
 ) -> list[PathStep]:
     """Return the path to the part of a value that cannot be pickled; empty if that is not known.
 
-    Its first step is the root that it begins at.
+    The first step is the root where the path begins.
     """
     from daskserve.internals.cloudpickle import trace  # late, as in `daskserve.payload.pickling`
 

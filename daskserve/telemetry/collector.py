@@ -39,30 +39,27 @@ Key = tuple[str, tuple[str, ...]]
 class _Known:
     """A source and the log of its errors."""
 
-    __slots__ = ("metrics_errors", "ref", "user_errors")
+    __slots__ = ("_errors", "ref")
 
     def __init__(self, source: Source, forget: Callable[[weakref.ref[Source]], None]) -> None:
         self.ref = weakref.ref(source, forget)
-        self.metrics_errors = ErrorLog(logger)
-        self.user_errors = ErrorLog(logger)
+        self._errors = {"samples": ErrorLog(logger), "user_samples": ErrorLog(logger)}
 
     def samples(self) -> list[MetricSample]:
         """Return the samples of the source; none if it no longer exists or raises."""
-        source = self.ref()
-        try:
-            return [] if source is None else list(source.samples())
-        except Exception as error:
-            # One broken source must not break the scrape of all others and of Dask's own metrics.
-            self.metrics_errors.log(error, "Could not read the metrics of %r", source)
-            return []
+        return self._read("samples", "metrics")
 
     def user_samples(self) -> list[UserSample]:
-        """Return the user metrics of the source; none if it no longer exists or raises."""
+        """Return the user metrics of the source; none if it has none, no longer exists or raises."""
+        return self._read("user_samples", "user metrics")
+
+    def _read(self, method: str, what: str) -> list[Any]:
         source = self.ref()
         try:
-            return list(getattr(source, "user_samples", list)())
+            return list(getattr(source, method, list)())
         except Exception as error:
-            self.user_errors.log(error, "Could not read the user metrics of %r", source)
+            # One broken source must not break the scrape of all others and of Dask's own metrics.
+            self._errors[method].log(error, "Could not read the %s of %r", what, source)
             return []
 
 

@@ -146,17 +146,11 @@ class ReplicaMetrics:
 
     def batches_of(self, method: str) -> BatchMetrics:
         """Return the counters of one method's batches, created on first use; any thread may call this."""
-        found = self.batches.get(method)
-        if found is None:
-            found = self.batches.setdefault(method, BatchMetrics())
-        return found
+        return self.batches.get(method) or self.batches.setdefault(method, BatchMetrics())
 
     def steps_of(self, method: str) -> StepMetrics:
         """Return the counters of one method's continuous batches; as `batches_of`."""
-        found = self.steps.get(method)
-        if found is None:
-            found = self.steps.setdefault(method, StepMetrics())
-        return found
+        return self.steps.get(method) or self.steps.setdefault(method, StepMetrics())
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Include a queue of user code in the queue length; see `QueueLengths.watch`."""
@@ -249,14 +243,20 @@ class ReplicaMetrics:
                 ("replica_startup_duration_seconds", labels, self.startup_s),
             ]
         for method, each in list(self.batches.items()):
-            found.append(("batch_size", (*deployment, method), each.sizes))
-            found.append(("batch_wait_seconds", (*deployment, method), each.waits))
-            found.append(("batch_duration_seconds", (*deployment, method), each.durations))
-            found.append(("batch_utilization_ratio", (*deployment, method), each.shares))
+            by_method = (*deployment, method)
+            found += [
+                ("batch_size", by_method, each.sizes),
+                ("batch_wait_seconds", by_method, each.waits),
+                ("batch_duration_seconds", by_method, each.durations),
+                ("batch_utilization_ratio", by_method, each.shares),
+            ]
         for method, steps in list(self.steps.items()):
-            found.append(("continuous_step_duration_seconds", (*deployment, method), steps.durations))
-            found.append(("continuous_outputs", (*deployment, method), steps.outputs))
-            found.append(("continuous_preemptions", (*deployment, method), steps.preemptions))
+            by_method = (*deployment, method)
+            found += [
+                ("continuous_step_duration_seconds", by_method, steps.durations),
+                ("continuous_outputs", by_method, steps.outputs),
+                ("continuous_preemptions", by_method, steps.preemptions),
+            ]
         return found
 
     def states(

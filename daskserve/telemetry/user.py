@@ -28,16 +28,17 @@ class UserMetric:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        own = (self.name, self.kind, self.description, self.tag_keys, self.boundaries)
-        object.__setattr__(self, "_hash", hash(own))
+        object.__setattr__(self, "_hash", hash(self._declared()))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the hash, which differs between processes.
-        own = (self.name, self.kind, self.description, self.tag_keys, self.boundaries)
-        return UserMetric, own
+        return UserMetric, self._declared()
+
+    def _declared(self) -> tuple[Any, ...]:
+        return self.name, self.kind, self.description, self.tag_keys, self.boundaries
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from daskserve.proxies.exchange.websocket.session import BadHandshakeError, WebS
 
 log = logging.getLogger("daskserve.proxies")
 
-#: How long a client that has its response may go on sending the request body, which is dropped.
+#: How long a client that has its response may continue to send the request body, which is dropped.
 LINGER_S = 2.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

@@ -46,7 +46,7 @@ class Stream(asyncio.Protocol):
         #: Held while another thread ends the connection: its descriptor must not be closed meanwhile.
         self._ending = threading.Lock()
 
-    def write(self, data: bytes | memoryview, /) -> asyncio.Future[None]:
+    def write(self, data: bytes | memoryview) -> asyncio.Future[None]:
         """Send; the future is done when there is room for more.
 
         Raises
@@ -69,7 +69,7 @@ class Stream(asyncio.Protocol):
         """How many bytes the operating system has taken; it grows while a client reads a long message."""
         return self._accepted_bytes - (0 if self._is_lost else self._transport.get_write_buffer_size())
 
-    def set_close_callback(self, callback: Callable[[], None] | None, /) -> None:
+    def set_close_callback(self, callback: Callable[[], None] | None) -> None:
         """Call back when the connection is closed."""
         self._on_close = callback
 
@@ -93,7 +93,7 @@ class Stream(asyncio.Protocol):
         self._transport.set_write_buffer_limits(1, 0)
         self._transport.set_protocol(self)
 
-    def start_reading(self, on_data: Callable[[bytes], None], /) -> None:
+    def start_reading(self, on_data: Callable[[bytes], None]) -> None:
         """Call ``on_data(data)`` with all that is received, until `pause_reading`."""
         self._on_data = on_data
         self.resume_reading()
@@ -113,7 +113,7 @@ class Stream(asyncio.Protocol):
             self._is_reading_paused = False
             self._transport.resume_reading()
 
-    def leave_for(self, loop: asyncio.AbstractEventLoop, /) -> tuple[Socket, bytes] | None:
+    def leave_for(self, loop: asyncio.AbstractEventLoop) -> tuple[Socket, bytes] | None:
         """Return a socket for a stream on ``loop``, and the bytes that were received and not read.
 
         This closes the stream, but not the connection. Returns None if the connection cannot move, or if it

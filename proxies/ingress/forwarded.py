@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.ingress.request import REQUEST_TIMEOUT, TRUSTED_TIMEOUT
-
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 FORWARDED_FOR = b"x-forwarded-for"
 FORWARDED_PROTO = b"x-forwarded-proto"
@@ -33,29 +30,18 @@ _MAX_ADDRESS_CHARS = 64
 _SECURE: Mapping[str, str] = {"http": "https", "ws": "wss"}
 
 
-def parse_networks(names: Iterable[str]) -> tuple[Network, ...]:
-    """Parse addresses and networks, such as ``10.0.0.7`` or ``10.0.0.0/8``.
-
-    Raises
-    ------
-    ValueError
-        One is neither an address nor a network.
-    """
-    return tuple(ipaddress.ip_network(name, strict=False) for name in names)
-
-
 class ForwardedHeaders:
     """Replaces client and scheme in the scopes of requests that come through trusted proxies.
 
     Parameters
     ----------
     trusted : sequence of str
-        Addresses and networks of the proxies.
+        Addresses and networks of the proxies, such as ``10.0.0.7`` or ``10.0.0.0/8``.
     """
 
     def __init__(self, app: ASGIApp, trusted: Sequence[str]) -> None:
         self._app = app
-        self._networks = parse_networks(trusted)
+        self._networks = [ipaddress.ip_network(name, strict=False) for name in trusted]
         # Few proxies forward all requests, and to parse their addresses is most of the cost.
         self._judge = functools.lru_cache(maxsize=1024)(self._look_up)
 

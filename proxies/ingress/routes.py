@@ -175,12 +175,3 @@ def normalize_prefix(path: str) -> str:
     """Return a path prefix with one leading and no trailing slash; the root is the empty string."""
     bare = path.strip("/")
     return f"/{bare}" if bare else ""
-
-
-class CurrentRoutes:
-    """The present route table; called, it returns it."""
-
-    table: RouteTable | None = None
-
-    def __call__(self) -> RouteTable | None:
-        return self.table

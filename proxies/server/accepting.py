@@ -55,7 +55,7 @@ BLOCKED_S = 1.0
 #: one of `_SPARE_SHARE` connections, and at most `_SPARE`.
 SCARCE_S = 10.0
 _SPARE_SHARE, _SPARE = 4, 8
-#: While accepting pauses again and again for one reason, the log says so this often.
+#: Minimum time between two log lines about pauses with the same cause.
 _LOG_AGAIN_S = 60.0
 #: How long a server that closes its port waits for TLS handshakes.
 _HANDSHAKES_S = 0.5

@@ -43,7 +43,7 @@ log = logging.getLogger("daskserve.proxies")
 
 #: While draining, how long an open connection may be silent before it counts as unused.
 _QUIET_S = 0.1
-#: While draining, how often to see whether a pause in accepting has ended.
+#: While draining, the interval of checks whether a pause in accepting has ended.
 _PAUSED_S = 0.01
 #: How long cancelled requests may take to clean up.
 _CANCEL_S = 5.0

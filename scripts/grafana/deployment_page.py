@@ -7,6 +7,7 @@ from grafana.overview import (
     errors_now,
     latencies,
     missing_now,
+    p50_and_p99,
     p99_now,
     queued_now,
 )
@@ -167,19 +168,13 @@ REPLICAS = Row(
         Panel(
             "Wait for the batch",
             "Time that an item waited for its batch.",
-            [
-                Query(quantile(0.5, "batch_wait_seconds", ("method",)), "{{method}}: p50"),
-                Query(quantile(0.99, "batch_wait_seconds", ("method",)), "{{method}}: p99"),
-            ],
+            p50_and_p99("batch_wait_seconds", "method"),
             Unit.SECONDS,
         ),
         Panel(
             "Duration of batches",
             "Time that a batch ran.",
-            [
-                Query(quantile(0.5, "batch_duration_seconds", ("method",)), "{{method}}: p50"),
-                Query(quantile(0.99, "batch_duration_seconds", ("method",)), "{{method}}: p99"),
-            ],
+            p50_and_p99("batch_duration_seconds", "method"),
             Unit.SECONDS,
         ),
         Panel(
@@ -327,10 +322,7 @@ CONTINUOUS = Row(
         Panel(
             "Steps of continuous batches",
             "Time that a step took.",
-            [
-                Query(quantile(0.5, "continuous_step_duration_seconds", ("method",)), "{{method}}: p50"),
-                Query(quantile(0.99, "continuous_step_duration_seconds", ("method",)), "{{method}}: p99"),
-            ],
+            p50_and_p99("continuous_step_duration_seconds", "method"),
             Unit.SECONDS,
         ),
         Panel(

@@ -38,6 +38,16 @@ def _quantile(share: float, short_name: str, by: str) -> str:
     return _with_no_route(found) if by == "route" else found
 
 
+def p50_and_p99(short_name: str, by: str = "") -> list[Query]:
+    """Return the queries for the 50th and the 99th percentile of a histogram, by a label if one is given."""
+    prefix = f"{{{{{by}}}}}: " if by else ""
+    labels = (by,) if by else ()
+    return [
+        Query(quantile(0.5, short_name, labels), f"{prefix}p50"),
+        Query(quantile(0.99, short_name, labels), f"{prefix}p99"),
+    ]
+
+
 def errors_now(title: str, description: str, share: str) -> Panel:
     """Return a panel with the share of failed requests."""
     return stat(title, description, share, Unit.RATIO, warns_at=0.01, alarms_at=0.05)
@@ -302,10 +312,7 @@ CONTROL = Row(
         Panel(
             "Control loop",
             "Time per round of the controller's loop.",
-            [
-                Query(quantile(0.5, "control_loop_duration_seconds"), "p50"),
-                Query(quantile(0.99, "control_loop_duration_seconds"), "p99"),
-            ],
+            p50_and_p99("control_loop_duration_seconds"),
             Unit.SECONDS,
         ),
         Panel(
@@ -320,10 +327,7 @@ CONTROL = Row(
         Panel(
             "Controller updates: delay",
             "Time from a change to its use in listening processes.",
-            [
-                Query(quantile(0.5, "long_poll_delay_seconds"), "p50"),
-                Query(quantile(0.99, "long_poll_delay_seconds"), "p99"),
-            ],
+            p50_and_p99("long_poll_delay_seconds"),
             Unit.SECONDS,
         ),
         Panel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
 import json
 import subprocess
@@ -161,3 +162,9 @@ def test_names_of_applications_are_completed_from_the_http_server(monkeypatch: p
     assert completed("daskserve", "history", "sh") == ["shop"]
     assert completed("daskserve", "status", "-n", "") == ["shop", "prices"]
     assert set(asked) == {"http://h:8787/api/serve/applications/"}
+
+    def no_http(url: str, timeout: float) -> io.BytesIO:
+        raise http.client.BadStatusLine("a Dask scheduler")
+
+    monkeypatch.setattr(completion.urllib.request, "urlopen", no_http)
+    assert completed("daskserve", "history", "sh") == [""]

@@ -157,3 +157,5 @@ def test_instances_of_programs_are_all_shown(shop: Status, monkeypatch: pytest.M
     monkeypatch.setattr(cli_status, "instances", lambda address: ["a", "b"])
     assert [each["instance"] for each in json.loads(call("status", "--json").stdout)] == ["a", "b"]
     assert call("status", "--instance", "b").stdout.startswith("b at")
+    result = call("status", "--name", "nowhere")
+    assert (result.exit_code, "has an application 'nowhere'" in result.stderr) == (1, True)

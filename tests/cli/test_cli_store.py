@@ -65,7 +65,7 @@ def test_json_is_one_document_with_what_the_text_says(url: str, tmp_path: Path) 
     assert found["list"] == {"default": {"epoch": 1, "deployments": {}}}
     assert set(found["repair"]) == {"place", "given_up"}
     failed = run("check", tmp_path / "nothing", "--json")
-    assert (failed.exit_code, set(json.loads(failed.stderr)["error"])) == (1, {"type", "message"})
+    assert (failed.exit_code, set(json.loads(failed.output)["error"])) == (1, {"type", "message"})
 
 
 def test_damage_is_named_with_the_remedy_and_the_exit_code(url: str, tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 import daskserve as serve
-from daskserve.errors import ServeError
+from daskserve.client.hosting import hosting
+from daskserve.errors import ReplicaStartError, ServeError
 from daskserve.testing import local_instance, local_instance_async, wait_until
 
 
@@ -105,3 +108,35 @@ def test_a_request_that_takes_longer_than_its_grace_period_is_ended(tmp_path: Pa
         assert time.monotonic() - began < 8
         with pytest.raises(ServeError):
             response.result(10)
+
+
+async def test_an_application_that_cannot_be_restored_does_not_keep_the_others_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Verbs:
+        """Finds the changes of this program."""
+
+        async def _request_of(self, name: str) -> str:
+            return f"ours-{name}"
+
+    async def restore(verbs: Any, kept: str, found: str) -> None:
+        if kept == "a":
+            raise ReplicaStartError("The old version does not start.")
+        done.append(f"restored {kept}")
+
+    async def leave(*_: Any) -> None:
+        done.append("left")
+
+    monkeypatch.setattr(hosting, "restore_application", restore)
+    monkeypatch.setattr(hosting, "leave_instance", leave)
+    form: Any = SimpleNamespace(verbs=lambda _: Verbs())
+    connection: Any = SimpleNamespace(cluster_connection=SimpleNamespace(is_open=True))
+    mode = hosting.HostingMode(restores=True)
+    one: Any = hosting._Hosting(form, connection, hosting.Source(()), mode, print, print, False)
+    one._deployed = one._expected = {name: f"ours-{name}" for name in "ab"}
+    one._kept = {name: name for name in "ab"}
+    with pytest.raises(ReplicaStartError):
+        await one._leave()
+    assert done == ["restored b", "left"]

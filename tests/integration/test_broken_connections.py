@@ -54,7 +54,7 @@ def cut(dask_worker: Any) -> int:
     (host,) = dask_worker.state.actors.values()
     channels = list(host.connection.channels._serving)
     for channel in channels:
-        channel._transport._socket.shutdown(socket.SHUT_RDWR)
+        channel._transport.sock.shutdown(socket.SHUT_RDWR)
     return len(channels)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,12 +14,29 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tables import each_case
 
-from daskserve.errors import BadRequestError, RequestTimeoutError
+from daskserve.errors import (
+    ActorLostError,
+    BackPressureError,
+    BadRequestError,
+    ModelCapacityError,
+    QuarantinedError,
+    RequestTimeoutError,
+    ServeError,
+    UnavailableError,
+)
 from daskserve.openai import GenerationRequest, Token, ToolCall, build_app, text_of
 from daskserve.openai.completions import as_piece
-from daskserve.openai.errors import InvalidRequestError, invalid_request
+from daskserve.openai.engine import EmbeddingRequest, Embeddings
+from daskserve.openai.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    error_answer,
+    invalid_request,
+)
 from daskserve.openai.generation import Piece, pieces
 from daskserve.openai.merging import called, merged
+from daskserve.openai.model import LONG_PROMPT, MAX_FLOAT32, ModelServer
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody
 from daskserve.openai.stopping import StopScanner
@@ -311,3 +329,235 @@ def test_wrong_models_are_refused(models: Any) -> None:
     with pytest.raises(ValueError):
         build_app(models)
     assert issubclass(BadRequestError, ValueError)
+
+
+@each_case(
+    ("error", "status", "kind", "code", "text", "headers"),
+    [
+        (InvalidRequestError("no", param="n"), 400, "invalid_request_error", None, "no", {}),
+        (ModelNotFoundError("no"), 404, "invalid_request_error", "model_not_found", "no", {}),
+        (BadRequestError("no"), 400, "invalid_request_error", None, "no", {}),
+        (
+            BackPressureError("full", retry_after_s=1.2),
+            503,
+            "overloaded_error",
+            "overloaded",
+            "The model is overloaded. full",
+            {"retry-after": "2"},
+        ),
+        (
+            BackPressureError("full", retry_after_s=0.1),
+            503,
+            "overloaded_error",
+            "overloaded",
+            "The model is overloaded. full",
+            {"retry-after": "1"},
+        ),
+        (
+            ActorLostError("tcp://10.0.0.1 is gone"),
+            502,
+            "server_error",
+            "unavailable",
+            "Request q failed: ",
+            {},
+        ),
+        (
+            UnavailableError("the instance ends", is_public=True),
+            503,
+            "server_error",
+            "unavailable",
+            "the instance ends",
+            {"retry-after": "1"},
+        ),
+        (QuarantinedError("tcp://10.0.0.1"), 502, "server_error", "unavailable", "Request q failed: ", {}),
+        (
+            ModelCapacityError("no room"),
+            503,
+            "server_error",
+            "unavailable",
+            "Request q ",
+            {"retry-after": "1"},
+        ),
+        (RequestTimeoutError("late"), 408, "timeout_error", "timeout", "late", {}),
+        (
+            KeyError("secret"),
+            500,
+            "server_error",
+            None,
+            "The model has failed; the log has the error under",
+            {},
+        ),
+    ],
+)
+def test_an_error_is_answered_with_what_a_client_may_know(
+    error: Exception, status: int, kind: str, code: str | None, text: str, headers: dict[str, str]
+) -> None:
+    found, body, more = error_answer(error, "q")
+    assert (found, body["error"]["type"], body["error"]["code"], dict(more)) == (status, kind, code, headers)
+    assert body["error"]["message"].startswith(text)
+    assert "10.0.0.1" not in body["error"]["message"]
+    assert "secret" not in body["error"]["message"]
+
+
+class Counted:
+    """An engine with what engines may have."""
+
+    context_length = 10
+
+    def __init__(self, count: Any = 4, vectors: Any = ((1, 2.5),)) -> None:
+        self.count, self.vectors = count, vectors
+        self.threads: list[bool] = []
+        self.configs: list[Any] = []
+
+    def count_tokens(self, request: GenerationRequest) -> Any:
+        self.threads.append(threading.current_thread() is not threading.main_thread())
+        return self.count
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[str]:
+        yield str(request.max_tokens)
+
+    def embed(self, request: EmbeddingRequest) -> Any:
+        return self.vectors
+
+    def check_health(self) -> None:
+        raise OSError("no device")
+
+    async def reconfigure(self, config: Any) -> None:
+        self.configs.append(config)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"a": 1.0}
+
+
+class Neither:
+    pass
+
+
+class EmbedsOnly:
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        return Embeddings([[1.0]], 3)
+
+
+class GeneratesOnly:
+    def generate(self, request: GenerationRequest) -> Any:
+        return [request]
+
+
+async def text_from(server: ModelServer, **request: Any) -> str:
+    made = [piece async for piece in server.generate(GenerationRequest(**request))]
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in made)
+
+
+async def test_the_length_of_a_prompt_limits_the_answer() -> None:
+    server = ModelServer(Counted, {}, 10.0)
+    assert await text_from(server, prompt="a") == "6", "all that is left"
+    assert await text_from(server, prompt="a", max_tokens=6) == "6"
+    assert await text_from(server, prompt="a", max_tokens=2) == "2"
+    with pytest.raises(ContextLengthError, match=r"You requested 11: 4 in the prompt, 7 in the completion"):
+        await text_from(server, prompt="a", max_tokens=7)
+    full = ModelServer(Counted, {"count": 10}, 10.0)
+    with pytest.raises(
+        ContextLengthError, match=r"10 in the messages, 0 in the completion. Shorten the mess"
+    ):
+        await text_from(full, messages=[{"role": "user", "content": "a"}])
+    assert await text_from(ModelServer(Counted, {"count": 9}, 10.0), prompt="a") == "1"
+    engine = Counted()
+    asked = ModelServer(lambda: engine, {}, 10.0)
+    await text_from(asked, prompt="a" * LONG_PROMPT)
+    await text_from(asked, prompt="a" * (LONG_PROMPT + 1))
+    await text_from(asked, messages=[{"role": "user", "content": "a" * (LONG_PROMPT + 1)}])
+    assert engine.threads == [False, True, True], "long ones are counted in a thread"
+
+    async def counting(request: GenerationRequest) -> int:
+        return 8
+
+    engine.count_tokens = counting  # type: ignore[method-assign]
+    assert await text_from(asked, prompt="a") == "2"
+
+
+async def test_an_engine_does_what_it_has_methods_for() -> None:
+    with pytest.raises(TypeError, match=r"An engine has a method generate\(request\), or embed"):
+        ModelServer(Neither, {}, None)
+    embeds, generates = ModelServer(EmbedsOnly, {}, 10.0), ModelServer(f"{__name__}:GeneratesOnly", {}, 10.0)
+    with pytest.raises(InvalidRequestError, match="The model 'm' generates no text"):
+        await text_from(embeds, model="m", prompt="a")
+    assert await embeds.embed(EmbeddingRequest(inputs=["a"])) == Embeddings([[1.0]], 3)
+    with pytest.raises(InvalidRequestError, match="The model 'm' makes no embeddings"):
+        await generates.embed(EmbeddingRequest(model="m", inputs=["a"]))
+    with pytest.raises(TypeError, match="must be an async generator; it returned"):
+        await text_from(generates, prompt="a")
+    for server in (embeds, generates):
+        await server.check_health()
+        assert await server.record_autoscaling_stats() == {}
+        with pytest.raises(
+            ServeError, match=r"has a user_config, but the engine .* has no method reconfigure"
+        ):
+            await server.reconfigure({})
+    engine = Counted()
+    server = ModelServer(lambda: engine, {}, 10.0)
+    with pytest.raises(OSError, match="no device"):
+        await server.check_health()
+    await server.reconfigure({"a": 1})
+    assert (engine.configs, await server.record_autoscaling_stats()) == ([{"a": 1}], {"a": 1.0})
+
+
+@each_case(
+    ("vectors", "message"),
+    [
+        ([[1.0], [2.0]], "embed returned 2 vectors for 1 texts"),
+        ([], "embed returned 0 vectors for 1 texts"),
+        ([[1.0, 2 * MAX_FLOAT32]], "which no float of four bytes holds"),
+        ([[float("nan")]], "embed returned nan in a vector"),
+        ([[MAX_FLOAT32, -MAX_FLOAT32]], ""),
+    ],
+)
+def test_vectors_that_cannot_be_are_refused(vectors: Any, message: str) -> None:
+    making = ModelServer(Counted, {"vectors": vectors}, 10.0).embed(EmbeddingRequest(inputs=["a"]))
+    if not message:
+        assert asyncio.run(making).vectors == vectors
+        return
+    with pytest.raises((TypeError, ValueError), match=message):
+        asyncio.run(making)
+
+
+async def test_vectors_that_are_not_made_in_time_are_given_up() -> None:
+    class Hangs:
+        async def embed(self, request: EmbeddingRequest) -> Any:
+            await asyncio.Event().wait()
+
+    class Late:
+        async def embed(self, request: EmbeddingRequest) -> Any:
+            raise TimeoutError("of its own")
+
+    with pytest.raises(RequestTimeoutError, match=r"has made no vectors for 0.01 s"):
+        await ModelServer(Hangs, {}, 0.01).embed(EmbeddingRequest(inputs=["a"]))
+    with pytest.raises(TimeoutError, match="of its own"):
+        await ModelServer(Late, {}, 10.0).embed(EmbeddingRequest(inputs=["a"]))
+
+
+class Iterator:
+    """Asynchronous, and no generator."""
+
+    def __init__(self, is_closable: bool) -> None:
+        self.left, self.is_closed = ["a", "b"], False
+        if is_closable:
+            self.aclose = self._aclose
+
+    def __aiter__(self) -> Iterator:
+        return self
+
+    async def __anext__(self) -> str:
+        if not self.left:
+            raise StopAsyncIteration
+        return self.left.pop(0)
+
+    async def _aclose(self) -> None:
+        self.is_closed = True
+
+
+async def test_tokens_come_from_any_asynchronous_iterator() -> None:
+    for is_closable in (True, False):
+        source = Iterator(is_closable)
+        made = pieces(source, GenerationRequest(prompt="a"), token_timeout_s=10)
+        assert "".join([each if isinstance(each, str) else each.text async for each in made]) == "ab"
+        assert source.is_closed == is_closable

@@ -83,6 +83,7 @@ def test_an_environment_has_packages_variables_and_files(tmp_path: Path) -> None
 @each_case(
     ("options", "text"),
     [
+        ({"pip": "numpy"}, "'numpy' is not a list of requirements, and not a file of them"),
         ({"packages": ["x"], "conda": "base"}, "names another environment"),
         ({"packages": {"requirements": "x"}}, "must be a list of requirements"),
         ({"packages": [3]}, "packages"),

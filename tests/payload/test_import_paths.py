@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -98,6 +99,23 @@ def test_other_files_than_those_of_a_revision_are_refused(project: Path) -> None
     write(project, "old")
     forget()
     assert import_definition(path, is_exact=True)() == "old"
+
+
+class Leaving(ModuleType):
+    """A module that another thread forgets while its file is read."""
+
+    @property
+    def __file__(self) -> str:
+        forget()
+        return sys.argv[0]
+
+
+def test_modules_that_another_thread_forgets_meanwhile_do_no_harm(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_definition("shop:app")
+    monkeypatch.setitem(sys.modules, "zz_leaving", Leaving("zz_leaving"))
+    assert set(ImportPath.of("shop:app").modules) == {"shop", "items"}
 
 
 def test_the_modules_of_a_folder_are_found_by_each_of_its_names(project: Path) -> None:

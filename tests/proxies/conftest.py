@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
+import uvloop
 from fuzzed_server import KINDS, FuzzedServer, fuzzed
 from http_harness import TRANSPORT
 
@@ -25,6 +27,12 @@ def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     token = TRANSPORT.set(request.param)
     yield request.param
     TRANSPORT.reset(token)
+
+
+@pytest.fixture
+def loop_factory(transport: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes the event loop of a test that is a coroutine function; None for asyncio's own."""
+    return uvloop.new_event_loop if transport.endswith("uvloop") else None
 
 
 @pytest.fixture(scope="module", params=KINDS)

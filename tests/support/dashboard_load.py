@@ -172,7 +172,7 @@ def cut(dask_worker: Any) -> None:
     for host in set(dask_worker.state.actors.values()):
         for channel in list(host.connection.channels._serving):
             with suppress(OSError):  # the other end may have closed it already
-                channel._transport._socket.shutdown(socket.SHUT_RDWR)
+                channel._transport.sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

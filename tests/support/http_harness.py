@@ -24,7 +24,7 @@ from daskserve.proxies.exchange.request.head import HeadLimits, RequestHead, rea
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
-Test = TypeVar("Test", bound=Callable[..., None])
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 #: The transport that `serving` uses, and perhaps its event loop; see the fixture ``transport``.
 TRANSPORT: contextvars.ContextVar[str] = contextvars.ContextVar("TRANSPORT", default="tornado")
@@ -37,6 +37,7 @@ def on_each_transport(test: Test) -> Test:
 
 def on_each_loop(test: Test) -> Test:
     """Run a test on each transport and event loop."""
+    test = pytest.mark.usefixtures("loop_factory")(test)
     return _on(test, "tornado", "asyncio", "asyncio on uvloop")
 
 

@@ -201,14 +201,6 @@ class SimulatedCluster(LocalCluster):
             if not of or info.address in of
         ]
 
-    def best_for_controller(self, excluded: set[WorkerAddress]) -> WorkerAddress | None:
-        candidates = [
-            info for info in self.workers() if info.address not in excluded and not info.is_retiring
-        ]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda info: (info.is_available, info.is_head, info.address)).address
-
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
         return await self.program.call(address, verb, **message)
 

@@ -150,6 +150,15 @@ def test_a_disk_that_is_full_loses_lines_and_is_tried_again(tmp_path: Path) -> N
     assert full.lost == 3
     assert full.problem == ""
     assert full.path.read_text() == "d\n"
+    for kept, text in (("half", "half\nf\n"), ("whole\n", "whole\nf\n")):
+        full.path = Path("/dev/full")
+        full.write(["e"])
+        full.path = tmp_path / "kept.log"
+        full.path.write_text(kept)
+        now[0] += RETRY_S
+        full.write(["f"])
+        full.close()
+        assert full.path.read_text() == text, "what is left of a line stays one"
     with open("/dev/full", "w", encoding="ascii") as stream:
         sink = StreamSink(lambda: stream)
         sink.write(["€"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +100,41 @@ def test_a_collector_that_is_away_is_counted_and_raises_nothing() -> None:
     export = OTLPExport(list, lambda: False, Away, 60)  # type: ignore[arg-type]
     export.export(Away())  # type: ignore[arg-type]
     assert export.failures == 1
+
+
+def test_metrics_are_exported_again_and_again_until_another_process_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from opentelemetry.sdk.metrics.export import MetricExportResult
+
+    made: list[Any] = []
+    ended = Event()
+
+    class Collector:
+        exports = 0
+
+        def export(self, data: Any, timeout_millis: float) -> Any:
+            self.exports += 1
+            if self.exports == 2:
+                raise OSError("away for a moment")
+            return MetricExportResult.SUCCESS
+
+    def make() -> Any:
+        made.append(Collector())
+        if len(made) == 1:
+            raise ImportError("no exporter")
+        return made[-1]
+
+    def is_told() -> bool:
+        if len(made) > 1 and made[1].exports >= 3:
+            ended.set()
+        return ended.is_set()
+
+    export = OTLPExport(list, is_told, make, 0.001)  # type: ignore[arg-type]
+    export.start()
+    assert ended.wait(20)
+    assert (len(made), made[1].exports, export.failures) == (2, 3, 2)
+    assert "The metrics could not be sent to the OpenTelemetry collector" in caplog.text
 
 
 def test_nothing_is_exported_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:

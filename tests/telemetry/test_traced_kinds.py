@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -37,6 +38,9 @@ def named(found: Collected, name: str) -> Any:
     return span
 
 
+BEGAN, MAY_END = threading.Event(), threading.Event()
+
+
 @serve.deployment
 class Streams:
     def numbers(self) -> Any:
@@ -54,6 +58,25 @@ class Streams:
 
         return items()
 
+    def lingers(self) -> Any:
+        async def items() -> Any:
+            yield 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.1)
+                self.ended_at = time.time_ns()
+
+        return items()
+
+    def late(self) -> Any:
+        BEGAN.set()
+        MAY_END.wait(10)
+        return self.numbers()
+
+    async def ended(self) -> int:
+        return self.ended_at
+
 
 def test_a_stream_has_one_span_of_user_code_to_its_end(collected: Collected) -> None:
     with local_instance(tracing_config=CONFIG) as client:
@@ -68,6 +91,17 @@ def test_a_stream_has_one_span_of_user_code_to_its_end(collected: Collected) -> 
         assert next(iter(stream)) == 1
         stream.cancel()
         assert named(collected, "user code stopped").end_time
+        stream = handle.lingers.remote()
+        assert next(iter(stream)) == 1
+        stream.cancel()
+        stream = handle.late.remote()
+        assert BEGAN.wait(10)
+        stream.cancel()
+        named(collected, "replica Streams.late")
+        MAY_END.set()
+        assert named(collected, "user code late").end_time, "although its next step never begins"
+        lingering = named(collected, "user code lingers")
+        assert lingering.end_time >= client.get_handle("Streams").ended.remote().result(timeout_s=10)
     assert Counter(each.name for each in collected.spans)["user code numbers"] == 1
 
 

@@ -109,7 +109,7 @@ def given_http_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trusted(given: Mapping[str, Any]) -> list[str] | None:
-    """Return the addresses of uvicorn's options about proxies; None if there are no such options."""
+    """Return the addresses that uvicorn's options name; None if none of these options is given."""
     wants, addresses = given.get("proxy_headers"), given.get("forwarded_allow_ips")
     if wants is False:
         return []

@@ -41,7 +41,7 @@ from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION, Location
 from daskserve.config_file.reading import is_config_file
 
-#: The words for how old replicas make way when a file has changed.
+#: The strategies for replacing replicas after a file has changed.
 ROLLING_UPDATE, RECREATE = "rolling-update", "recreate"
 
 
@@ -217,16 +217,16 @@ def run(
 
 
 def replicas_in_processes(workers: int | None, *, on_own_cluster: bool) -> dict[str, Any]:
-    """Return the options of the ingress for its number of replicas, each in a process of its own."""
+    """Return the options of the ingress for a number of replicas, each in its own process."""
     if workers is None:
         return {}
-    # A cluster of one's own has a worker for each.
+    # The command's own cluster has a worker process for each replica.
     return {"num_replicas": workers} | ({} if on_own_cluster else {"isolation": "process"})
 
 
 @contextmanager
 def own_cluster(workers: int | None, http: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Have a cluster of one's own made for this number of replicas; yield its HTTP options.
+    """Configure the cluster that the command starts for a number of replicas; yield its HTTP options.
 
     Each replica has a worker with a proxy. They share the port, as the processes of ``uvicorn --workers`` do.
     """

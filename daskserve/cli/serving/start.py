@@ -1,4 +1,4 @@
-"""``daskserve start`` and ``controller-health``: an instance of its own, without an application."""
+"""``daskserve start`` and ``controller-health``: instances without applications."""
 
 from __future__ import annotations
 

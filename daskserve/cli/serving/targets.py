@@ -18,7 +18,7 @@ from daskserve.common import settings
 from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.reading import ReadFile, in_force, read
 
-#: Options that a configuration file has itself, by the names of their parameters.
+#: Parameters of options that cannot be given together with a configuration file, which has its own.
 _IN_THE_FILE = ("name", "route_prefix", "factory", "runtime_env", "runtime_env_json", "working_dir")
 
 
@@ -117,7 +117,7 @@ def served_path(
 
 
 def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the environment of replicas that a command asks for, with more variables."""
+    """Return the environment of replicas from a command's options, with more variables."""
     found: dict[str, Any] = {}
     if values["runtime_env"] is not None:
         import yaml
@@ -147,7 +147,7 @@ def given_environment(values: Mapping[str, Any], variables: Mapping[str, str]) -
 
 
 def _literal(value: Any) -> Any:
-    """Return a value whose texts a configuration does not take for references to variables."""
+    """Return a value with escaped texts, in which a configuration finds no references to variables."""
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, Mapping):

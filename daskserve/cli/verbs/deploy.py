@@ -71,7 +71,7 @@ class Target:
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the target of a command and its options, which it gets as a `Target`."""
+    """Add the target of a command, and its options; the command gets them as a `Target`."""
 
     @functools.wraps(command)
     def gathered(**values: Any) -> Any:

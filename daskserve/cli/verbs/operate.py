@@ -136,7 +136,7 @@ def shutdown(at: InstanceAddress, yes: bool, as_json: bool) -> None:
 
 
 def confirm_end(client: Client) -> None:
-    """Ask whether to end an instance; raise if the answer is no, or if there is no terminal."""
+    """Ask the user whether to end an instance; raise if the answer is no, or if there is no terminal."""
     found = client.status()
     alone = sorted(tag for tag, each in found.backends.items() if not each.application)
     serves = ", ".join([*map(repr, found.applications), *alone]) or "nothing"

@@ -89,7 +89,7 @@ def events(
 
 
 def tell_of_none(client: Client, application: str, what: str) -> None:
-    """Say on standard error that nothing was found of an application, and whether it runs."""
+    """Print on standard error that nothing was found for an application, and whether the application runs."""
     known = client.status().applications
     text = f"There are no such {what}."
     if application not in known:

@@ -96,7 +96,7 @@ def _show(found: Iterable[LogRecord], *, as_json: bool, is_stream: bool) -> None
 
 
 def _tell(found: Logs, told: set[str]) -> None:
-    """Say once what is missing."""
+    """Print each note about missing records once."""
     notes = [f"Worker {worker} is missing: {reason}." for worker, reason in found.missing.items()]
     for worker, losses in found.dropped.items():
         counts = ", ".join(f"{count} ({reason})" for reason, count in losses.items())

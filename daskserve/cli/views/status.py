@@ -18,7 +18,7 @@ from daskserve.cli.output import (
 from daskserve.client.client import Client
 from daskserve.client.functions.finding import instances
 from daskserve.client.views.status import Status
-from daskserve.errors import BadRequestError
+from daskserve.errors import BadRequestError, NotFoundError
 
 
 @click.command()
@@ -72,7 +72,10 @@ def _statuses(at: InstanceAddress, application: str | None) -> tuple[list[Status
     for each in instances(known(at.address)):
         with reading(replace(at, name=each)) as client:
             found.append(client.status())
-    return [_of(each, application) for each in found if application in (None, *each.applications)], []
+    shown = [_of(each, application) for each in found if application in (None, *each.applications)]
+    if not shown:
+        raise NotFoundError(f"No instance on this cluster has an application {application!r}.")
+    return shown, []
 
 
 def _of(found: Status, application: str | None) -> Status:

@@ -31,9 +31,9 @@ shares_ids: ContextVar[bool] = ContextVar("daskserve_shares_ids", default=False)
 _ADDRESS = re.compile(rb":(\d{6,})")
 _CELL = re.compile(CELL.pattern.encode())
 
-#: Keys in pickled code whose values name the module that the code is from, and not one that it uses.
+#: Keys in pickled code whose values name the module that defines the code, not a module that it uses.
 _ORIGINS = frozenset({"__module__", "__name__", "__package__"})
-#: Instructions that only arrange the bytes of a pickle.
+#: Instructions without a meaning for the object.
 _LAYOUT = frozenset({"FRAME", "PROTO"})
 _LOADS = frozenset({"BINGET", "LONG_BINGET"})
 #: Instructions that put text or bytes on the stack, each with the size of the length before it.
@@ -86,7 +86,7 @@ def code_digest(
 
 
 def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bool]], Sequence[Any]]) -> None:
-    """Give classes that are new ids that depend on their own code only.
+    """Give new classes ids that depend only on their own code.
 
     Then the same program has the same code each time it runs, and in each worker: not on chance, nor on the
     arguments and other classes that a class is pickled with first.
@@ -100,7 +100,7 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
     for cls in [each for each, is_new in classes.items() if is_new]:
         inside: dict[type, bool] = {}
         parts = pack(cls, inside)
-        # A type variable has an id, too.
+        # Type variables have ids, too.
         aliases = {
             class_id(each): f"{each.__module__}.{getattr(each, '__qualname__', each.__name__)}"
             for each in inside
@@ -108,14 +108,14 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
         }
         digest = code_digest(parts, inside, aliases)
         while not set_class_id(cls, f"{digest}-{digests[digest]}", shares=shares_ids.get()):
-            digests[digest] += 1  # an equal class of this process has it
+            digests[digest] += 1  # an equal class of this process has this id
         digests[digest] += 1
 
 
 def _reader(
     pickled: bytes, classes: Iterable[type], aliases: Mapping[str, str]
 ) -> Callable[[bytes], bytes] | None:
-    """Return the function that replaces what texts say by what is the same each time; None if nothing is."""
+    """Return the function that replaces the parts of texts that differ between runs; None without any."""
     if not aliases and not _ADDRESS.search(pickled) and not _CELL.search(pickled):
         return None
     names = {

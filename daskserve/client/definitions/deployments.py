@@ -16,7 +16,7 @@ from daskserve.options.fields.ray_names import TRANSLATED
 from daskserve.options.placement import check_covered
 from daskserve.options.routing.route_variables import check_part_name
 
-#: The option whose default depends on the callable.
+#: The option that has another default for each kind of callable.
 CONCURRENCY = "max_ongoing_requests"
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
@@ -55,7 +55,7 @@ class Deployment:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # The options, under all their names; only called for what is no attribute.
+        # Only called for names that are no attributes: the options, under all their names.
         option = spellings_of(BackendConfig).get(name, name)
         if "config" not in vars(self) or option not in BackendConfig.model_fields or name in TRANSLATED:
             raise AttributeError(f"A deployment has no attribute {name!r}.")
@@ -178,13 +178,13 @@ def found_in(arguments: tuple[Any, ...], kinds: type[Any] | tuple[type[Any], ...
         if isinstance(value, kinds):
             return value
         if isinstance(value, (list, tuple, set, frozenset, Mapping)) and id(value) not in seen:
-            seen.add(id(value))  # it may contain itself
+            seen.add(id(value))  # a container may contain itself
             found.extend(value.values() if isinstance(value, Mapping) else value)
     return None
 
 
 def default_name(definition: Any) -> str:
-    """Return the name of a deployment that is given none: that of its callable."""
+    """Return the default name of a deployment: the name of its callable."""
     if isinstance(definition, str):
         return definition.replace(":", ".").rpartition(".")[2]
     return str(getattr(definition, "__name__", type(definition).__name__))

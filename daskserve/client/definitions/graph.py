@@ -38,7 +38,7 @@ logger = logging.getLogger("daskserve.client")
 
 
 class InitArguments(tuple[Any, ...]):
-    """Positional arguments of a constructor; pickling meets it after the code and before the arguments."""
+    """Positional arguments of a constructor. In a pickle, they mark the end of the code."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class _Node:
 
 
 class ApplicationGraph:
-    """The deployments of an application, each after those whose handles it gets.
+    """The deployments of an application, in the order of their dependencies.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class ApplicationGraph:
         return [(each.name, each.application.deployment) for each in self._order]
 
     def _add(self, application: Application, path: list[_Node]) -> _Node:
-        """Return the node of an application after adding those that it needs, deepest first."""
+        """Add an application after its dependencies, and return its node."""
         node = self._nodes.get(application)
         if node is not None:
             if not node.name:
@@ -189,7 +189,6 @@ class ApplicationGraph:
             actor_options=deployment.actor_options,
             config=deployment.config,
             timeout_s=timeout_s,
-            version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
             modules=modules,
@@ -218,7 +217,6 @@ class ApplicationGraph:
             actor_options=ActorOptions() if is_local else actor.actor_options,
             config=actor.config(deployment.config, is_blocking=facts.is_blocking),
             timeout_s=timeout_s,
-            version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
             substitution=partial(Substitution, name, {}, instance, self.handles),
@@ -282,7 +280,7 @@ def applications_in(application: Application) -> list[Application]:
             found[value if isinstance(value, Application) else value.application] = None
         elif not isinstance(value, (FunctionType, type, Handle)):
             return NotImplemented
-        return len, ((),)  # anything that can be pickled
+        return len, ((),)  # stands for the value: any callable with arguments will do
 
     try:
         visit((application.args, application.kwargs), note)
@@ -294,21 +292,15 @@ def applications_in(application: Application) -> list[Application]:
     return list(found)
 
 
+@dataclass(slots=True)
 class Substitution:
-    """Says what is pickled in place of the applications and handles among the arguments of a deployment."""
+    """Decides what pickle writes for the applications and handles among the arguments of a deployment."""
 
-    def __init__(
-        self,
-        name: str,
-        tags: Mapping[Application, BackendTag],
-        instance: InstanceName,
-        handles: dict[EndpointTag, str],
-    ) -> None:
-        self._handles = handles
-        self._name = name
-        self._tags = tags
-        self._instance = instance
-        self._is_in_code = True
+    _name: str
+    _tags: Mapping[Application, BackendTag]
+    _instance: InstanceName
+    _handles: dict[EndpointTag, str]
+    _is_in_code: bool = True
 
     def __call__(self, value: Any) -> Any:
         """Return what to pickle, as ``__reduce__`` does, or `NotImplemented` for the object itself."""

@@ -1,4 +1,4 @@
-"""The options of a configuration file over those of the code."""
+"""Applies the options of a configuration file to the deployments of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from daskserve.options.environment import Environment, parse_environment
 from daskserve.options.fields.base import parse_options
 from daskserve.options.logging import LoggingConfig, over
 
-#: In front of a path on the machine of the worker that builds the application.
+#: Prefix of a path on the machine of the worker that builds the application.
 LOCAL = "local://"
 
 
@@ -78,14 +78,14 @@ class Overrides:
 
 
 def logging_in(deployment: Deployment, outer: LoggingConfig | None) -> Deployment:
-    """Return a deployment that logs as its application says where it does not say so itself."""
+    """Return a deployment whose unset logging options are those of its application."""
     if outer is None:
         return deployment
     return deployment.options(logging_config=over(deployment.config.logging_config, outer))
 
 
 def environment_of(value: Any) -> Environment | None:
-    """Return an environment whose folder may be a path in front of which is ``local://``."""
+    """Return an environment, without the prefix ``local://`` of its folder."""
     found = parse_environment(value)
     if found is None or found.working_dir is None:
         return found
@@ -93,12 +93,12 @@ def environment_of(value: Any) -> Environment | None:
 
 
 def merged(whole: Environment | None, own: Environment | None) -> Environment | None:
-    """Return the environment of a deployment in an application with one; its own parts win."""
+    """Return a deployment's environment over that of its application."""
     if whole is None or own is None:
         return whole or own
     values = {name: getattr(whole, name) for name in whole.model_fields_set}
     if own.python is not None:
-        values.pop("packages", None)  # the two exclude one another
+        values.pop("packages", None)  # python and packages exclude each other
     if own.packages:
         values.pop("python", None)
     values |= {name: getattr(own, name) for name in own.model_fields_set}

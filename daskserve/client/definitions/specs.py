@@ -1,4 +1,4 @@
-"""Backend specs: a client's arguments, checked once, in the form that travels to the controller."""
+"""Backend specs: the checked arguments of a client, in the form that is sent to the controller."""
 
 from __future__ import annotations
 
@@ -102,24 +102,23 @@ def split_config(
     """
     autoscaling = config.autoscaling_config
     if autoscaling is not None and callable(autoscaling.policy):
-        # User code, which only the controller may load.
+        # Only the controller may load user code.
         remedy = 'Name it by its import path, "module:function", if the workers have that module.'
         policy = dump_option("policy", autoscaling.policy, remedy)
         options["autoscaling_config"] = autoscaling.model_copy(update={"policy": policy})
-    payloads = config.payload_logging
-    if payloads is not None and callable(payloads.redact):
-        remedy = 'Name it by its import path, "module:function", if the workers have that module.'
-        pickled = base64.b64encode(dump_option("redact", payloads.redact, remedy)).decode()
-        options["payload_logging"] = payloads.model_copy(update={"redact": f"{PICKLED}{pickled}"})
-    router = config.request_router_config
-    if router is not None and isinstance(router.request_router_class, type):
-        remedy = 'Name it by its import path, "module:Class", if all processes have that module.'
-        pickled = base64.b64encode(
-            dump_option("request_router_class", router.request_router_class, remedy)
-        ).decode()
-        options["request_router_config"] = router.model_copy(
-            update={"request_router_class": f"{PICKLED}{pickled}"}
-        )
+    for option, name, remedy in (
+        ("payload_logging", "redact", '"module:function", if the workers have that module.'),
+        (
+            "request_router_config",
+            "request_router_class",
+            '"module:Class", if all processes have that module.',
+        ),
+    ):
+        value = getattr(config, option)
+        if value is not None and callable(code := getattr(value, name)):
+            pickled = dump_option(name, code, f"Name it by its import path, {remedy}")
+            text = f"{PICKLED}{base64.b64encode(pickled).decode()}"
+            options[option] = value.model_copy(update={name: text})
     hidden: dict[str, Any] = {"user_config": None}
     if metadata is None:
         hidden["internal_metadata"] = BackendMetadata()
@@ -206,6 +205,8 @@ def make_spec(
     ----------
     tag
         The checked name of the backend.
+    version
+        The version of the code if there is no ``user_version``. Default: a digest of the code.
     files
         The files of the environment, if it does not name a folder.
     modules
@@ -256,7 +257,7 @@ def make_spec(
         config=sealed,
         user_config=user_config,
         actor_options=options,
-        version=version or digest,
+        version=user_version or version or digest,
         user_version=user_version,
         prev_version=prev_version,
         env=None if environment is None else environment.to_text(),

@@ -16,7 +16,7 @@ from daskserve.errors import ClosedError, ServeError
 
 logger = logging.getLogger("daskserve.client")
 
-#: How often the status is read while something changes, and otherwise, in case a notification was lost.
+#: How often the status is read while something changes, and at other times, in case a notification was lost.
 UNSETTLED_S, SETTLED_S = 1.0, 30.0
 #: Number of replicas that a line names.
 NAMED = 3
@@ -48,7 +48,7 @@ def _backend_change(name: str, before: Status, after: Status) -> str:
     old, new = before.backends.get(name), after.backends.get(name)
     shown = short_tag(name)
     if new is None:
-        # Another tag of that name is a newer version of an actor.
+        # Another tag with this name belongs to a newer version of the actor.
         is_replaced = any(short_tag(each) == shown for each in after.backends)
         return f"{'The previous version of ' if is_replaced else ''}{shown} was deleted"
     were, are = _running(before, name), _running(after, name)
@@ -80,7 +80,7 @@ def _named(replicas: set[str], state: str) -> str:
 
 
 def is_settled(status: Status) -> bool:
-    """Return whether nothing changes at the moment: all backends are healthy and all proxies listen."""
+    """Return whether all backends are healthy and all proxies listen."""
     return all(each.status == "HEALTHY" for each in status.backends.values()) and all(
         each.state == "RUNNING" for each in status.actors
     )

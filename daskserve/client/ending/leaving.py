@@ -1,4 +1,4 @@
-"""Ends the parts of an instance that a program has started, when the program stops serving."""
+"""Ends what a program has started on an instance, when the program stops serving."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
                 await verbs._delete_application(name, request_id)
             ends = await _is_left_over(verbs, is_own=is_own)
         except (ClosedError, NotRunningError):
-            ends = is_own  # it has ended already; only this process's state of it is left
+            ends = is_own  # the instance has ended already; clean up this process
     if ends:
         await connection.shutdown(asynchronous=asynchronous)
     else:
@@ -62,7 +62,7 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
     try:
         answer = await verbs._run(ask())
     except (ServeError, OSError):
-        answer = {"requests": {}}  # a controller that is being replaced delays nothing
+        answer = {"requests": {}}  # do not wait while the controller is being replaced
     counts = {name: count for name, count in answer["requests"].items() if names is None or name in names}
     line = f"Stopping ({signal_name})."
     if counts:
@@ -77,7 +77,7 @@ async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str]
 
 
 async def _is_left_over(verbs: ApplicationVerbs, *, is_own: bool) -> bool:
-    """Return whether an instance has no owner and serves nothing."""
+    """Return whether an instance without an owner has no deployments left."""
     instance = verbs._connection.instance
     facts = (await verbs._run(verbs._connection.cluster_connection.ask("instances"))).get(instance)
     is_detached = instance == DEFAULT_INSTANCE and not is_own

@@ -27,7 +27,7 @@ CHECK_S = 1.0
 
 
 class _Lines:
-    """Lines from other threads, and None from signal handlers, for one thread or event loop that waits."""
+    """A queue of lines; None is put by signal handlers. One thread or event loop waits for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -81,7 +81,7 @@ async def serve_until_ended(
 
 
 class _Signals:
-    """SIGINT and SIGTERM, as far as this thread can handle them."""
+    """Handles SIGINT and SIGTERM, if this is the main thread."""
 
     def __init__(self) -> None:
         #: The name of the first one that has arrived.

@@ -72,7 +72,7 @@ async def _deploy(
         actor_options=self.actor_options,
         config=self.config,
         timeout_s=None,
-        version=self.version or new_version(),
+        version=new_version(),
         user_version=self.version,
         prev_version=self.prev_version,
         env=self.env,
@@ -124,7 +124,7 @@ class ClassicDeployment(Deployment):
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prev_version: str | None = None
     given_route: str | None = NAME_AS_ROUTE
-    # The files of ``env``, if the instance has them and this program need not.
+    # The files of ``env`` as the instance has stored them, if the deployment comes from there.
     files: PackedFolder | None = field(default_factory=lambda: None)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class ClassicDeployment(Deployment):
         check_version(self.prev_version, "prev_version")
         if self.given_route is not NAME_AS_ROUTE:
             check_route(self.given_route)
-        # Not those that are loaded later.
+        # Fields that are loaded later are not checked.
         values = vars(self)
         if "definition" in values and not (callable(self.definition) or isinstance(self.definition, str)):
             raise TypeError(
@@ -171,7 +171,7 @@ class ClassicDeployment(Deployment):
         return f"Deployment(name={self.name},version={self.version},route_prefix={self.route_prefix})"
 
     def __eq__(self, other: object) -> bool:
-        # Without the code: what an instance gives back is a copy.
+        # Without the code, because an instance returns a copy of it.
         return isinstance(other, ClassicDeployment) and self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
@@ -347,7 +347,7 @@ def deployment(
     resources, environment = parse_actor_options(actor_options, ray_actor_options, env)
 
     def decorate(target: Any) -> ClassicDeployment:
-        if not inspect.isclass(target):  # whose methods are checked when it is bound or deployed
+        if not inspect.isclass(target):  # a class is checked when it is bound or deployed
             inspect_definition(target)
         return ClassicDeployment(
             definition=target,

@@ -1,4 +1,4 @@
-"""Finding a running instance: `daskserve.connect`, and the one that the functions of the module use."""
+"""Finds a running instance: for `daskserve.connect`, and for the functions of the package."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _instances(form: Form[Any], address: str) -> list[InstanceName]:
 
 
 async def _unanswered(form: Form[Any], address: str, name: InstanceName, limit_s: float) -> str:
-    """Return what the scheduler knows of an instance whose controller does not answer within ``limit_s``."""
+    """Return a message about a controller that does not answer within ``limit_s``."""
     cluster_connection = await dial_connection(form, address)
     try:
         silences = await form.run(cluster_connection, cluster_connection.silences())
@@ -151,7 +151,7 @@ async def _find_instance(
     *,
     name: InstanceName | None = None,
 ) -> InstanceName:
-    """Return the instance that a function chooses among those that run; raise `NotRunningError` if none."""
+    """Return the running instance that ``choose`` returns; raise `NotRunningError` if it returns None."""
     no_instance = NotRunningError(
         f"No instance{'' if name is None else f' {name!r}'} runs on the cluster "
         f"{cluster_connection.scheduler_address}; start one with `daskserve start` or "

@@ -1,4 +1,4 @@
-"""HTTP options that differ from those of an instance that runs already, which do not change."""
+"""Compares HTTP options with those of a running instance, which cannot change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.client.instance.connection import Verbs
 from daskserve.options.http import HTTPOptions
 from daskserve.options.start_messages import dump_http
 
-#: The options whose values cannot be read back: code, and a password.
+#: Options whose values in force are not known here: code, and a password.
 _UNKNOWN = frozenset({"middlewares", "ssl_keyfile_password"})
 
 

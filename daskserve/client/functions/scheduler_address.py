@@ -1,4 +1,4 @@
-"""The address of a scheduler, of which users may know only its HTTP server's: ``http://host:8787``."""
+"""Finds the address of a scheduler from that of its HTTP server, such as ``http://host:8787``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from daskserve.errors import ClusterUnreachableError
 
-#: Where Dask's HTTP server says who it is.
+#: Path at which Dask's HTTP server describes its scheduler.
 _IDENTITY = "/json/identity.json"
 #: How much of an answer is read: about a kilobyte per worker.
 _READ_BYTES = 64 << 20
@@ -22,7 +22,7 @@ def is_http(address: str) -> bool:
 
 
 def scheduler_behind(url: str, timeout_s: float) -> str:
-    """Return the address of the scheduler whose HTTP server has a URL, which may be that of a page there.
+    """Return the address of a scheduler, given the URL of its HTTP server or of a page there.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def scheduler_behind(url: str, timeout_s: float) -> str:
             problem = str(getattr(error, "reason", error)) or repr(error)
             break
         except ValueError:
-            pass  # no JSON: a page for people, such as that of a login
+            pass  # no JSON, such as a login page
     raise ClusterUnreachableError(
         f"No Dask scheduler answers at {url!r} ({problem}); pass the address of a running scheduler, such "
         "as tcp://host:8786, or of its HTTP server, such as http://host:8787."

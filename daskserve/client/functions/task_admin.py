@@ -1,4 +1,4 @@
-"""What an operator does with queues of tasks: look at them, cancel tasks, and queue them again."""
+"""Operations on queues of tasks: list, show, cancel and retry tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from daskserve.payload.importing import import_definition
 
 #: The states of tasks that ended without a result, in the order in which they are queued again.
 DEAD = (TaskState.FAILED, TaskState.DEAD)
-#: What a queue is asked for at a time.
+#: Number of tasks that are read at a time.
 BATCH = 500
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -46,7 +46,7 @@ class TaskAdmin:
         return {"queue": self._name, **self._adapter.get_metrics_sync()}
 
     def tasks(self, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
-        """Return tasks in some states, the oldest of each first among those that the queue returns."""
+        """Return tasks in some states; within each state, the oldest first."""
         found: list[Task] = []
         now = time_of_day()
         for state in map(TaskState, states):
@@ -64,7 +64,7 @@ class TaskAdmin:
             found = [each for each in read if is_wanted(each)]
             if len(found) >= limit or len(read) < asked:
                 return found[:limit]
-            asked *= 2  # the others may come after those that are not wanted
+            asked *= 2  # wanted tasks may follow the ones that were read
 
     def show(self, id: str) -> dict[str, Any]:
         """Return a task, with its result or error."""
@@ -74,7 +74,7 @@ class TaskAdmin:
         return {**_shown(task), "progress": _loaded(task.progress), **rest}
 
     def cancel(self, id: str) -> bool:
-        """Cancel a task; return False if it has ended otherwise."""
+        """Cancel a task; return False if it has already ended."""
         return self._adapter.cancel_task_sync(id)
 
     def retry(self, id: str) -> None:
@@ -99,7 +99,7 @@ class TaskAdmin:
                 for each in found:
                     try:
                         self.retry(each.id)
-                    except (NotFoundError, TaskConflictError):  # it is forgotten, or queued again already
+                    except (NotFoundError, TaskConflictError):  # dropped, or queued again
                         continue
                     ids.append(each.id)
         return ids
@@ -172,7 +172,7 @@ def _shown(task: Task) -> dict[str, Any]:
 
 
 def _loaded(data: bytes | None) -> Any:
-    """Return a pickled value, or what is wrong with it: an operator may not have its code."""
+    """Return a pickled value, or a text that says why it cannot be loaded here."""
     if not data:
         return None
     try:

@@ -103,7 +103,7 @@ class Builder:
 
 
 def _build(config: Mapping[str, Any], instance: str, scan: ModuleScan) -> Any:
-    # Imported in this thread: a worker that builds nothing does not need the client's code.
+    # Imported here, because only workers that build applications need the client's code.
     from daskserve.client.definitions.code_digest import shares_ids
     from daskserve.client.hosting.building import build_configured
     from daskserve.config_file.model import ApplicationConfig

@@ -12,7 +12,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -44,7 +44,7 @@ from daskserve.payload.importing import (
 
 #: How long a build waits for another import, which may hang.
 LOCK_S = 20.0
-#: The modules whose frames lead from here to the user's module.
+#: Modules whose frames come before those of the user's module.
 _ON_THE_WAY = ("daskserve.", "contextlib", "importlib", "pydantic.")
 
 
@@ -154,7 +154,7 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
     folder = local_folder(environment.working_dir, settings.process().environments)
     local = environment.model_copy(update={"working_dir": str(folder)})
     with _import_lock():
-        # Other modules of the same names, but for those that are installed, are out of the way meanwhile.
+        # Modules with the same names are hidden during the import, unless they are installed.
         tops = {each.stem for each in folder.iterdir()} - {"__main__", "daskserve"}
         tops = {each for each in tops if each not in sys.modules or folder_of(each) is not None}
         hidden = forget(_below(tops))
@@ -163,13 +163,14 @@ def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
         try:
             yield config.model_copy(update={"env": local.to_plain()})
         finally:
-            sys.path.remove(str(folder))
+            with suppress(ValueError):  # the user's module may have removed it
+                sys.path.remove(str(folder))
             release_class_ids(forget(_below(tops)))
             sys.modules.update(hidden)
 
 
 def _below(packages: Collection[str]) -> list[str]:
-    """Return the names of these packages and of their modules, as far as they are imported."""
+    """Return the names of the imported modules of these packages."""
     return [name for name in sys.modules.copy() if name.partition(".")[0] in packages]
 
 

@@ -50,7 +50,7 @@ def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[st
 
 
 def described(path: str, name: str, route: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration of an import path, with the code's options, and what is left out."""
+    """Return the configuration of an import path, with the code's options, and notes on omitted options."""
     with users_errors(name, path):
         graph = ApplicationGraph(application_of(path), name)
     notes: list[str] = []

@@ -21,10 +21,16 @@ from daskserve.client.hosting.reloading.reloader import Reloader
 from daskserve.client.hosting.restoring import copy_application, restore_application
 from daskserve.client.hosting.sources import Source, build_on
 from daskserve.client.instance.calls import wait_for_http
-from daskserve.client.instance.connection import InstanceConnection, this_program
+from daskserve.client.instance.connection import InstanceConnection
 from daskserve.client.verbs.applications import BuiltApplication
 from daskserve.common import settings
-from daskserve.errors import AlreadyRegisteredError, BadRequestError, ClosedError, NotRunningError
+from daskserve.errors import (
+    AlreadyRegisteredError,
+    BadRequestError,
+    ClosedError,
+    DeployError,
+    NotRunningError,
+)
 from daskserve.loops.blocking import finish
 from daskserve.options.specs import ApplicationSpec
 from daskserve.options.tracing import checked_tracing
@@ -32,7 +38,7 @@ from daskserve.options.tracing import checked_tracing
 
 @dataclass(frozen=True)
 class HostingMode:
-    """Whether applications stay, whether they may replace those of their names, and follow their files.
+    """How applications are run: until when, whether they replace others, and whether they follow files.
 
     Attributes
     ----------
@@ -94,7 +100,7 @@ async def _host(
     try:
         running = None if cluster_connection is None else await find_default(form)
         if running is not None:
-            hosting = _Hosting(form, running, source, stay, report, reread, in_worker=False)
+            hosting = _Hosting(form, running, source, stay, report, reread, False)
             await hosting.check(http_options)
             await hosting.run()
             return
@@ -103,7 +109,7 @@ async def _host(
             from daskserve.actors import check_ports
 
             check_ports(options)  # the proxy starts much later
-        # A mistake in a module that this process imports starts nothing.
+        # Built before the instance starts, so that a mistake in the module starts nothing.
         built = None if cluster_connection is None else source.build("")
         lines: list[str] = []
         client = await start_with(
@@ -117,7 +123,7 @@ async def _host(
         )
         instance = client.instance_name
         in_worker = cluster_connection is None and source.has_paths
-        hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker=in_worker)
+        hosting = _Hosting(form, client._connection, source, stay, report, reread, in_worker)
         if cluster_connection is None:
             report(f"Started a Dask cluster at {client.scheduler_address}.")
         for line in lines:
@@ -137,35 +143,27 @@ def _followed(source: Source, stay: HostingMode) -> Source:
     return replace(source, project=project)
 
 
+@dataclass
 class _Hosting:
     """The applications of one call of `host`, on an instance that runs."""
 
-    def __init__(
-        self,
-        form: Form[Any],
-        connection: InstanceConnection,
-        source: Source,
-        stay: HostingMode,
-        report: Callable[[str], Any],
-        reread: Callable[[], Source],
-        *,
-        in_worker: bool,
-    ) -> None:
-        self._form = form
-        self._connection = connection
-        self._verbs: Any = form.verbs(connection)
-        self._source = source
-        self._stay = stay
-        self._report = report
-        self._reread = reread
-        self._in_worker = in_worker
-        #: The ids of the calls whose deployments may be replaced, by application; None: any.
+    _form: Form[Any]
+    _connection: InstanceConnection
+    _source: Source
+    _stay: HostingMode
+    _report: Callable[[str], Any]
+    _reread: Callable[[], Source]
+    _in_worker: bool
+
+    def __post_init__(self) -> None:
+        self._verbs: Any = self._form.verbs(self._connection)
+        #: The ids of the calls whose deployments may be replaced, by application; None allows all.
         self._expected: dict[str, str] | None = None
         self._kept: dict[str, ApplicationSpec] = {}
-        #: The ids of this program's deployments, by application, and those of changes on their way.
+        #: The ids of this program's deployments, by application, and the ids of its changes in progress.
         self._deployed: dict[str, str] = {}
         self._changing: set[str] = set()
-        reload = stay.reload
+        reload = self._stay.reload
         self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._tell)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
@@ -213,7 +211,7 @@ class _Hosting:
         is_left = not self._stay.is_blocking
         try:
             if self._source.logging is not None:
-                await self._verbs._change("set_logging", config=self._source.logging, by=this_program())
+                await self._verbs._change("set_logging", config=self._source.logging)
             await self._deploy(built)
             is_left = True
             await self._serve_or_report()
@@ -255,7 +253,7 @@ class _Hosting:
         return lambda: finish(self._redeploy(built))
 
     async def _redeploy(self, built: Sequence[BuiltApplication]) -> None:
-        """Deploy applications in place of those of this program."""
+        """Deploy new versions of this program's applications."""
         expected = {}
         for name in _requests(built):
             expected[name], is_own = await self._found(name)
@@ -283,6 +281,7 @@ class _Hosting:
         if self._reloader is not None:
             self._reloader.stop()
         started: dict[str, str] = {}
+        failure: DeployError | None = None
         for name, request_id in self._deployed.items():
             is_new = not (self._expected or {}).get(name)
             found, is_ours = request_id, True
@@ -293,10 +292,15 @@ class _Hosting:
                 started[name] = found if is_ours else request_id
             elif is_ours and name in self._kept:
                 self._report(f"Giving back the version of application {name!r} from before.")
-                await restore_application(self._verbs, self._kept[name], found)
+                try:
+                    await restore_application(self._verbs, self._kept[name], found)
+                except DeployError as error:
+                    failure = error  # the others are restored, and the instance is left, all the same
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
         await leave_instance(self._verbs, started, signal_name)
+        if failure is not None:
+            raise failure
 
     def _tell(self, line: str) -> None:
         print_line(self._connection.cluster_connection, line)

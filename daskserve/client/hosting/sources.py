@@ -71,7 +71,7 @@ class Source:
         return not is_lazy and all(isinstance(each, str) for each in targets)
 
     def check(self) -> None:
-        """Raise `TypeError` or `BadRequestError` for what is wrong whatever is imported."""
+        """Raise `TypeError` or `BadRequestError` for mistakes that can be found without an import."""
         targets = [each for each in self.targets if isinstance(each, RunTarget)]
         if targets:
             check_targets(targets)
@@ -95,7 +95,7 @@ class Source:
         return replace(built, spec=changed(built.spec, self.ingress)) if self.ingress else built
 
     def _factory(self, target: RunTarget) -> RunTarget:
-        """Return a target whose path, if it is that of a factory, is called in each replica."""
+        """Return the target to build; each replica calls the path of a factory."""
         if not self.is_factory:
             return target
         if self.project is not None:
@@ -148,7 +148,7 @@ def _build_here(cluster_connection: DaskConnection, source: Source, instance: In
     try:
         built = source.build(instance)
     except ReplicaStartError as error:
-        # It is caused by the user's error, whose class the caller may not have.
+        # Its cause is the user's error, whose class the caller may not have.
         return {"error": str(error), "user_traceback": error.user_traceback}
     specs = [each.spec for app in built for each in app.spec.deployments]
     cluster_connection.sync(ControllerCalls(cluster_connection, instance).send_parcels(specs))

@@ -106,7 +106,7 @@ class ControllerCalls:
         return await self._end_of(goal, self._deadline(timeout_s)) is not None
 
     async def wait_until_reached(self, goal: GoalId, timeout_s: float | None) -> bool:
-        """Return whether what was asked for is there in time; raise the goal's error if it failed.
+        """Return whether a goal was reached in time; raise its error if it failed.
 
         Raises
         ------

@@ -9,8 +9,8 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class InstanceConnection:
         self.instance = instance
         self.is_guest = is_guest
         self.is_closed = False
-        #: Whether the instance is known to outlive the program that started it, or this program is that.
+        #: Whether the instance need not be shared: it was shared already, or this program started it.
         self.is_shared = instance in cluster_connection.started
         self.calls = ControllerCalls(cluster_connection, instance)
         self._ownership: _Ownership | None = None
@@ -153,7 +153,7 @@ class _Ownership:
 
 
 def this_program() -> str:
-    """Return how others know this program: its file, process and machine."""
+    """Return the name of this program for others: its file, process and machine."""
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "Python"
     return f"{name} (process {os.getpid()} on {socket.gethostname()})"
 
@@ -180,6 +180,10 @@ class Verbs:
         self._connection.check_open()
         return await self._run(self._connection.calls.call(verb, **message))
 
+    async def _submit(self, verb: str, **message: Any) -> Any:
+        """Return the controller's answer to a verb that changes something, in the name of this program."""
+        return await self._call(verb, **message, by=this_program())
+
     async def _share(self) -> None:
         """Keep the instance when the program that started it ends, because this one deploys on it."""
         connection = self._connection
@@ -197,19 +201,23 @@ class Verbs:
         connection.check_open()
         await self._run(wait_until_sent(connection.cluster_connection.cluster(connection.instance)))
 
-    async def _withdraw(self, requests: Sequence[str]) -> None:
-        """Undo the changes of interrupted calls, unless they are complete."""
+    @asynccontextmanager
+    async def _withdrawn_if_interrupted(self, *requests: str) -> AsyncIterator[None]:
+        """Undo the changes of a block that is interrupted, unless they are complete."""
 
         async def withdraw() -> None:
             async with asyncio.timeout(WITHDRAW_S):
                 await self._connection.calls.call("withdraw", requests=list(requests), by=this_program())
 
-        if self._connection.is_closed or not self._connection.cluster_connection.is_open:
-            return
         try:
-            await self._run(withdraw())
-        except (ServeError, OSError) as error:
-            logger.warning("An interrupted change was not taken back, and continues: %s", error)
+            yield
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            if not self._connection.is_closed and self._connection.cluster_connection.is_open:
+                try:
+                    await self._run(withdraw())
+                except (ServeError, OSError) as error:
+                    logger.warning("An interrupted change was not taken back, and continues: %s", error)
+            raise
 
     async def _change(self, verb: str, *, blocking: bool = True, **message: Any) -> GoalId | None:
         """Call a verb that changes something; return when the change is complete and visible here.
@@ -217,7 +225,7 @@ class Verbs:
         With ``blocking=False`` it returns as soon as the controller accepts the change, with the goal to wait
         for. Otherwise it raises `SupersededError` or `DeletedError` if a later change came first.
         """
-        return await self._complete(await self._call(verb, **message), blocking=blocking)
+        return await self._complete(await self._submit(verb, **message), blocking=blocking)
 
     async def _complete(self, answer: Mapping[str, Any], *, blocking: bool) -> GoalId | None:
         """Wait until an accepted change is complete; with ``blocking=False`` return its goal instead."""

@@ -30,7 +30,7 @@ async def end_instance(
     drains: bool = False,
     if_alone: bool = False,
 ) -> None:
-    """End an instance; do nothing if the instance or the cluster is already gone.
+    """End an instance; do nothing if the instance or the cluster has already ended.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ async def end_instance(
         if cluster_connection.is_open:
             await end()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        # A second Ctrl-C does not wait, but it leaves nothing behind either.
+        # A second Ctrl-C skips the draining, but the instance still ends.
         if cluster_connection.is_open:
             await end()
         raise
@@ -68,7 +68,7 @@ async def end_instance(
 def abandon_instance(
     cluster_connection: ClientConnection, instance: InstanceName, *, if_alone: bool = False
 ) -> None:
-    """End an instance whose owner is gone, from any thread."""
+    """End an instance whose owner was garbage collected, or whose program ends; callable in any thread."""
     if cluster_connection.runs_here():
         # An owner collected by the garbage collector on the connection's own loop must not block it.
         cluster_connection.spawn(

@@ -1,4 +1,4 @@
-"""The handles that a program already has: `get_handle` returns them again until their endpoint changes."""
+"""Keeps the handles of a program: `get_handle` returns the same one until its endpoint changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.errors import NotFoundError, RequestTimeoutError
 
 
 def handles_of(cluster: Process) -> KnownHandles:
-    """Return the handles that a process has for an instance, whichever of its clients asked for them."""
+    """Return the handles of a process for an instance, which all of its clients share."""
     handles: KnownHandles = cluster.shared.setdefault("handles", KnownHandles())
     return handles
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,10 @@ from daskserve.client.definitions.deployments import Deployment
 from daskserve.client.definitions.graph import ApplicationGraph
 from daskserve.client.definitions.overrides import logging_in
 from daskserve.client.definitions.targets import application_of
-from daskserve.client.instance.connection import this_program
 from daskserve.client.verbs.handles import HandleVerbs
 from daskserve.common.formatting import shown
 from daskserve.common.types import (
     DEFAULT_APPLICATION,
-    BackendTag,
     EndpointTag,
     GoalId,
     InstanceName,
@@ -46,11 +43,6 @@ class RunTarget:
     args: Mapping[str, Any] | None = None
     external_scaler_enabled: bool = False
     logging_config: LoggingConfig | Mapping[str, Any] | None = None
-
-
-def application_in(tag: BackendTag) -> str:
-    """Return the name of the application that a deployment's tag belongs to."""
-    return split_deployment_tag(tag)[0]
 
 
 class ApplicationVerbs(HandleVerbs):
@@ -102,25 +94,16 @@ class ApplicationVerbs(HandleVerbs):
             await self._check_handles(each)
         await self._share()
         specs = [each.spec for each in applications]
-        try:
-            return await self._deploy_specs(specs, expected, blocking=blocking)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            await self._withdraw([each.request_id for each in specs])
-            raise
-
-    async def _deploy_specs(
-        self, specs: Sequence[ApplicationSpec], expected: Mapping[str, str] | None, *, blocking: bool
-    ) -> list[Handle]:
-        answer = await self._call("deploy_applications", apps=specs, expected=expected, by=this_program())
-        if blocking:
-            # All of them: one that fails does not end the others.
-            goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
-            failures = [await self._failure(name, goal) for name, goal in goals]
-            for failure in failures:
-                if failure is not None:
+        async with self._withdrawn_if_interrupted(*(each.request_id for each in specs)):
+            answer = await self._submit("deploy_applications", apps=specs, expected=expected)
+            if blocking:
+                # Wait for all goals: a failed one does not end the others.
+                goals = [(name, goal) for name, goal in answer["goals"].items() if goal is not None]
+                failures = [await self._failure(name, goal) for name, goal in goals]
+                for failure in filter(None, failures):
                     raise failure
-        await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
-        return [await self.get_handle(each.ingress.spec.tag) for each in specs]
+            await self._run(self._connection.calls.wait_until_applied(answer["snapshot"]))
+            return [await self.get_handle(each.ingress.spec.tag) for each in specs]
 
     async def _request_of(self, name: str) -> str:
         """Return the id of the call that deployed an application; empty if there is none."""
@@ -158,12 +141,8 @@ class ApplicationVerbs(HandleVerbs):
     ) -> None:
         """Delete an application, with a ``request_id`` only if that call has deployed it."""
         await self._let_calls_leave()
-        answer = await self._call(
-            "delete_application",
-            name=name,
-            request_id=request_id,
-            by=this_program(),
-            missing_ok=missing_ok,
+        answer = await self._submit(
+            "delete_application", name=name, request_id=request_id, missing_ok=missing_ok
         )
         goal: GoalId | None = answer["goal"]
         calls = self._connection.calls
@@ -205,8 +184,7 @@ class ApplicationVerbs(HandleVerbs):
                 f"Name the application of deployment {deployment_name!r}: only replicas belong to one. Pass "
                 "app_name=..."
             )
-        name = application_in(replica.backend_tag) if app_name is None and replica is not None else app_name
-        assert name is not None
+        name = replica.app_name if app_name is None and replica is not None else str(app_name)
         try:
             return await self.get_handle(deployment_tag(name, deployment_name))
         except NotFoundError as error:
@@ -217,7 +195,7 @@ class ApplicationVerbs(HandleVerbs):
     async def _check_handles(self, built: BuiltApplication) -> None:
         """Raise `BadRequestError` if a deployment has a handle of one that this change removes."""
         name, kept = built.spec.name, {each.spec.tag for each in built.spec.deployments}
-        suspects = [tag for tag in built.handles if application_in(tag) == name and tag not in kept]
+        suspects = [tag for tag in built.handles if split_deployment_tag(tag)[0] == name and tag not in kept]
         if not suspects:
             return
         try:
@@ -286,7 +264,7 @@ def build(
 
 
 def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | None:
-    """Return the function that gives the deployments of an application what its target says of all."""
+    """Return the function that applies the options of a target to its deployments; None if there are none."""
     logs = target.logging_config
     outer = None if logs is None else parse_options(LoggingConfig, logs, what="logging_config")
     if outer is None and not target.external_scaler_enabled:
@@ -301,7 +279,7 @@ def _changed_by(target: RunTarget) -> Callable[[str, Deployment], Deployment] | 
 
 
 def check_targets(targets: Sequence[Any]) -> None:
-    """Raise `TypeError` or `BadRequestError` for what is wrong with targets whatever they name."""
+    """Raise `TypeError` or `BadRequestError` for mistakes that can be found without building the targets."""
     if not targets:
         raise BadRequestError("No applications provided; pass a list of serve.RunTarget(...).")
     names = set()

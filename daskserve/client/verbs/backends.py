@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from daskserve.client.definitions.deployments import UNSET
 from daskserve.client.definitions.specs import check_name, join_config, make_spec, split_config
 from daskserve.client.definitions.unwrapping import unwrapped
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.common import settings
 from daskserve.common.types import GoalId
 from daskserve.options.actor import ActorOptions
@@ -106,17 +105,13 @@ class BackendVerbs(Verbs):
             actor_options=deployment.actor_options,
             config=deployment.config,
             timeout_s=timeout_s,
-            version=deployment.version,
             user_version=deployment.version,
             env=deployment.env,
             kind="backend",
         )
         await self._share()
-        try:
-            return await self._change("create_backend", blocking=blocking, spec=spec, by=this_program())
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            await self._withdraw([spec.request_id])
-            raise
+        async with self._withdrawn_if_interrupted(spec.request_id):
+            return await self._change("create_backend", blocking=blocking, spec=spec)
 
     async def update_backend_config(
         self,
@@ -153,7 +148,6 @@ class BackendVerbs(Verbs):
             sets_user_config="user_config" in config.model_fields_set,
             timeout_s=timeout_s,
             progress_timeout_s=settings.timeouts().change_s,
-            by=this_program(),
         )
 
     async def scale(self, name: str, target_num_replicas: int) -> int:
@@ -200,6 +194,4 @@ class BackendVerbs(Verbs):
         """
         if not force:
             await self._let_calls_leave()
-        return await self._change(
-            "delete_backend", blocking=blocking, tag=backend_tag, force=force, by=this_program()
-        )
+        return await self._change("delete_backend", blocking=blocking, tag=backend_tag, force=force)

@@ -19,7 +19,7 @@ VerbsT = TypeVar("VerbsT", bound=Verbs)
 def blocking_form(
     start: Callable[..., Coroutine[Any, Any, T]], source: Callable[..., Any], call: str, instead: str
 ) -> Callable[..., T]:
-    """Return a function that runs coroutines whose steps block, and raises errors as users should see them.
+    """Return a function that runs coroutines whose steps block, and raises their errors for users.
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.client.views.plan import Plan
 from daskserve.config_file.model import InstanceConfig
 from daskserve.errors import RequestTimeoutError
@@ -53,12 +53,11 @@ class DeclaringVerbs(Verbs):
             A name is used twice, or a route by something else.
         """
         await self._share()
-        answer = await self._call(
+        answer = await self._submit(
             "apply_config",
             config=config.to_plain(),
             merge=merge,
             expected_version=expected_version,
-            by=this_program(),
             source=source,
             version=version,
             request_id=uuid.uuid4().hex,
@@ -138,11 +137,8 @@ class DeclaringVerbs(Verbs):
         BadRequestError
             The number is less than 1, or the deployment is autoscaled.
         """
-        number, by = checked_number(number), this_program()
-        answer = await self._call(
-            "scale", application=application, name=deployment or "", number=number, by=by
-        )
-        return int(answer)
+        number = checked_number(number)
+        return int(await self._submit("scale", application=application, name=deployment or "", number=number))
 
     async def restart(
         self, application: str, deployment: str | None = None, *, blocking: bool = True
@@ -156,12 +152,8 @@ class DeclaringVerbs(Verbs):
         NotFoundError
             There is no such application or deployment.
         """
-        answer = await self._call(
-            "restart",
-            application=application,
-            deployment=deployment,
-            by=this_program(),
-            request_id=uuid.uuid4().hex,
+        answer = await self._submit(
+            "restart", application=application, deployment=deployment, request_id=uuid.uuid4().hex
         )
         goal = answer["goal"]
         if blocking and goal is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import logging
 import uuid
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from daskserve.client.definitions.deployments import UNSET
 from daskserve.client.definitions.specs import check_name, make_spec
 from daskserve.client.definitions.unwrapping import unwrapped
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.client.verbs.stored_code import StoredCode
 from daskserve.common.types import ALL_HTTP_METHODS, GoalId
 from daskserve.data.replica.user_code.definitions import python_methods
@@ -147,7 +146,7 @@ class DeploymentVerbs(Verbs):
                 timeout_s=timeout_s,
                 env=deployment.env,
                 files=getattr(deployment, "files", None),
-                version=deployment.version or new_version(),
+                version=new_version(),
                 user_version=deployment.version,
                 prev_version=prev_version or getattr(found, "prev_version", None),
             ),
@@ -162,30 +161,17 @@ class DeploymentVerbs(Verbs):
         """Deploy a spec that `daskserve.client.definitions.specs.make_spec` returned; see `deploy`."""
         check_route(route)
         await self._share()
-        try:
-            return await self._deployed(spec, route, methods, blocking=blocking)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            await self._withdraw([spec.request_id])
-            raise
-
-    async def _deployed(
-        self, spec: BackendSpec, route: str | None, methods: list[str], *, blocking: bool
-    ) -> GoalId | bool | None:
-        answer = await self._call(
-            "deploy",
-            spec=spec,
-            route=route,
-            methods=list(ALL_HTTP_METHODS),
-            python_methods=methods,
-            by=this_program(),
-        )
-        version = "no version" if spec.user_version is None else f"version {spec.user_version!r}"
-        if answer["updating"]:
-            logger.info("Deployment %s is updated to %s", spec.tag, version)
-        else:
-            logger.info("Deployment %s is already at %s and is not updated", spec.tag, version)
-        goal = await self._complete(answer, blocking=blocking)
-        return bool(answer["updating"]) if blocking else goal
+        async with self._withdrawn_if_interrupted(spec.request_id):
+            answer = await self._submit(
+                "deploy", spec=spec, route=route, methods=list(ALL_HTTP_METHODS), python_methods=methods
+            )
+            version = "no version" if spec.user_version is None else f"version {spec.user_version!r}"
+            if answer["updating"]:
+                logger.info("Deployment %s is updated to %s", spec.tag, version)
+            else:
+                logger.info("Deployment %s is already at %s and is not updated", spec.tag, version)
+            goal = await self._complete(answer, blocking=blocking)
+            return bool(answer["updating"]) if blocking else goal
 
     async def delete_deployment(
         self, name: str, force: bool = False, *, blocking: bool = True
@@ -193,9 +179,7 @@ class DeploymentVerbs(Verbs):
         """Remove a deployment, its backend and its endpoint; do nothing if the name is unknown."""
         if not force:
             await self._let_calls_leave()
-        return await self._change(
-            "delete_deployment", blocking=blocking, name=name, force=force, by=this_program()
-        )
+        return await self._change("delete_deployment", blocking=blocking, name=name, force=force)
 
     async def get_deployment_info(self, name: str) -> tuple[DeploymentInfo, str | None]:
         """Return a deployment's info and route; raise `NotFoundError` (a `KeyError`) if there is none."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from daskserve.client.definitions.specs import check_endpoint_name, check_endpoint_route, check_methods
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.errors import BadRequestError
 
 
@@ -51,7 +51,6 @@ class EndpointVerbs(Verbs):
             methods=list(methods),
             backend=backend,
             request_id=uuid.uuid4().hex,
-            by=this_program(),
         )
 
     async def delete_endpoint(self, endpoint: str) -> None:
@@ -63,7 +62,7 @@ class EndpointVerbs(Verbs):
             The endpoint belongs to an application.
         """
         await self._let_calls_leave()
-        await self._change("delete_endpoint", name=endpoint, by=this_program())
+        await self._change("delete_endpoint", name=endpoint)
 
     async def list_endpoints(self) -> dict[str, dict[str, Any]]:
         """Return ``{name: {"route", "methods", "traffic", "shadows", "python_methods"}}``."""
@@ -91,9 +90,7 @@ class EndpointVerbs(Verbs):
             raise BadRequestError(
                 f"Traffic must be a dict of backend tags and weights, got {traffic_policy_dictionary!r}"
             )
-        await self._change(
-            "set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary), by=this_program()
-        )
+        await self._change("set_traffic", name=endpoint_name, traffic=dict(traffic_policy_dictionary))
 
     async def shadow_traffic(self, endpoint_name: str, backend_tag: str, proportion: float) -> None:
         """Send copies of a proportion of an endpoint's requests to a backend and drop its responses.
@@ -113,5 +110,4 @@ class EndpointVerbs(Verbs):
             name=endpoint_name,
             backend=backend_tag,
             proportion=float(proportion),
-            by=this_program(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.client.views.history import Event, Events, History
 from daskserve.client.views.logs import Logs
 from daskserve.common import settings
@@ -79,11 +79,10 @@ class HistoryVerbs(Verbs):
         """
         await self._share()
         request_id = uuid.uuid4().hex
-        answer = await self._call(
+        answer = await self._submit(
             "rollback",
             app=name,
             revision=revision,
-            by=this_program(),
             request_id=request_id,
             timeout_s=timeout_s,
             progress_timeout_s=settings.timeouts().change_s,

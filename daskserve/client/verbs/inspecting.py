@@ -1,4 +1,4 @@
-"""The client's methods that look into running user code."""
+"""The client's methods that inspect running user code."""
 
 from __future__ import annotations
 

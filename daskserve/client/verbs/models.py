@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 from daskserve.errors import DeployError, NotFoundError, RequestTimeoutError
 
 #: How long one call waits for a version.
@@ -67,13 +67,8 @@ class ModelVerbs(Verbs):
         RequestTimeoutError
             A `TimeoutError`: it took longer than ``timeout_s``.
         """
-        answer = await self._call(
-            "load_model",
-            name=deployment,
-            model=model,
-            version=version,
-            is_default=default,
-            by=this_program(),
+        answer = await self._submit(
+            "load_model", name=deployment, model=model, version=version, is_default=default
         )
         chosen = str(answer["version"])
         left_s = float("inf") if timeout_s is None else timeout_s
@@ -105,13 +100,8 @@ class ModelVerbs(Verbs):
         NotFoundError
             It is not loaded.
         """
-        await self._call(
-            "unload_model",
-            name=deployment,
-            model=model,
-            version=version,
-            by=this_program(),
-            request_id=uuid.uuid4().hex,
+        await self._submit(
+            "unload_model", name=deployment, model=model, version=version, request_id=uuid.uuid4().hex
         )
 
     async def set_default_model(self, deployment: str, model: str, version: str) -> None:
@@ -122,6 +112,4 @@ class ModelVerbs(Verbs):
         NotFoundError
             It is not loaded.
         """
-        await self._call(
-            "set_default_model", name=deployment, model=model, version=version, by=this_program()
-        )
+        await self._submit("set_default_model", name=deployment, model=model, version=version)

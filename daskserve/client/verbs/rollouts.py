@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from daskserve.client.instance.connection import Verbs, this_program
+from daskserve.client.instance.connection import Verbs
 
 
 class RolloutVerbs(Verbs):
-    """Methods of a `Client` that look at rollouts and steer them.
+    """Methods of a `Client` that show and control rollouts.
 
     With ``model``, they are about the rollout of a model of the deployment's ``model_repository``. Each
     returns the state of the rollout as plain values: ``state``, ``version``, ``stable``, ``step``, ``why``,
@@ -52,7 +52,7 @@ class RolloutVerbs(Verbs):
         return await self._steer("abort_rollout", **_message(name, application, model))
 
     async def _steer(self, verb: str, **message: Any) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call(verb, **message, by=this_program())
+        found: dict[str, Any] = await self._submit(verb, **message)
         await self._complete(found, blocking=True)
         return {name: value for name, value in found.items() if name != "snapshot"}
 

@@ -18,7 +18,7 @@ CODE_FIELDS = ("definition", "init_args", "init_kwargs", "files")
 
 @dataclass(frozen=True, slots=True)
 class StoredCode:
-    """The pickled code of a deployment, or the label of the parcel that holds it.
+    """The pickled code of a deployment, or the label of the parcel with the code.
 
     Attributes
     ----------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Self
 
+from daskserve.client.views.plain import FromPlain
 from daskserve.client.views.table import html_table, table
 from daskserve.common.differences import Difference
 
@@ -53,12 +53,6 @@ class Revision:
     reason: str
     can_return: bool
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the revision that the controller described."""
-        changes = tuple(Difference(**each) for each in values["changes"])
-        return cls(**{**values, "changes": changes})
-
     def row(self) -> list[str]:
         """Return the cells of its line in a table."""
         parts = [f"back to {self.rollback_of}"] if self.rollback_of else []
@@ -77,7 +71,7 @@ HEAD = ("REVISION", "STATE", "AT", "BY", "CHANGES", "REASON")
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class History(FromPlain):
     """The last revisions of an application, oldest first; print it for a table.
 
     Attributes
@@ -89,11 +83,6 @@ class History:
     application: str
     current: int | None
     revisions: tuple[Revision, ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the history that the controller described."""
-        return cls(**{**values, "revisions": tuple(map(Revision.of, values["revisions"]))})
 
     def __str__(self) -> str:
         return table(HEAD, self._rows()) if self.revisions else f"{self.application}: no revisions"
@@ -142,16 +131,11 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
+class Events(FromPlain):
     """Events, oldest first, and the number after which the next call continues."""
 
     events: tuple[Event, ...]
     next: int
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the events that the controller listed."""
-        return cls(tuple(Event(**each) for each in values["events"]), values["next"])
 
 
 def _time(at: float) -> str:

@@ -1,11 +1,11 @@
-"""Where instances can be looked at in a browser: links for notebooks."""
+"""Links to the pages that show instances, for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
 
-#: What is beside Dask's dashboard on the scheduler's HTTP server, by name.
+#: Paths on the scheduler's HTTP server, by the name of the page.
 _PATHS: Mapping[str, str] = {"page": "daskserve", "panels": "daskserve-panels", "Dask": "status"}
 
 
@@ -21,7 +21,7 @@ def links_of(dashboard_link: str | None) -> dict[str, str]:
 
 
 def html_links(links: Mapping[str, str]) -> str:
-    """Return links as HTML; only those of the web, because their addresses come from a configuration."""
+    """Return links as HTML; links of other kinds than HTTP are dropped, as they come from a configuration."""
     return " · ".join(
         f'<a href="{escape(url)}" target="_blank" rel="noopener">{escape(name)}</a>'
         for name, url in links.items()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
+from daskserve.client.views.plain import FromPlain
 from daskserve.telemetry.logs.formats import line_of
 
 
@@ -49,7 +50,7 @@ class LogRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Logs:
+class Logs(FromPlain):
     """Log records in the order of their times.
 
     Attributes
@@ -69,11 +70,6 @@ class Logs:
     missing: Mapping[str, str] = field(default_factory=dict)
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     problems: Mapping[str, list[str]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return what the controller listed."""
-        return cls(**{**values, "records": tuple(LogRecord(**each) for each in values["records"])})
 
     def __iter__(self) -> Iterator[LogRecord]:
         return iter(self.records)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
+
+from daskserve.client.views.plain import FromPlain
 
 #: The sign before what happens to an application or a deployment.
 SIGNS: Mapping[str, str] = {"new": "+", "deleted": "-", "goes": "-", "failed": "!", "unchanged": " "}
@@ -12,7 +14,7 @@ CHANGED = "~"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(FromPlain):
     """What a configuration would change. Printed, it is a list of changes.
 
     Attributes
@@ -33,11 +35,6 @@ class Plan:
     applications: Mapping[str, Mapping[str, Any]]
     options: Sequence[Mapping[str, Any]] = ()
     warnings: Sequence[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the plan that the controller has sent."""
-        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
     @property
     def has_changes(self) -> bool:

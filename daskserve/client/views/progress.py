@@ -114,7 +114,7 @@ def waits_for(status: Status, goal: GoalId) -> str:
         late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
         if not late:
             return f"{found.application}: {app.status}"
-        # The first ones are those that the others wait for. The tag of an actor is longer than its name.
+        # The others wait for the first one. The tag of an actor is longer than its name.
         wanted = deployment_tag(found.application, late[0])
         name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
     backend = status.backends.get(name)
@@ -146,7 +146,7 @@ async def wait_visibly(
     period_s: float = PERIOD_S,
     log_s: float = LOG_S,
 ) -> None:
-    """Return when ``wait``, which waits for the given seconds, returns True; say why it takes long."""
+    """Call ``wait`` with a number of seconds until it returns True; show why that takes long."""
     if make_display is None:
         while not await wait(log_s):
             logger.warning("Still waiting: %s", await describe())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from daskserve.client.views.links import html_links
+from daskserve.client.views.plain import FromPlain
 from daskserve.client.views.table import Table, html_table, table
 from daskserve.common.formatting import shown
 from daskserve.common.types import described, short_tag
@@ -23,32 +24,7 @@ FAILED_STATES = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 
 @dataclass(frozen=True, slots=True)
-class _FromPlain:
-    """Base class: created from plain values; fields unknown to this version are ignored."""
-
-    #: The functions that convert the fields which are not plain values.
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        known = [each.name for each in fields(cls) if each.name in values]
-        return cls(**{name: cls.PARTS.get(name, _same)(values[name]) for name in known})
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _all(kind: type[_FromPlain]) -> Callable[[Any], Any]:
-    return lambda values: tuple(kind.of(each) for each in values)
-
-
-def _named(kind: type[_FromPlain]) -> Callable[[Any], Any]:
-    return lambda values: {name: kind.of(each) for name, each in values.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ActorStatus(_FromPlain):
+class ActorStatus(FromPlain):
     """One actor: ``kind`` is controller, proxy or replica; ``pid`` is None until it is known.
 
     A replica has its ``rank``, and the results of the user's ``record_replica_metadata`` and
@@ -70,7 +46,7 @@ class ActorStatus(_FromPlain):
 
 
 @dataclass(frozen=True, slots=True)
-class DeadReplicaStatus(_FromPlain):
+class DeadReplicaStatus(FromPlain):
     """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch.
 
     ``user_traceback`` is that of the user's code that failed in its start, and ``last_lines`` are what the
@@ -83,11 +59,9 @@ class DeadReplicaStatus(_FromPlain):
     user_traceback: str = ""
     last_lines: tuple[str, ...] = ()
 
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"last_lines": tuple}
-
 
 @dataclass(frozen=True, slots=True)
-class BackendStatus(_FromPlain):
+class BackendStatus(FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
 
     ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first. ``kind`` is
@@ -105,11 +79,9 @@ class BackendStatus(_FromPlain):
     application: str = ""
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
-
 
 @dataclass(frozen=True, slots=True)
-class DeploymentStatus(_FromPlain):
+class DeploymentStatus(FromPlain):
     """One deployment of an application.
 
     Attributes
@@ -138,11 +110,9 @@ class DeploymentStatus(_FromPlain):
     dead_replicas: tuple[DeadReplicaStatus, ...] = ()
     actor_of: str = ""
 
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"dead_replicas": _all(DeadReplicaStatus)}
-
 
 @dataclass(frozen=True, slots=True)
-class ApplicationStatus(_FromPlain):
+class ApplicationStatus(FromPlain):
     """One application.
 
     Attributes
@@ -169,11 +139,9 @@ class ApplicationStatus(_FromPlain):
     deployments: Mapping[str, DeploymentStatus] = field(default_factory=dict)
     traffic: Mapping[str, float] = field(default_factory=dict)
 
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"deployments": _named(DeploymentStatus)}
-
 
 @dataclass(frozen=True, slots=True)
-class EndpointStatus(_FromPlain):
+class EndpointStatus(FromPlain):
     """One endpoint, with the backends that get its traffic."""
 
     route: str | None
@@ -181,11 +149,9 @@ class EndpointStatus(_FromPlain):
     traffic: Mapping[str, float]
     shadows: Mapping[str, float]
 
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"methods": tuple}
-
 
 @dataclass(frozen=True, slots=True)
-class GoalStatus(_FromPlain):
+class GoalStatus(FromPlain):
     """One requested change of a backend or an application: PENDING, DONE or FAILED.
 
     ``by`` is the program that asked for it, and ``successor`` the goal of a later change that superseded it.
@@ -201,7 +167,7 @@ class GoalStatus(_FromPlain):
 
 
 @dataclass(frozen=True, slots=True)
-class Status(_FromPlain):
+class Status(FromPlain):
     """The current status of an instance; empty if none runs. Printed, it is a table.
 
     Attributes
@@ -253,16 +219,6 @@ class Status(_FromPlain):
     target_capacity_direction: str | None = None
     applications: Mapping[str, ApplicationStatus] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    PARTS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
-        "actors": _all(ActorStatus),
-        "backends": _named(BackendStatus),
-        "applications": _named(ApplicationStatus),
-        "endpoints": _named(EndpointStatus),
-        "goals": _all(GoalStatus),
-        "http_urls": tuple,
-        "unresponsive_workers": tuple,
-    }
 
     @property
     def proxies(self) -> dict[str, str]:
@@ -437,6 +393,6 @@ class Status(_FromPlain):
 
 
 def _html(text: str) -> str:
-    """Return a paragraph; lines, such as those of a traceback, keep their indentation."""
+    """Return a text as HTML; several lines, such as a traceback, keep their indentation."""
     kind = "pre" if "\n" in text else "p"
     return f"<{kind}>{escape(text)}</{kind}>"

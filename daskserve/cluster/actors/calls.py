@@ -109,9 +109,8 @@ class ProcessView:
         self.is_ended = False
         self._channels = channels
         self._registry = registry
-        self._here: WorkerAddress | None = None if registry is None else registry.worker
-        #: Its address for others; empty if there is no worker in this process.
-        self.here = self._here or ""
+        #: The address of the worker in this process; empty if there is none.
+        self.here: WorkerAddress = "" if registry is None else registry.worker
         self._listener: LongPollClient | None = None
 
     @property
@@ -157,12 +156,12 @@ class ProcessView:
         return found
 
     def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
-        if self._registry is not None and address.worker == self._here:
+        if self._registry is not None and address.worker == self.here:
             return self._registry.dispatch(address.name, address.incarnation, envelope)
         return self._channels.request(address, envelope)
 
     def handler_of(self, address: ActorAddress) -> Callable[[Envelope], ActorRequest]:
-        if self._registry is None or address.worker != self._here:
+        if self._registry is None or address.worker != self.here:
             return self._channels.handler_of(address)
         try:
             return self._registry.handler_of(address.name, address.incarnation)
@@ -170,4 +169,4 @@ class ProcessView:
             return partial(self.request, address)  # which raises the same, while that is so
 
     def is_local(self, address: ActorAddress) -> bool:
-        return address.worker == self._here
+        return address.worker == self.here

@@ -30,7 +30,7 @@ from daskserve.telemetry.logs.ring import Query
 LINES, LENGTH = 20, 300
 #: Number of replicas of which a process keeps lines.
 REPLICAS = 200
-#: Size at which a child's file begins again with its last part, and the size of that.
+#: Size at which a child's file is cut to its last part, and the size of that part.
 FILE_BYTES, KEPT_BYTES = 1 << 20, 256 << 10
 #: How many lines of the access log one line of the file has.
 ACCESS_LINES = 32
@@ -40,7 +40,7 @@ ANSWER_BYTES = 4 << 20
 #: The key of the fields of lines of the access log.
 _ACCESS = "access lines"
 
-#: When a record was made, its level, logger, message and arguments, and the class of its exception.
+#: The fields of a record: time, level, logger, message, arguments, and the class of its exception.
 _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
 
 

@@ -153,7 +153,7 @@ class ActorRegistry:
     logs : ProcessLogs, optional
         The logs of this process.
     recent_log : RecentLog, optional
-        Has the last log lines of the actors, which are reported with their failures.
+        The last log lines of the actors, for the status of failed ones.
     parts
         Other objects with verbs of the process.
 

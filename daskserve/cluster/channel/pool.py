@@ -217,7 +217,8 @@ class ChannelPool:
         # Shielded: a cancelled caller must not cancel the dial for the others.
         try:
             return await asyncio.shield(task)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # ValueError: an address that is not valid in this process.
             raise _unreached(worker, str(error)) from error
         except asyncio.CancelledError:
             if task.cancelled() and not is_cancelling():

@@ -71,7 +71,7 @@ def keep_connected(
     resumptions: Callable[[], Iterable[Callable[[], Coroutine[Any, Any, None]]]],
     clock: Clock,
 ) -> None:
-    """Let a Dask client that loses its scheduler connect to the next one at its address, within a time.
+    """Make a Dask client that loses its scheduler connect to the next one at the same address.
 
     Parameters
     ----------

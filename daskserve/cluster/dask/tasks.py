@@ -29,8 +29,8 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(TaskState, "key", "priority", "state")
 
 _NAME = "daskserve-calls"
-#: A task leaves beyond the limit if no task of this worker has come back for this many times the longest wait
-#: so far, and at least this long.
+#: A task secedes beyond the limit if no task of this worker has come back for this multiple of the longest
+#: wait so far, and for at least this time.
 STALL_FACTOR = 4
 STALL_S = 5.0
 #: At least this long, or the longest wait so far, if a task of another program waits for a thread.
@@ -152,7 +152,7 @@ class DaskTask:
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
         watch.last_back = stopwatch()  # one at a time
-        if is_blocking:  # those that leave are replaced by more of their kind, so one is too few
+        if is_blocking:  # similar tasks replace those that secede, so one is too few
             watch.extra = 2 * watch.extra + 1
         return True
 

@@ -178,7 +178,7 @@ class DaskTransfer(TakenValues):
         self.kept = kept
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> DaskValues:
-        """Have values computed that were taken out of a call's arguments."""
+        """Start computing values that were taken out of a call's arguments."""
         return DaskValues(self._client, scheduler_address(self._client) or "", payload, values)
 
     async def fetch(self, keys: bytes) -> list[Any]:

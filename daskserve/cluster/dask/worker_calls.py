@@ -42,7 +42,7 @@ async def call_in_worker(
 async def call_in_all_workers(
     connection: DaskConnection, function: Callable[..., Any], *arguments: Any, timeout_s: float
 ) -> None:
-    """Call a quick function on the event loop of every worker, as far as they answer in time."""
+    """Call a quick function on the event loop of every worker that answers in time."""
     with suppress(TimeoutError, OSError):
         async with asyncio.timeout(timeout_s):
             await connection.client.run(function, *arguments, on_error="return")

@@ -85,7 +85,7 @@ class LocalProcess(ProcessView):
         self._subscriptions: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"<LocalProcess {self._here or 'program'} of {self.instance} {self.state!r}>"
+        return f"<LocalProcess {self.here or 'program'} of {self.instance} {self.state!r}>"
 
     def kill(self) -> None:
         """Kill the process: end its subscriptions and connections."""
@@ -156,7 +156,7 @@ class LocalProcess(ProcessView):
         """Do nothing: every call looks up the controller."""
 
     def publish(self, message: Any) -> None:
-        if self._here is None:
+        if not self.here:
             raise InstanceError("Only actors publish on an instance's topic.")
         if self.state.is_alive:
             self.state.when_awake(self._world.topic.publish, message)

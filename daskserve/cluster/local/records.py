@@ -1,7 +1,6 @@
 """Log records of the simulated workers; each worker has the records of its actors.
 
-A handler of the program's logging is called by the code that logs, as it is without an instance: tests read
-records as soon as they are made.
+The handlers of ``logging`` run in the code that logs, as usual, so that tests can read records at once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class LocalRecords:
         self._logs: WeakSet[ProcessLogs] = WeakSet()
         self._original: CallHandlers | None = None
 
-        # A function, as it takes the place of a method.
+        # A function, because it replaces a method.
         def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
             self._take(source, record)
 
@@ -35,7 +34,7 @@ class LocalRecords:
             self._original = intercept_records(self._intercept)
 
     def close(self) -> None:
-        """Have handlers called as before, and drop all records; idempotent."""
+        """Call handlers as before, and drop all records; idempotent."""
         if self._original is not None:
             stop_intercepting(self._intercept, self._original)
         for each in self._logs:

@@ -141,7 +141,7 @@ class Store(Protocol):
         Raises
         ------
         StoreTakenError
-            Another cluster has taken them over since this instance began to start.
+            Another cluster has taken the records over since this instance began to start.
         """
 
 

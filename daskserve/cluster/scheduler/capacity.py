@@ -35,7 +35,7 @@ logger = logging.getLogger("daskserve.supervisor")
 #: second.
 ADAPTIVE_S = 60.0
 
-#: How long the first instance on a cluster without workers waits for a request that shows it is adaptive.
+#: On a cluster without workers, how long the first instance waits for a sign that the cluster is adaptive.
 REQUEST_WAIT_S = 2.5
 #: Interval of the checks for the first worker.
 FIRST_WORKER_POLL_S = 0.05
@@ -158,7 +158,7 @@ class Capacity:
         return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 
     async def wait_for_worker(self, timeout_s: float) -> None:
-        """Return once there is a worker, or once none can be expected any more.
+        """Return once there is a worker, or once none is expected to join.
 
         An adaptive cluster without workers starts one when it next requests its target.
         """
@@ -213,9 +213,12 @@ class Capacity:
         if not leaving:
             return {}
         retire = self.retire  # `uninstall` may run during the evacuation
-        await self._evacuate(leaving)
-        retired = dict(await retire(workers=leaving, **passed_on))
-        self._stay(set(leaving) - retired.keys())
+        retired: dict[str, Any] = {}
+        try:
+            await self._evacuate(leaving)
+            retired = dict(await retire(workers=leaving, **passed_on))
+        finally:
+            self._stay(set(leaving) - retired.keys())
         return retired
 
     @property

@@ -98,7 +98,7 @@ class Instance:
         return cls(**named, **fields, **optional)
 
     def spare(self) -> None:
-        """Cancel the end that was planned."""
+        """Cancel a scheduled end."""
         if self.grace is not None:
             self.grace.cancel()
             self.grace = None
@@ -149,7 +149,7 @@ def best_worker(
 ) -> WorkerAddress | None:
     """Return the best worker for a controller, or None: one on the scheduler's host, without a proxy.
 
-    A worker that is kept for the controller and the proxies is better than any other.
+    A system worker, which is reserved for the controller and the proxies, is better than any other.
 
     If one worker had both and hung, the proxy would be replaced only once the controller has been: clients
     would wait for two detections in a row.
@@ -302,7 +302,7 @@ class ControllerKeeper:
             await asyncio.sleep(max(0.0, began + PERIOD_S - loop.time()))
 
     async def _keep_apart(self, entry: Instance, address: ActorAddress) -> None:
-        """Move a controller to a worker that is kept for it, or away from a proxy, if there is one by now."""
+        """Move a controller to a system worker, or to a worker without a proxy, if there is one by now."""
         found = self._better(entry, address.worker)
         if found is None:
             entry.better_since = None
@@ -329,7 +329,7 @@ class ControllerKeeper:
             return known[worker].matches(entry.system_workers), worker not in entry.proxies
 
         now, then = rank(here), rank(best)
-        # A worker that is kept for it stays in the cluster anyway.
+        # A system worker stays in the cluster anyway.
         if then <= now or not (then[0] > now[0] or self._may_move()):
             return None
         return best, "shares its worker with a proxy" if then[0] == now[0] else "is on no system worker"

@@ -97,7 +97,7 @@ class Evacuations:
         self._changed.set()
 
     def stay(self, workers: Iterable[WorkerAddress]) -> None:
-        """Let workers that Dask could not retire after all hold actors again."""
+        """Allow actors again on workers that Dask could not retire."""
         for worker in workers:
             if worker in self._scheduler.workers:
                 self._hosts.retiring.discard(worker)

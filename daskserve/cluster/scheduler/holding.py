@@ -119,7 +119,7 @@ class HeldStore:
         self._clock = clock
         self._hold: StoreOwnership | None = None  # before `begin`
         self._lock = asyncio.Lock()
-        #: The epoch that commits are written with; those of controllers go on without the store.
+        #: The epoch that commits are written with; the epochs of controllers continue without the store.
         self._claimed = 0
         self._epoch = 0
         self._mirror = Mirror()
@@ -161,7 +161,7 @@ class HeldStore:
         reconnects
             Whether the instance has outlived another scheduler.
         epoch, records
-            The newest epoch and the records that it had there, as far as they are known.
+            Its newest epoch and its records under that scheduler, as far as known.
         """
         found = await self.shared.look()
         stored = await self.shared.load()
@@ -333,7 +333,7 @@ class HeldStore:
 
     async def _claim(self, after: int) -> None:
         self._claimed = await self.shared.claim_epoch(after, self._owner)
-        while self._claimed < self._epoch:  # that of a controller, which must never see the same one again
+        while self._claimed < self._epoch:  # a controller has that epoch, and must not see it again
             self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
 
     async def _write(self, latest: Mapping[str, bytes] | None = None) -> bool:

@@ -317,7 +317,7 @@ class HostRegistry:
             logger.warning("Ending instance %s on %s failed: %s", instance, worker, error)
 
     def abandon(self) -> None:
-        """Leave the workers to the next scheduler at this address, because this one ends by a signal."""
+        """Break the connections to all workers, so that they wait for the next scheduler at this address."""
         for worker in list(self._entries):
             break_stream(self._scheduler, worker)
 

@@ -24,7 +24,7 @@ AsyncFunction: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def is_row(key: str) -> bool:
-    """Return whether a key of a store is that of a part of a parcel's content."""
+    """Return whether the record of a key is a part of a parcel's content."""
     return key.startswith(_ROW)
 
 
@@ -105,7 +105,7 @@ class InstanceParcels:
         return {key: value for key, value in records.items() if not key.startswith(_ROW)}
 
     async def recall(self, parcels: Mapping[str, str]) -> None:
-        """Read the contents of parcels that are not here from the store, if it has them under any code."""
+        """Read missing parcels from the store, which may have them under the name of another code."""
         for code, digest in parcels.items():
             if digest not in self._memory:
                 try:
@@ -188,7 +188,10 @@ class InstanceParcels:
                 else:
                     what = "has other" if self._rows.get(code) else "has lost the"
                     raise CodeLoadError(f"The store {what} constructor arguments of {code}. Deploy it again.")
-                self._memory[digest] = await asyncio.to_thread(_join, [records[each] for each in rows])
+                memory = await asyncio.to_thread(_join, [records[each] for each in rows])
+                if source not in self._rows:
+                    return memory  # the code was deleted in the meantime, so nothing would drop the content
+                self._memory[digest] = memory
                 self._digests[source] = digest
             return self._memory[digest]
 

@@ -20,6 +20,7 @@ from distributed import Client, Scheduler, SchedulerPlugin
 
 from daskserve.cluster.channel.connect.dialling import SPLICE_OP
 from daskserve.cluster.dask.cluster import SUPERVISOR_OP, topic_of
+from daskserve.cluster.dask.connection import connected
 from daskserve.cluster.dask.encryption import as_client
 from daskserve.cluster.distributed_internals import (
     add_handler,
@@ -346,7 +347,8 @@ class Supervisor(SchedulerPlugin):
     async def _describe_workers(self, instance: InstanceName) -> dict[str, Any]:
         entry = self._instances.get(instance)
         if entry is None or not entry.epoch:
-            # Not all Hosts are there, and a controller that has outlived another scheduler would miss them.
+            # Not all Hosts are open yet, and a controller that outlived another scheduler would treat their
+            # workers as lost.
             raise UnavailableError(
                 f"Instance {instance!r} has no controller of this scheduler yet; try again."
             )
@@ -383,7 +385,7 @@ class Supervisor(SchedulerPlugin):
 
         async with self._lock:
             if self._client is None:
-                self._client = Client(
+                client = Client(
                     self._scheduler.address,
                     asynchronous=True,
                     set_as_default=False,
@@ -391,8 +393,9 @@ class Supervisor(SchedulerPlugin):
                     direct_to_workers=True,
                     name=PLUGIN_NAME,
                 )
-                await self._client
-                self._hosts.open(self._client)
+                await connected(client)
+                self._client = client
+                self._hosts.open(client)
                 for each in self._installed:
                     each.install()
                 self._watching = self._tasks.spawn(self._controllers.watch())

@@ -1,8 +1,7 @@
 """Permissions of a store on a disk of the scheduler's machine: for its user only, from the first byte on.
 
-The modes are given at creation, so they hold whatever the process's umask is, which all threads share.
-Existing files keep the mode that the operator gave them. If other users have access, a warning names the
-remedy.
+The modes are set at creation, independent of the process's umask, which all threads share. Existing files
+keep the mode that the operator gave them. If other users have access, a warning names the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def create_empty(path: Path) -> None:
     target = os.path.realpath(path)
     with contextlib.suppress(OSError):
         try:
-            # No open(): to close a file drops all locks that this process has on it, those of SQLite too.
+            # No open(): closing a file drops all locks that this process holds on it, including SQLite's.
             os.mknod(target, FILE_MODE)
         except PermissionError:  # not on Linux: only root may make a file in this way
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))

@@ -261,7 +261,7 @@ class FsspecStore(BlockingStore):
         return journal
 
     def _lost(self, journal: Journal | None = None) -> str:
-        """Return why the folder is not the one in which this process writes; empty if it is.
+        """Return why this is not the folder that this process wrote to; empty if it is.
 
         Looks for the newest epoch, as of the last listing, and for the head of ``journal``.
         """
@@ -317,7 +317,7 @@ class FsspecStore(BlockingStore):
                 self.problems.check_place(self._lost(), must_last=False)
                 return self._seen_epoch
             for attempt in range(CLAIM_ATTEMPTS):
-                # Two processes that go on claiming would overtake each other without end.
+                # Without a random pause, two processes could overtake each other forever.
                 time.sleep(attempt * CLAIM_PAUSE_S * int(self._writer[:4], 16) / 0xFFFF)
                 newest = self._refresh_epoch()
                 if after is not None and newest != after:

@@ -60,7 +60,7 @@ class SqliteClaims:
 
     def look(self, db: sqlite3.Connection) -> Claim:
         """Return the newest claim."""
-        # One statement, so that the owner is that of the epoch.
+        # One statement, so that the epoch and its owner belong together.
         row = db.execute(
             "SELECT e.epoch, o.owner FROM daskserve_epochs e LEFT JOIN daskserve_owners o "
             "ON o.instance = e.instance AND o.epoch = e.epoch WHERE e.instance = ?",
@@ -80,7 +80,7 @@ class SqliteClaims:
         db.execute("UPDATE daskserve_knocks SET is_answered = 1 WHERE instance = ?", (self._instance,))
 
     def knock(self, db: sqlite3.Connection, by: str) -> bool:
-        """Leave a knock, if there is none; return whether it was answered."""
+        """Insert a knock, if there is none; return whether it was answered."""
         row = db.execute(
             "SELECT is_answered FROM daskserve_knocks WHERE instance = ? AND by = ?", (self._instance, by)
         ).fetchone()

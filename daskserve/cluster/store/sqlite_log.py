@@ -63,7 +63,7 @@ def log_of(path: Path) -> Path:
 
 def size_of(path: Path) -> int | None:
     """Return the size of a file; None if there is none."""
-    # No open(): to close a file drops all locks that this process has on it, those of SQLite too.
+    # No open(): closing a file drops all locks that this process holds on it, including SQLite's.
     try:
         return os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):

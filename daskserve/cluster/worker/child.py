@@ -143,7 +143,8 @@ class ChildProcess:
         self.name = name
         self._sockets = sockets
         self._dump = dump
-        self._log: int | None = log
+        #: The descriptor of the file to which the child logs; None once it has ended.
+        self.log_file: int | None = log
         self._last_lines: tuple[str, ...] = ()
         self.ended = asyncio.Event()
         #: Called once, on this loop, when the process has ended.
@@ -242,14 +243,9 @@ class ChildProcess:
         """A verb phrase that says how the process ended; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
-    @property
-    def log_file(self) -> int | None:
-        """The descriptor of the file to which the child logs; None once it has ended."""
-        return self._log
-
     def last_lines(self) -> tuple[str, ...]:
         """Return the last lines that the child's code has logged, also after its end."""
-        return self._last_lines if self._log is None else recent_log.read_file(self._log)
+        return self._last_lines if self.log_file is None else recent_log.read_file(self.log_file)
 
     async def stacks(self) -> str:
         """Return the stacks of the process's threads, even of a blocked one; empty without signals."""
@@ -294,7 +290,7 @@ class ChildProcess:
         """Read the last logs and the crash report of the process, and close its files."""
         self.crash = crash_in(self._dump)
         os.close(self._dump)
-        log, self._log = self._log, None
+        log, self.log_file = self.log_file, None
         if log is None:
             return
         # The first lines of a stack name the place.

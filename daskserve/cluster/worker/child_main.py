@@ -55,7 +55,7 @@ OOM_SCORE = 500
 Factory: TypeAlias = Callable[[StartThread, Parent], tuple[Dispatch, Callable[[], None]]]
 
 
-#: The maximum length of the name under which the parent hands over sockets, and of their number.
+#: Maximum length of the name of sockets from the parent, and maximum number of sockets per name.
 NAME_BYTES, MAX_SOCKETS = 1024, 16
 
 
@@ -217,7 +217,7 @@ def _end_with_parent(lifeline: int) -> None:
     group, parent = os.getpgrp(), os.getppid()
     if sys.platform == "linux":
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-        # The resulting signal, SIGIO, has no handler, so it ends the process whatever it is doing.
+        # The resulting signal, SIGIO, has no handler, so it ends the process even if native code is running.
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
     poll = select.poll()

@@ -37,7 +37,7 @@ CLIENT = "daskserve.client.functions.applications"
 
 
 class CollectionPace:
-    """Makes collections of young objects rarer for as long as they find nothing.
+    """Makes collections of young objects rarer while they find no garbage.
 
     A collection that finds nothing doubles the threshold, up to a limit. One that finds garbage restores
     Python's own threshold, so user code that leaves cycles of large objects needs no more memory than

@@ -278,7 +278,7 @@ def _report_error() -> None:
 
 
 def _with_final_message(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a record whose message can be encoded, and needs no object that may change or is large."""
+    """Return a record whose message can be encoded, and does not refer to changing or large objects."""
     args = record.args or ()
     if type(args) is tuple and _is_final(record.msg) and all(map(_is_final, args)):
         return record

@@ -24,14 +24,14 @@ logger = logging.getLogger("daskserve.host")
 #: The worker's attribute that holds its open Host, and the nanny's that holds its grace period.
 HOST_ATTRIBUTE = "_daskserve_host"
 _GRACE_ATTRIBUTE = "_daskserve_grace_s"
-#: How long a nanny may take for its part, which takes milliseconds.
+#: Timeout of the nanny's answer, which normally takes milliseconds.
 WATCH_S = 3.0
 #: The programs in which SIGTERM is meant for nannies; a user's program may have nannies as well.
 _PROGRAMS = ("distributed.cli.dask_worker", "distributed.cli.dask_spec")
 
 
 async def watch_nanny(worker: Worker, grace_s: float) -> None:
-    """Have the nanny of this worker, if it has one, wait for the worker when SIGTERM arrives."""
+    """Make this worker's nanny, if it has one, wait for the worker when the nanny gets SIGTERM."""
     if not worker.nanny:
         return
     try:

@@ -59,7 +59,7 @@ def default_priority() -> int:
 
 
 def end_with_request(futures: Iterable[Future[Any]]) -> None:
-    """Have futures released when the present request, if there is one, is cancelled."""
+    """Release futures when the current request is cancelled; do nothing outside of requests."""
     replica, request = current_replica.get(), current_request.get()
     if request is None or replica is None or not replica.holder.dask_task_config.get("cancel_with_request"):
         return
@@ -76,7 +76,7 @@ class _FailedError(Exception):
 
 
 class TaskClient(ScatteringClient):
-    """A client whose tasks are those of the replica and the request that submit them."""
+    """A client whose tasks belong to the replica and the request that submit them."""
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a task."""

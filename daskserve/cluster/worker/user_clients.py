@@ -165,7 +165,7 @@ class UserClients:
         self._holding: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
     def present(self) -> Client:
-        """Return the client of the running loop, or in a thread the one for threads."""
+        """Return the client of the running loop; in a thread without a loop, the client for threads."""
         if running_loop() is not None:
             return self._of_running_loop()
         client = self._clients.get(self._loop)

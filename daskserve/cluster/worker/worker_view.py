@@ -23,7 +23,7 @@ from daskserve.loops.event_loop import running_loop
 if TYPE_CHECKING:
     from distributed import Client
 
-#: Returns the client of the running loop, or in a thread the one for threads.
+#: Returns the client of the running loop; in a thread without a loop, the client for threads.
 FindClient = Callable[[], "Client"]
 
 #: How many frames are between ``__enter__`` of a lock and its question whether it runs on an event loop.
@@ -47,7 +47,7 @@ class CurrentClient:
 
 
 class CurrentLoop:
-    """The Tornado loop of the running event loop, or in a thread that of the client for threads."""
+    """The Tornado loop of the running event loop; in other threads, that of the client for threads."""
 
     def __init__(self, find: FindClient) -> None:
         self._find = find
@@ -66,7 +66,7 @@ class CurrentLoop:
         return loop.asyncio_loop
 
     def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function on the loop; that of `as_completed` on the loop of its future's client."""
+        """Call a function on the loop; for `as_completed`, on the loop of the future's client."""
         loop: Any = self._find().loop
         _let_go(getattr(callback, "__self__", None), loop)
         owners = getattr(getattr(args[0], "client", None), "loop", None) if args else None

@@ -207,7 +207,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         self.app.set_current()
         try:
             self._worker.start()
-        except Exception:  # the thread's top: nobody waits for it
+        except Exception:  # nothing awaits this thread
             logger.exception("Queue %r: Celery's worker ended", self.config.queue_name)
 
     def pause_consumer(self) -> None:

@@ -1,15 +1,15 @@
 """Takes tasks from a queue, runs them, and writes how they ended.
 
 A consumer runs in one event loop; the queue blocks, so it works in a thread. Its loops are independent of
-each other, and each survives that the queue cannot be reached:
+each other, and each continues after the queue could not be reached:
 
 - one takes as many tasks as there is room for;
-- one writes how tasks ended, all that have ended meanwhile in one step;
-- one renews leases, and finds tasks that were cancelled, or taken for lost;
-- one finds tasks of consumers that were lost, and forgets those that ended long ago;
+- one writes how tasks ended, many tasks in one step;
+- one renews leases, and finds tasks that were cancelled or given to another consumer;
+- one finds tasks of lost consumers, and removes tasks that ended long ago;
 - one makes the tasks of schedules.
 
-A task counts as ended once that is written. If a consumer is killed before, the task runs again elsewhere.
+The end of a task counts once it is written. If a consumer is killed before, the task runs again elsewhere.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ class TaskConsumer:
             await self._clock.sleep(UPKEEP_S)
 
     async def _follow(self, name: str, schedule: Any) -> None:
-        """Make the tasks of a schedule, each of which has an id of its own, so that it is made once."""
+        """Make the tasks of a schedule; the id of each contains its time, so that it is made only once."""
         at = last_time(schedule, self._clock.wall() - schedule.catch_up_s, self._clock.wall())
         while True:
             now = self._clock.wall()

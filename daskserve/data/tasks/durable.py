@@ -231,7 +231,7 @@ class RedisTaskProcessorAdapter(DurableAdapter):
 
 
 class _ConsumerThread:
-    """A consumer of functions, with an event loop in a thread of its own."""
+    """A consumer of functions, with an event loop in its own thread."""
 
     def __init__(
         self, adapter: DurableAdapter, handlers: Mapping[str, Callable[..., Any]], room: int

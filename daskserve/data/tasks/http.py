@@ -115,7 +115,7 @@ class TaskAPI:
         if not body:
             return [], {}
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Forms of web pages of other sites can send text, but no JSON.
+        # A web page of another site can submit a form as text, but not as JSON.
         if kind != "application/json" and not kind.endswith("+json"):
             raise _UnsupportedMediaTypeError(f"The body must be application/json, not {kind[:100]!r}.")
         try:

@@ -63,9 +63,9 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a text that differs for other arguments, and is the same for equal ones in all processes.
+    """Return a hash of arguments that is the same in all processes.
 
-    The pickles of equal values may differ. Objects count by their type only.
+    Pickles are not used, because those of equal values may differ. Of an object, only the type counts.
     """
     try:
         text = _canonical([args, kwargs])
@@ -91,7 +91,7 @@ def _canonical(value: Any) -> str:
 
 
 def error_text(summary: str, traceback: str) -> str:
-    """Return an error as the text that a queue keeps."""
+    """Return an error as the text that a queue stores."""
     text = f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
     # Names of files may have surrogates, which no queue can keep.
     return text.encode("utf-8", "backslashreplace").decode()
@@ -122,5 +122,5 @@ def _letter_arguments(kind: str, id: str, name: str, payload: bytes, error: str)
 
 
 def dead_letter(kind: str, id: str, name: str, payload: bytes, error: str) -> bytes:
-    """Return the arguments of the task that a dead letter is, in the order that Ray Serve has for them."""
+    """Return the arguments of a dead letter, in the order of Ray Serve."""
     return joined(dump(DeadLetter(kind, id, name, payload, error)))

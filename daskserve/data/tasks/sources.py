@@ -192,8 +192,8 @@ class SourceReader:
 
     async def stop(self) -> None:
         """Read no more, and return once what was read is handled; cancel it if this is cancelled."""
-        await self._reading.close()
         try:
+            await self._reading.close()
             await self._tasks.wait()
         except BaseException:
             self._tasks.cancel()

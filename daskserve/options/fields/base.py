@@ -131,7 +131,7 @@ class Options(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # Not a model validator: those of derived classes would be outside of it.
+        # Not a model validator: validators of derived classes would run outside of it.
         schema = handler(source)
         if schema.get("function") == {"type": "no-info", "function": cls._with_explained_errors}:
             return schema  # as a field of another model
@@ -214,9 +214,9 @@ def parse_typed(model: type[ModelT], value: Any, *, what: str) -> ModelT:
     try:
         return parse_options(model, value, what=what)
     except ValidationError as error:
-        if not has_wrong_type(error):
-            raise
-        raise WrongTypeError(str(error)) from None
+        if any(each["type"].endswith(("_type", "_parsing")) for each in error.errors()):
+            raise WrongTypeError(str(error)) from None
+        raise
 
 
 # ---- the names of options
@@ -292,7 +292,7 @@ def explained(
     places: Iterable[tuple[str, str]],
     masked_field: Mapping[str, Callable[[Any], Any]],
 ) -> Exception:
-    """Return a validation error whose unknown options are explained, without secrets.
+    """Return a validation error with explanations of unknown options, and without secrets.
 
     Parameters
     ----------
@@ -328,18 +328,13 @@ def _without_secrets(
     name = str(place[0])
     if name in masked_field:
         return masked_field[name](given) if len(place) == 1 else HIDDEN
-    # It may be a misspelled one.
+    # It may be a misspelled secret.
     return HIDDEN if difflib.get_close_matches(name, masked_field, 1) else given
 
 
 def wrong_type(text: str) -> PydanticCustomError:
-    """Return the error for a validator to raise that gets a value of a wrong type."""
+    """Return the error that a validator raises for a value of a wrong type."""
     return PydanticCustomError(WRONG_TYPE, "{text}", {"text": text})
-
-
-def has_wrong_type(error: ValidationError) -> bool:
-    """Return whether an error is about a value of a wrong type, not one that is not allowed."""
-    return any(each["type"].endswith(("_type", "_parsing")) for each in error.errors())
 
 
 def as_details(found: Any) -> InitErrorDetails:

@@ -45,7 +45,7 @@ def share_of(replicas: int, capacity: float | None, multiple_of: int = 1) -> int
 
 
 def share_or_number(value: Any, replicas: int, rounded: Literal["up", "down"] = "up") -> int:
-    """Return a number of replicas that is given as such, or as a rounded percentage of ``replicas``.
+    """Return a number of replicas, given as a number or as a percentage of ``replicas``, rounded.
 
     Raises
     ------

@@ -105,7 +105,7 @@ def missing_name(module: str, name: str) -> Exception:
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a backend with those of Ray Serve in daskserve's words.
+    """Return the options of a backend, with Ray Serve's options translated to daskserve's.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Secrets in options: references, which are read where the secret is used, and masks of what is shown.
+"""Secrets in options: references, which are read where the secret is used, and masks for output.
 
 A reference is ``{"env": "NAME"}``, a variable in the environment of the process that uses the secret, or
 ``{"file": "/path"}``, a file on its machine, as Kubernetes and Docker mount secrets. Records, start messages
@@ -123,7 +123,7 @@ def each_hidden(values: Any) -> Any:
 
 
 def without_secrets(name: str, value: Any) -> Any:
-    """Return a plain value with all hidden whose name, or a name around it, sounds like that of a secret.
+    """Return a plain value without the parts whose names, or the names around them, suggest a secret.
 
     Credentials in URLs are masked, too.
     """

@@ -1,1 +1,1 @@
-"""Options of how requests find their way."""
+"""Options of the routing of requests."""

@@ -14,7 +14,7 @@ from daskserve.options.fields.base import Masked, Options
 from daskserve.options.fields.pickled import PICKLED
 from daskserve.options.fields.secrets import masked
 
-#: The default, for which nothing is published.
+#: The default router; its options are not published.
 DEFAULT_ROUTER = "PowerOfTwo"
 #: The built-in routers; `daskserve.data.caller.request_routers.finding` has the classes of all but the first.
 BUILT_IN_ROUTERS = (
@@ -25,14 +25,14 @@ BUILT_IN_ROUTERS = (
     "PrefixAffinity",
     "SameHost",
 )
-#: The names of classes, also of those of Ray Serve, that stand for built-in routers.
+#: The built-in routers by the names of their classes, here and in Ray Serve.
 _CLASSES: Mapping[str, str] = {
     **{name: name for name in BUILT_IN_ROUTERS},
     **{f"{name}Router": name for name in BUILT_IN_ROUTERS},
     "PowerOfTwoChoicesRequestRouter": DEFAULT_ROUTER,
     "PrefixCacheAffinityRouter": "PrefixAffinity",
 }
-#: The modules whose classes have these names.
+#: Prefixes of the modules with these classes.
 _HOMES = ("ray.serve.", "ray.llm.", "daskserve.")
 MAX_KWARGS_CHARACTERS = 16_384
 _SESSION = re.compile(r"(header|cookie):([!#$%&'*+.^_`|~0-9A-Za-z-]+)")
@@ -152,7 +152,7 @@ class RequestRouterConfig(Options):
 
 
 def _built_in(path: str) -> str | None:
-    """Return the built-in router that a class of daskserve or Ray Serve stands for; None if it is none."""
+    """Return the built-in router with this name or class path; None if there is none."""
     module, name = split_import_path(path)
     if not module:
         return _CLASSES.get(path)

@@ -30,7 +30,7 @@ from daskserve.telemetry.logs.settings import LogSettings
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: The attributes that `daskserve.telemetry.logs.records.Tags.mark` gives a record.
 _OURS = frozenset((*TAG_NAMES, "component_name"))
-#: Milliseconds.
+#: The texts of milliseconds.
 _THREE = tuple(f"{number:03d}" for number in range(1000))
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 

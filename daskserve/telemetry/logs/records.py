@@ -73,12 +73,12 @@ class Tags(NamedTuple):
 class Entry:
     """A log record that is kept."""
 
-    #: How many records it is.
+    #: The number of records in this entry.
     count = 1
     __slots__ = ("args", "exception", "level", "levelno", "logger", "msg", "number", "size", "tags", "time")
 
     def __init__(self, record: logging.LogRecord, tags: Tags) -> None:
-        #: Its place in the ring that has it.
+        #: Its number in the ring.
         self.number = 0
         self.time = record.created
         self.level = record.levelname

@@ -102,7 +102,7 @@ class _AccessEntry:
     __slots__ = ("count", "data", "number")
 
     def __init__(self, lines: Sequence[AccessLine]) -> None:
-        #: The number of the first one.
+        #: The number of the first line.
         self.number = 0
         self.count = len(lines)
         self.data = pickle.dumps(lines, pickle.HIGHEST_PROTOCOL)

@@ -19,7 +19,7 @@ from daskserve.telemetry.profiling.report import percent, place, summary, tables
 WIDTH, ROW, TOP, EDGE = 1200, 17, 44, 10
 #: Width of a letter, and of the narrowest frame that is drawn.
 LETTER, NARROWEST = 6.6, 0.4
-#: Frames that are drawn at most, the widest ones.
+#: Maximum number of frames that are drawn, the widest ones.
 MAX_FRAMES = 5000
 _SCRIPT = """\
 "use strict";

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 _RESPONDERS = frozenset({"asyncio", "daskserve"})
 #: Packages that run for daskserve itself.
 _OWN = _RESPONDERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
-#: Code that is remembered.
+#: Maximum number of code objects in the cache.
 MAX_KINDS = 20_000
 
 

@@ -7,7 +7,7 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
-#: Lines that are named, and frames of each allocation that are kept.
+#: Maximum number of lines in the result, and of frames that are kept of each allocation.
 MAX_LINES, FRAMES = 30, 1
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from daskserve.common.formatting import shown
 
-#: Rows of a table.
+#: Maximum number of rows of a table.
 MAX_ROWS = 20
 #: Binary units of sizes.
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -25,15 +25,15 @@ from daskserve.telemetry.profiling.threads import processor_times, stack_frames
 
 #: The interval of samples, and the share of a processor that the profiler may take.
 INTERVAL_S, MAX_SHARE = 0.01, 0.05
-#: Different stacks that are kept; samples of further ones are only counted.
+#: Maximum number of different stacks that are kept; samples of further ones are only counted.
 MAX_STACKS = 4000
-#: Frames of a stack that are kept, the outer ones.
+#: Maximum number of frames of a stack that are kept, the outer ones.
 MAX_DEPTH = 150
-#: Lines of code that are named.
+#: Maximum number of lines of code in the result.
 MAX_LINES = 50
 #: The part of an interval that a thread has to be on a processor for a sample to count as running.
 RUNS_PART = 0.3
-#: Characters of a name.
+#: Maximum length of a name.
 MAX_NAME = 200
 #: The labels of the threads of an executor.
 LOOP, THREADS = "event loop", "threads"

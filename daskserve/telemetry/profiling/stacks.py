@@ -14,7 +14,7 @@ from daskserve.telemetry.profiling.sampling import MAX_DEPTH, MAX_NAME, CodeThre
 
 #: Number of threads and of tasks that are listed; the others are counted.
 MAX_THREADS, MAX_TASKS = 200, 100
-#: Characters of a line of code.
+#: Maximum length of a line of code.
 MAX_LINE = 200
 
 

@@ -28,7 +28,7 @@ _ROOT = struct.Struct("<HIBQBQ H16s H8s")
 #: And that of the span above.
 _BELOW = struct.Struct("<HIBQBQ H16s H8s H8s")
 _FLAGS, _START, _END, _TRACE_ID, _SPAN_ID, _PARENT = 0x0185, 0x39, 0x41, 0x100A, 0x0812, 0x0822
-#: It is known whether the parent is in another process; and that it may be.
+#: Flags: it is known whether the parent is in another process; the parent may be in another process.
 _KNOWN, _REMOTE = 0x100, 0x300
 _DOUBLE = struct.Struct("<Bd")
 _INT64 = 1 << 63

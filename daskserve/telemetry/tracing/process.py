@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("daskserve.tracing")
 
-#: How long the thread lets spans gather. What waits takes memory, for which caches have no room.
+#: How long the thread lets spans gather. Waiting spans take memory that does not fit into the caches.
 GATHER_S = 0.1
 #: Maximum number of spans that wait because only the thread encodes them.
 MAX_SLOW = 2048

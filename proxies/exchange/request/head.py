@@ -256,7 +256,7 @@ def split_target(method: str, target: str, host: str | None) -> tuple[str, str]:
             if not _is_host(authority):
                 raise RefusedRequestError("The URL in the target of a request has no valid host.")
             if host is not None and _named(scheme, authority) != _named(scheme, host):
-                # A proxy in front may have gone by one, and others here go by the other.
+                # A proxy in front may have used one of them, while the application uses the other.
                 raise RefusedRequestError("The URL in the target of a request and Host name different hosts.")
             target = rest if rest[:1] == "/" else f"/{rest}"
         elif target != "*" or method != "OPTIONS":

@@ -54,8 +54,8 @@ _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 #: How long an application may run after its client has disconnected; then it is cancelled.
 DISCONNECT_GRACE_S = 5.0
-#: How long a client may take to answer a close, and user code that blocks its loop to let the connection
-#: close.
+#: How long a client may take to answer a close. User code that blocks its loop delays the close of its
+#: connection for no longer.
 CLOSE_TIMEOUT_S = 2.0
 
 

@@ -48,6 +48,7 @@ class Network:
 
     def __init__(self) -> None:
         self.is_reachable = True
+        self.error: Exception = OSError("nothing listens there")
         #: How long a direct dial takes; None if nothing answers, so that it goes through the scheduler.
         self.dial_s: float | None = 0.0
         self.dials: list[tuple[str, float]] = []
@@ -71,7 +72,7 @@ class Network:
 
     async def _dial(self, worker: str) -> Transport:
         if not self.is_reachable:
-            raise OSError("nothing listens there")
+            raise self.error
         if self.dial_s is not None:
             return await self._dial_directly(worker)
         transport = self._connected()
@@ -255,8 +256,10 @@ async def test_connections_reconnections_and_bytes_are_counted(network: Network)
     assert network.counts()["channel_reconnects"] == 1
 
 
-async def test_failed_dials_are_counted(network: Network) -> None:
-    network.is_reachable = False
+@pytest.mark.parametrize("error", [OSError("nothing listens there"), ValueError("unknown scheme ucx")])
+async def test_failed_dials_are_counted(error: Exception, network: Network) -> None:
+    """A program may lack the protocol of a worker's address."""
+    network.is_reachable, network.error = False, error
     with pytest.raises(ActorLostError):
         await network.request()
     assert (network.counts()["channel_dial_failures"], network.counts()["channel_connections"]) == (1, 0)

@@ -288,7 +288,7 @@ async def test_all_file_descriptors_are_closed() -> None:
     sockets = []
     for _ in range(5):
         async with pair() as (here, there):
-            sockets += [here.transport._socket, there.transport._socket]
+            sockets += [here.transport.sock, there.transport.sock]
             here.transport.post(OutOfBand(bytes(8 * TURN_BYTES)))
             here.transport.flush()
             await asyncio.sleep(0)
@@ -319,7 +319,7 @@ async def test_a_socket_that_accepts_everything_does_not_block_the_loop() -> Non
     with theirs:
         end = End(ours)
         await asyncio.sleep(0)
-        end.transport._socket = taking = EndlessSink(ours)  # type: ignore[assignment]
+        end.transport.sock = taking = EndlessSink(ours)  # type: ignore[assignment]
         end.transport.post(OutOfBand(bytes(8 * TURN_BYTES)))
         end.transport.flush()
         async with asyncio.timeout(DEADLINE_S):

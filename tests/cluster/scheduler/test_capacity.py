@@ -218,3 +218,27 @@ async def test_a_cluster_is_adaptive_while_its_target_is_requested(
     assert became_adaptive == [True]
     await asyncio.sleep(ADAPTIVE_S + 1)
     assert not capacity.is_adaptive
+
+
+@pytest.mark.parametrize("fails_in", ["evacuation", "Dask"])
+async def test_a_worker_whose_retirement_fails_may_hold_actors_again(scheduler: Any, fails_in: str) -> None:
+    stayed: list[set[str]] = []
+
+    async def fail(*args: Any, **kwargs: Any) -> Any:
+        raise asyncio.CancelledError
+
+    async def succeed(workers: list[str]) -> None:
+        pass
+
+    scheduler.handlers["retire_workers"] = fail
+    capacity = Capacity(
+        scheduler,
+        succeed if fails_in == "Dask" else fail,
+        lambda workers: stayed.append(set(workers)),
+        became_adaptive=lambda: None,
+        has_instances=lambda: True,
+    )
+    capacity.install()
+    with pytest.raises(asyncio.CancelledError):
+        await capacity.retire_workers([W1])
+    assert stayed == [{W1}]

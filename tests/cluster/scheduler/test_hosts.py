@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,27 +138,35 @@ def wait_to_go() -> None:
     GO.wait(50)
 
 
+@asynccontextmanager
+async def starting_host() -> AsyncIterator[tuple[Scheduler, Worker, HostRegistry, asyncio.Future[bool], Any]]:
+    """Yield a worker whose only task thread is busy until `GO` is set, so its Host waits in the queue."""
+    GO.clear()
+    async with (
+        Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0", port=0) as scheduler,
+        Worker(scheduler.address, nthreads=1) as worker,
+        Worker(scheduler.address, nthreads=1),
+        Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+    ):
+        busy = client.submit(wait_to_go, workers=[worker.address])
+        registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
+        registry.open(client)
+        admitting = asyncio.ensure_future(registry.admit(worker.address))
+        while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
+            await asyncio.sleep(0.001)
+        yield scheduler, worker, registry, admitting, busy
+        GO.set()
+        await busy
+
+
 @each_case("leave", [HostRegistry.release, lambda registry, worker: registry.close()])
 def test_a_worker_can_be_retired_although_its_host_was_just_starting(
     leave: Callable[[HostRegistry, str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All its task threads are busy, so that the Host waits in the queue."""
     monkeypatch.setattr(hosts, "PROBE_TIMEOUT_S", 50)  # on a busy machine
 
     async def main() -> None:
-        GO.clear()
-        async with (
-            Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0", port=0) as scheduler,
-            Worker(scheduler.address, nthreads=1) as worker,
-            Worker(scheduler.address, nthreads=1),
-            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
-        ):
-            busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
-            registry.open(client)
-            admitting = asyncio.ensure_future(registry.admit(worker.address))
-            while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
-                await asyncio.sleep(0.001)
+        async with starting_host() as (scheduler, worker, registry, admitting, busy):
             await leave(registry, worker.address)
             GO.set()
             await busy
@@ -174,22 +183,9 @@ def test_a_worker_that_is_lost_while_its_host_starts_is_not_waited_for(
     monkeypatch.setattr(hosts, "PROBE_TIMEOUT_S", 50)  # on a busy machine
 
     async def main() -> None:
-        GO.clear()
-        async with (
-            Scheduler(protocol="inproc", dashboard_address="127.0.0.1:0", port=0) as scheduler,
-            Worker(scheduler.address, nthreads=1) as worker,
-            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
-        ):
-            busy = client.submit(wait_to_go, workers=[worker.address])
-            registry = HostRegistry(scheduler, ReservedResources(scheduler, print))
-            registry.open(client)
-            admitting = asyncio.ensure_future(registry.admit(worker.address))
-            while not scheduler.workers[worker.address].actors:  # noqa: ASYNC110 - Dask has no event
-                await asyncio.sleep(0.001)
+        async with starting_host() as (_, worker, registry, admitting, _):
             registry.forget(worker.address)
             await asyncio.wait_for(asyncio.wait({admitting}), 10)
             assert admitting.cancelled()
-            GO.set()
-            await busy
 
     asyncio.run(asyncio.wait_for(main(), 50))

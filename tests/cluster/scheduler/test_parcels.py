@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,30 @@ async def test_content_that_two_codes_share_stays_for_the_other() -> None:
         await here.commit({"code/b@1": None})
         parts = await ParcelCarrier(here.ask).fetch("c@1", PARCEL)
         assert tuple(map(bytes, parts)) == PARTS
+
+
+async def test_a_parcel_whose_code_is_deleted_while_it_is_read_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with scheduler() as here:
+        await deploy(here)
+        here.parcels = InstanceParcels(here.store)  # of the next scheduler
+        here.parcels.without_rows(await here.store.load())
+        begun, deleted = threading.Event(), threading.Event()
+        join = module._join
+
+        def slowly(pieces: Sequence[Any]) -> ParcelMemory:
+            begun.set()
+            deleted.wait(10)
+            return join(pieces)
+
+        monkeypatch.setattr(module, "_join", slowly)
+        reading = asyncio.ensure_future(fetched(here))
+        await asyncio.to_thread(begun.wait, 10)
+        await here.commit({"code/b@1": None})
+        deleted.set()
+        await asyncio.wait({reading})
+        assert not here.parcels._memory
 
 
 async def test_a_parcel_whose_change_does_not_come_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

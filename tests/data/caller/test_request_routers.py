@@ -19,8 +19,9 @@ from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.data.caller.request_routers import thread
+from daskserve.data.caller.request_routers.finding import BUILT_IN, load_router
 from daskserve.data.caller.request_routers.hashing import Ring, hash_of
-from daskserve.data.caller.request_routers.interface import Setup
+from daskserve.data.caller.request_routers.interface import DeploymentID, RequestMetadata, Setup
 from daskserve.data.caller.request_routers.prefixes import MAX_BEGINNINGS, beginnings_of, prompt_in
 from daskserve.data.caller.request_routers.routing import RequestRouting
 from daskserve.data.caller.sessions import session_in
@@ -88,6 +89,129 @@ def call(session: str = "", *args: Any, **facts: Any) -> Envelope:
 
 def get(*headers: tuple[bytes, bytes]) -> Envelope:
     return Envelope(EnvelopeKind.HTTP, {"type": "http", "method": "GET", "headers": list(headers)})
+
+
+# ---- what routers are told
+
+
+def test_a_request_says_what_it_is_in_the_same_words_for_http_and_for_calls() -> None:
+    facts = {"route": "/a", "model_id": "m", "request_id": "of the request"}
+    called = RequestMetadata(call("s", **facts), "s")
+    head = {"type": "http", "method": "PUT", "path": "/a/b", "headers": [(b"a", b"b")]}
+    asked = RequestMetadata(Envelope(EnvelopeKind.HTTP, {**head, "extensions": {"daskserve": facts}}), "")
+    names = (
+        "is_http_request request_id internal_request_id call_method route multiplexed_model_id is_streaming "
+        "method path headers session_id"
+    ).split()
+    assert [getattr(called, each) for each in names] == [
+        False,
+        "id",
+        "id",
+        "__call__",
+        "/a",
+        "m",
+        False,
+        "",
+        "",
+        (),
+        "s",
+    ]
+    assert [getattr(asked, each) for each in names] == [
+        True,
+        "of the request",
+        "of the request",
+        "__call__",
+        "/a",
+        "m",
+        False,
+        "PUT",
+        "/a/b",
+        [(b"a", b"b")],
+        "",
+    ]
+    streaming = RequestMetadata(Envelope(EnvelopeKind.CALL, {"method": "go", "stream": True}), "")
+    assert (streaming.call_method, streaming.is_streaming, streaming.route) == ("go", True, "")
+    bare = RequestMetadata(Envelope(EnvelopeKind.HTTP, {"type": "http"}), "")
+    assert (bare.request_id, bare.method, bare.path, bare.headers, bare.multiplexed_model_id) == (
+        "",
+        "",
+        "",
+        (),
+        "",
+    )
+    one, alone = DeploymentID.of("shop/cart"), DeploymentID.of("cart")
+    assert (one, str(one), alone, str(alone)) == (
+        DeploymentID("cart", "shop"),
+        "shop/cart",
+        DeploymentID("cart"),
+        "cart",
+    )
+    replica = ReplicaID("cart#1", one)
+    assert str(replica) == replica.to_full_id_str() == "cart#1"
+
+
+@each_case(
+    ("router", "options", "message"),
+    [
+        (
+            "ConsistentHash",
+            {"virtual_nodes": 0},
+            "virtual_nodes must be a whole number from 1 to 10000, got 0",
+        ),
+        ("ConsistentHash", {"num_virtual_nodes": 10_001}, "virtual_nodes must be .* got 10001"),
+        ("ConsistentHash", {"virtual_nodes": 1.5}, "virtual_nodes must be .* got 1.5"),
+        ("ConsistentHash", {"bound": 1}, "bound must be more than 1, got 1"),
+        ("ConsistentHash", {"bound": "2"}, "bound must be more than 1, got '2'"),
+        ("ConsistentHash", {"fallback_replicas": -1}, "fallback_replicas must be .* from 0, got -1"),
+        ("ConsistentHash", {"num_fallback_replicas": 0.5}, "fallback_replicas must be .* got 0.5"),
+        ("LeastLatency", {"choices": 0}, "choices must be a whole number from 1, got 0"),
+        ("LeastLatency", {"choices": 1.0}, "choices must be a whole number from 1, got 1.0"),
+        ("LeastLatency", {"weight": 0}, "weight must be above 0 and up to 1, got 0"),
+        ("LeastLatency", {"weight": 1.1}, "weight must be above 0 and up to 1, got 1.1"),
+        ("PrefixAffinity", {"imbalance": 1}, "PrefixAffinity has no option 'imbalance'"),
+        ("PrefixAffinity", {"imbalanced_threshold": -1}, "imbalanced_threshold must not be negative, got -1"),
+        (
+            "PrefixAffinity",
+            {"match_rate_threshold": 1.1},
+            "match_rate_threshold must be from 0 to 1, got 1.1",
+        ),
+        ("PrefixAffinity", {"match_rate_threshold": -0.1}, "match_rate_threshold must be from 0 to 1"),
+        ("PrefixAffinity", {"max_beginnings": 0}, "max_beginnings must be a whole number from 1, got 0"),
+        ("PrefixAffinity", {"max_beginnings": 2.0}, "max_beginnings must be .* got 2.0"),
+        ("ConsistentHash", {"virtual_nodes": 1, "bound": 1.01, "fallback_replicas": 0}, ""),
+        ("ConsistentHash", {"num_virtual_nodes": 10_000, "bound": float("inf")}, ""),
+        ("LeastLatency", {"choices": 1, "weight": 1}, ""),
+        ("PrefixAffinity", {"imbalanced_threshold": 0, "match_rate_threshold": 0, "max_beginnings": 1}, ""),
+        (
+            "PrefixAffinity",
+            {"match_rate_threshold": 1, "do_eviction": True, "eviction_threshold_chars": 1},
+            "",
+        ),
+    ],
+)
+def test_the_options_of_the_built_in_routers_have_limits(
+    router: str, options: dict[str, Any], message: str
+) -> None:
+    made = BUILT_IN[router].__new__(BUILT_IN[router])
+    if not message:
+        made.initialize_state(**options)
+        return
+    with pytest.raises((TypeError, ValueError), match=message):
+        made.initialize_state(**options)
+
+
+def test_what_is_no_router_is_not_loaded() -> None:
+    for path, message in (
+        ("collections:Counter", "is no class with a method choose_replicas"),
+        ("json:dumps", "is no class with a method choose_replicas"),
+        (f"{__name__}:Stranger", "Stranger does not derive from daskserve.request_router.RequestRouter"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            load_router(path)
+
+
+class Stranger:
+    def choose_replicas(self, *_: Any) -> Any: ...
 
 
 # ---- the built-in routers

@@ -15,6 +15,7 @@ from gates import Gates, anew_for_each_test
 from tables import each_case
 
 import daskserve as serve
+from daskserve.data.tasks.sources import SourceOptions, SourceReader
 from daskserve.testing import local_instance
 
 
@@ -142,6 +143,33 @@ class Quick:
 
     def __del__(self) -> None:
         BROKER.closed += 1
+
+
+async def test_a_stop_that_is_cancelled_ends_what_is_handled_although_the_source_hangs() -> None:
+    began, ends = asyncio.Event(), asyncio.Event()
+
+    async def read() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+
+    async def handle(item: int) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.set()
+
+    reader = SourceReader(read, handle, SourceOptions("handle", None, 1.0, 1.0))
+    reader.start()
+    await began.wait()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await reader.stop()
+    async with asyncio.timeout(10):
+        await ends.wait()
 
 
 def test_a_source_may_end_and_yield_plain_values() -> None:

@@ -14,7 +14,6 @@ from http_harness import (
     read_body,
     request,
     respond,
-    run,
     serving,
 )
 
@@ -49,24 +48,21 @@ async def echo_gathered(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @on_each_loop
-def test_a_gathered_body_is_received_into_its_buffer_and_the_next_request_as_before(
+async def test_a_gathered_body_is_received_into_its_buffer_and_the_next_request_as_before(
     filled: list[int],
 ) -> None:
-    async def test() -> None:
-        async with serving(echo_gathered) as server, connected(server) as client:
-            for body in (BODY, b"short", BODY[:-1]):
-                data = request(method="POST", body=body)
-                await client.send(data[:1000])
-                await client.send(data[1000:] + request(method="POST", body=b"next"))
-                assert (await client.response()).body == body
-                assert (await client.response()).body == b"next"
-
-    run(test)
+    async with serving(echo_gathered) as server, connected(server) as client:
+        for body in (BODY, b"short", BODY[:-1]):
+            data = request(method="POST", body=body)
+            await client.send(data[:1000])
+            await client.send(data[1000:] + request(method="POST", body=b"next"))
+            assert (await client.response()).body == body
+            assert (await client.response()).body == b"next"
     assert (sum(filled) > len(BODY)) is TRANSPORT.get().startswith("asyncio")
 
 
 @on_each_loop
-def test_a_request_that_ends_while_its_body_comes_drops_the_rest() -> None:
+async def test_a_request_that_ends_while_its_body_comes_drops_the_rest() -> None:
     async def give_up(scope: Scope, receive: Receive, send: Send) -> None:
         assert isinstance(receive, RequestBody)
         gathering = asyncio.ensure_future(receive.gather())
@@ -74,15 +70,12 @@ def test_a_request_that_ends_while_its_body_comes_drops_the_rest() -> None:
         gathering.cancel()
         await respond(send, b"enough")
 
-    async def test() -> None:
-        async with serving(give_up) as server, connected(server) as client:
-            data = request(method="POST", body=BODY)
-            await client.send(data[: len(data) // 2])
-            assert (await client.response()).body == b"enough"
-            await client.send(data[len(data) // 2 :] + data[: len(data) // 2])
-            assert (await client.response()).body == b"enough"
-
-    run(test)
+    async with serving(give_up) as server, connected(server) as client:
+        data = request(method="POST", body=BODY)
+        await client.send(data[: len(data) // 2])
+        assert (await client.response()).body == b"enough"
+        await client.send(data[len(data) // 2 :] + data[: len(data) // 2])
+        assert (await client.response()).body == b"enough"
 
 
 def test_a_buffer_takes_a_few_times_what_it_has_until_it_has_what_was_announced() -> None:

@@ -97,21 +97,18 @@ async def test_a_server_that_never_started_releases_its_port() -> None:
 
 
 @on_each_loop
-def test_stop_cancels_requests_and_closes_connections() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server:
-            async with connected(server) as idle, connected(server) as busy, connected(server) as uploading:
-                await busy.send(request())
-                await uploading.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n")
-                uploading.writer.write(bytes(1_000_000))
-                await poll_for(lambda: app.running == 2)
-                await server.stop()
-                assert (app.running, app.cancelled) == (0, 2)
-                for client in (idle, busy, uploading):
-                    assert await client.rest() == b""
-
-    run(test)
+async def test_stop_cancels_requests_and_closes_connections() -> None:
+    app = Hanging()
+    async with serving(app) as server:
+        async with connected(server) as idle, connected(server) as busy, connected(server) as uploading:
+            await busy.send(request())
+            await uploading.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n")
+            uploading.writer.write(bytes(1_000_000))
+            await poll_for(lambda: app.running == 2)
+            await server.stop()
+            assert (app.running, app.cancelled) == (0, 2)
+            for client in (idle, busy, uploading):
+                assert await client.rest() == b""
 
 
 async def test_stop_does_not_wait_for_a_request_that_will_not_end(
@@ -152,23 +149,20 @@ async def test_a_connection_that_has_ended_is_not_watched() -> None:
 
 
 @on_each_loop
-def test_a_connection_being_accepted_during_stop_is_closed() -> None:
-    async def test() -> None:
-        for turns in range(6):
-            async with serving(hello) as server:
-                clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                await server.stop()
-                for client in clients:
-                    with client:
-                        client.settimeout(5)
-                        try:
-                            assert client.recv(1) == b""
-                        except ConnectionResetError:
-                            pass  # it was still in the backlog
-
-    run(test)
+async def test_a_connection_being_accepted_during_stop_is_closed() -> None:
+    for turns in range(6):
+        async with serving(hello) as server:
+            clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.stop()
+            for client in clients:
+                with client:
+                    client.settimeout(5)
+                    try:
+                        assert client.recv(1) == b""
+                    except ConnectionResetError:
+                        pass  # it was still in the backlog
 
 
 # ---- clients that hang up unheard
@@ -216,21 +210,18 @@ async def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None
 
 
 @on_each_loop
-def test_draining_finishes_requests_and_announces_the_close() -> None:
-    async def test() -> None:
-        app = Hanging()
-        async with serving(app) as server, connected(server) as client:
-            await client.send(request())
-            await poll_for(lambda: app.running)
-            draining = asyncio.create_task(server.drain(5))
-            await poll_for(lambda: _is_refused(server.port))
-            assert not draining.done()
-            app.go.set()
-            response = await client.response()
-            assert (response.body, response.headers["connection"]) == (b"at last", "close")
-            await draining
-
-    run(test)
+async def test_draining_finishes_requests_and_announces_the_close() -> None:
+    app = Hanging()
+    async with serving(app) as server, connected(server) as client:
+        await client.send(request())
+        await poll_for(lambda: app.running)
+        draining = asyncio.create_task(server.drain(5))
+        await poll_for(lambda: _is_refused(server.port))
+        assert not draining.done()
+        app.go.set()
+        response = await client.response()
+        assert (response.body, response.headers["connection"]) == (b"at last", "close")
+        await draining
 
 
 def test_draining_answers_a_kept_connection_once_more() -> None:
@@ -289,7 +280,7 @@ async def test_draining_closes_idle_connections_after_a_moment() -> None:
 
 @on_each_loop
 @pytest.mark.parametrize("is_late", [False, True])
-def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+async def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     """Connections in the backlog were accepted by the kernel: their clients believe they are served.
 
     Late ones come between the last look at the backlog and the end of the socket.
@@ -297,21 +288,18 @@ def test_draining_serves_existing_connections(monkeypatch: pytest.MonkeyPatch, i
     if is_late:
         monkeypatch.setattr("daskserve.proxies.server.life.is_readable", lambda sockets: False)
 
-    async def test() -> None:
-        async with serving(hello) as server:
-            clients = []
-            for _ in range(20):
-                client = socket.create_connection(("127.0.0.1", server.port))
-                client.sendall(request())
-                client.setblocking(False)
-                clients.append(client)
-            await server.drain(5)
-            loop = asyncio.get_running_loop()
-            for client in clients:
-                with client:
-                    assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
-
-    run(test)
+    async with serving(hello) as server:
+        clients = []
+        for _ in range(20):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            client.sendall(request())
+            client.setblocking(False)
+            clients.append(client)
+        await server.drain(5)
+        loop = asyncio.get_running_loop()
+        for client in clients:
+            with client:
+                assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
 
 
 @on_each_transport

@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from daskserve.common.clock import stopwatch
 
-#: What is watched, and what is not: hidden files, bytecode, and what editors write beside the files.
+#: Watched files, and ignored ones: hidden files, bytecode, and temporary files of editors.
 INCLUDES = ("*.py",)
 EXCLUDES = (".*", "*.py[cod]", "~*", "*~", "__pycache__", "node_modules")
 #: The file that marks the folder of a virtual environment.
 _ENVIRONMENT = "pyvenv.cfg"
-#: Interval between two looks at the files, or as many times as long as one look takes.
+#: Pause between two snapshots, in seconds and as a multiple of the time that one takes: the longer one.
 LOOK_S, LOOK_FACTOR = 0.1, 10
 #: A change is over when no file has changed for this long; editors and version control save several.
 SETTLED_S, UNSETTLED_S = 0.05, 1.0
@@ -97,12 +97,12 @@ def _matches(name: str, path: str, patterns: Iterable[str]) -> bool:
 
 
 def changed_files(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return the files that have changed, come or gone between two looks, sorted."""
+    """Return the files that differ between two snapshots, sorted."""
     return sorted({name for name in before.keys() | after.keys() if before.get(name) != after.get(name)})
 
 
 class FileWatch:
-    """Looks at the files of a project until they have changed.
+    """Waits for changes of a project's files.
 
     Between two looks it sleeps, or, with the package watchfiles, waits for a notification.
     """
@@ -134,12 +134,12 @@ class FileWatch:
         try:
             next(self._notifications)
         except (StopIteration, OSError, RuntimeError):
-            # The system has no more watches left, or a folder is gone: looks do without.
+            # The system has no more watches, or a folder was removed: go on without notifications.
             self._notifications = None
         return self._notifications is not None
 
     def _changed(self) -> list[str]:
-        """Return what has changed, once nothing changes any more."""
+        """Return the files that have changed, once they have settled."""
         before, seen = self._seen, self._patterns.snapshot()
         if seen == before:
             return []

@@ -53,9 +53,9 @@ class Project:
 
     @contextmanager
     def imported(self) -> Iterator[None]:
-        """Import the project again inside a ``with`` block; if it raises, keep what was imported before."""
+        """Import the project again in a ``with`` block; if the block raises, restore the old modules."""
         with ImportPath.lock:
-            # A file that changes while it is imported is then another one than the next time.
+            # A file that changes during the import counts as changed the next time.
             before = digests_before.set(self._digests())
             gone = forget(modules_in(self.folders))
             classes = release_class_ids(gone)
@@ -93,7 +93,7 @@ class Project:
         if names_one_of(pickled, modules):
             facts.append(sorted(modules.items()))
         if spec.user_version is not None:
-            # A version that its user has named is the same whatever was saved.
+            # A version that the user names does not depend on the code.
             facts.append(code_digest(spec.parts or (spec.code,)))
         changes: dict[str, Any] = {}
         if facts:
@@ -117,7 +117,7 @@ def digest_of_files(names: Sequence[str]) -> str:
 
 
 def changed(spec: ApplicationSpec, ingress: Mapping[str, Any]) -> ApplicationSpec:
-    """Return an application whose ingress has some options."""
+    """Return an application with other options of its ingress."""
     whole = spec.ingress
     config = whole.spec.config.merged(BackendConfig(**ingress), ends_autoscaling=True)
     last = replace(whole, spec=replace(whole.spec, config=config))

@@ -14,9 +14,9 @@ from daskserve.payload.shown_errors import shortened
 
 #: Number of files that a line names.
 NAMED = 3
-#: How long the end of the program waits for a build that is under way.
+#: How long `Reloader.stop` waits for a build in progress.
 END_S = 5.0
-#: Pause before the next look at the files after one that failed.
+#: Pause after watching has failed.
 RETRY_S = 2.0
 
 
@@ -52,7 +52,7 @@ class Reloader:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer, and build nothing more."""
+        """Stop watching and building."""
         self._ended.set()
         if self._thread.is_alive():  # not before start()
             self._thread.join(END_S)
@@ -74,7 +74,7 @@ class Reloader:
             try:
                 return self._watch.wait()
             except Exception as error:
-                # Without this thread, files would change and nothing would say that they are not followed.
+                # The thread must go on: without it, changes would be missed without a message.
                 self._report(f"The files cannot be watched now: {error!r}")
                 self._ended.wait(RETRY_S)
         return ()
@@ -90,7 +90,7 @@ class Reloader:
         try:
             yield
         except Exception as error:
-            # Whatever a build raises: the next change is followed.
+            # A build may raise anything, and the next change must be followed all the same.
             if number != self._newest or self._ended.is_set():
                 return
             text = str(error)

@@ -19,7 +19,6 @@ from daskserve.cluster.channel.wire.parts import OutOfBand
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import (
     FRAME_WORK,
-    Frames,
     Receiver,
     Refuser,
     SocketTransport,
@@ -45,21 +44,14 @@ class CommTransport:
         self._comm = comm
         #: Counts sent bytes only: a Dask comm does not report how much it read.
         self.traffic = Traffic()
-        self._outbox: list[Any] = []
-        self._outbox_filled = asyncio.Event()
+        self.peer_address = str(comm.peer_address)
+        self.unsent: list[Any] = []
+        self._has_unsent = asyncio.Event()
         self.turn = 0
-
-    @property
-    def peer_address(self) -> str:
-        return str(self._comm.peer_address)
 
     @property
     def sock(self) -> socket.socket | None:
         return socket_of(self._comm)
-
-    @property
-    def unsent(self) -> Frames:
-        return self._outbox
 
     def share(self, segments: Segments, *, begins: bool) -> None:
         """Do nothing: a Dask comm of another protocol may lead anywhere."""
@@ -82,8 +74,8 @@ class CommTransport:
             self._comm.abort()
 
     def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        self._outbox.append(frame)
-        self._outbox_filled.set()
+        self.unsent.append(frame)
+        self._has_unsent.set()
 
     def flush(self) -> None:
         """Do nothing: a separate task writes."""
@@ -96,11 +88,11 @@ class CommTransport:
 
     async def _write(self, refuse: Refuser) -> None:
         while True:
-            await self._outbox_filled.wait()
+            await self._has_unsent.wait()
             if self._comm.closed():
                 return
-            self._outbox_filled.clear()
-            frames, self._outbox = self._outbox, []
+            self._has_unsent.clear()
+            frames, self.unsent = self.unsent, []
             self.turn += 1
             try:
                 await self._send(frames)
@@ -128,7 +120,7 @@ class CommTransport:
 
     async def _send(self, frames: Sequence[Any]) -> None:
         if self.peer_address.startswith("inproc://"):
-            # Such a comm passes objects on as they are: marked buffers, and memory of the sender.
+            # Such a comm passes objects on unchanged, including marked buffers and the sender's memory.
             body, large = pack(frames)
             frames = unpack([body, *map(bytearray, large)])
         else:

@@ -152,7 +152,8 @@ def pack(
     try:
         return msgpack.packb(frames, default=noted), large
     except UnicodeEncodeError:
-        # The name of a file may have surrogates. Not the first choice, as it takes longer for each text.
+        # The name of a file may have surrogates. This is a second attempt, because it takes longer for each
+        # text.
         begun = iter(tuple(made))  # what is shared already must not be shared again
 
         def made_or_refer(value: Any) -> msgpack.ExtType:

@@ -10,7 +10,8 @@ It sends all frames that are posted in one iteration of the event loop together.
 All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
 0 refers to shared memory instead, see `daskserve.cluster.channel.wire.sharing`.
 
-Neither this module nor what it imports imports Dask: that takes longer than the rest of a child's start.
+This module does not import Dask, not even indirectly, because this takes longer than the rest of a child's
+start.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Transport(Protocol):
 
     @property
     def unsent(self) -> Frames:
-        """The posted frames of which nothing was written; they stay here after the connection ends."""
+        """The posted frames that were not written at all; they stay here after the connection ends."""
 
     @property
     def turn(self) -> int:
@@ -121,16 +122,12 @@ class Outbox:
         self.is_closed = False
         #: Set by `Transport.run`, before anything is sent.
         self._refuse: Refuser | None = None
-        self._outbox: list[Any] = []
+        self.unsent: list[Any] = []
         self._work = 0
         self._is_flushing = False
 
-    @property
-    def unsent(self) -> Frames:
-        return self._outbox
-
     def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        self._outbox.append(frame)
+        self.unsent.append(frame)
         self._work += work
         if self._work >= MAX_WORK:
             self.flush()
@@ -139,9 +136,9 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self._flush_turn)
 
     def flush(self) -> None:
-        if not self._outbox or not self._can_send():
+        if not self.unsent or not self._can_send():
             return
-        frames, self._outbox = self._outbox, []
+        frames, self.unsent = self.unsent, []
         self._work = 0
         self.turn += 1
         try:
@@ -183,10 +180,10 @@ class SocketTransport(Outbox):
     def __init__(self, sock: socket.socket, peer_address: str) -> None:
         super().__init__()
         self.is_relayed = False
-        self._socket = sock
+        self.sock = sock
         self.traffic = Traffic()
         self._sharing = Sharing(None, self._send_note)
-        self._peer_address = peer_address
+        self.peer_address = peer_address
         #: The messages to write; a loan is a message whose large buffers must be copied first.
         self._pieces: deque[Buffer | MessageSegments] = deque()
         self._is_full = self._is_broken = self._is_aborted = False
@@ -194,14 +191,6 @@ class SocketTransport(Outbox):
         self._lost: asyncio.Future[None] | None = None
         self._parts = PartReader(MAGIC, self._unpack)
         self._receive: Receiver | None = None
-
-    @property
-    def peer_address(self) -> str:
-        return self._peer_address
-
-    @property
-    def sock(self) -> socket.socket:
-        return self._socket
 
     def share(self, segments: Segments, *, begins: bool) -> None:
         self._sharing = Sharing(segments, self._send_note, begins=begins)
@@ -212,10 +201,10 @@ class SocketTransport(Outbox):
             return
         self._lost = asyncio.get_running_loop().create_future()
         try:
-            self._socket.setblocking(False)
-            if self._socket.family in (socket.AF_INET, socket.AF_INET6):
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._readiness = Readiness(self._socket, self._read)
+            self.sock.setblocking(False)
+            if self.sock.family in (socket.AF_INET, socket.AF_INET6):
+                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._readiness = Readiness(self.sock, self._read)
             self._sharing.begin()
             self.flush()
             await self._lost
@@ -234,7 +223,7 @@ class SocketTransport(Outbox):
         self._sharing.close()
         if self._readiness is not None:
             self._readiness.close()
-        self._socket.close()
+        self.sock.close()
         if self._lost is not None and not self._lost.done() and not self._lost.get_loop().is_closed():
             self._lost.set_result(None)
 
@@ -243,7 +232,7 @@ class SocketTransport(Outbox):
     def _read(self) -> bool:
         """Read and process available bytes; return whether there may be more."""
         try:
-            size_bytes = self._socket.recv_into(self._parts.room())
+            size_bytes = self.sock.recv_into(self._parts.room())
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
@@ -255,11 +244,11 @@ class SocketTransport(Outbox):
         try:
             self._parts.filled(size_bytes)
         except ConnectionResetError as error:
-            logger.info("Lost %s: %s", self._peer_address, error)
+            logger.info("Lost %s: %s", self.peer_address, error)
             self.abort()
         except Exception:
             self.traffic.invalid += 1
-            logger.exception("Received an invalid frame from %s; closed the connection", self._peer_address)
+            logger.exception("Received an invalid frame from %s; closed the connection", self.peer_address)
             self.abort()
         except BaseException:
             self.abort()  # the message was only partly processed
@@ -344,7 +333,7 @@ class SocketTransport(Outbox):
                     continue
                 break
             try:
-                sent_bytes = self._socket.send(piece)
+                sent_bytes = self.sock.send(piece)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:

@@ -1,7 +1,7 @@
-"""A request among the arguments of a call whose body has not been read.
+"""A request with an unread body among the arguments of a call.
 
-Problem: ``handle.remote(request)`` is no coroutine, so it cannot wait for the body. Choice: like a response
-among the arguments, the request is taken out, and the call is sent once the body has arrived.
+Problem: ``handle.remote(request)`` is not a coroutine, so it cannot wait for the body. Choice: the request is
+taken out of the arguments, like a response, and the call is sent once the body has arrived.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ def _rebuild(*parts: Any) -> Any:
     return import_definition(REBUILD)(*parts)
 
 
-# Programs and tasks also pass requests on, such as a FastAPI application outside of daskserve.
+# Registered in all processes: a FastAPI application outside of daskserve passes requests on, too.
 copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild))
 
 
 class ArrivingRequest:
     """A request whose body is being read, for another replica.
 
-    In a thread that a FastAPI application runs a plain function in, the constructor blocks until it is read.
+    In a thread, such as that of a plain function of a FastAPI application, the constructor blocks until the
+    body is read.
     """
 
     def __init__(self, connection: ClusterConnection, request: Request) -> None:

@@ -16,10 +16,10 @@ Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
-    """Return the reduced form of a handle; unpickled, it belongs to the instance of the process that does so.
+    """Return the reduced form of a handle that belongs to the instance of the process that unpickles it.
 
-    It has neither the instance nor the endpoint's state, so the same application gives the same bytes, and a
-    new version of one deployment changes nothing in its callers.
+    It contains neither the instance nor the endpoint's state. So the same application always has the same
+    pickle, and a new version of one deployment does not change its callers.
     """
     return bound_handle, (endpoint, options.differences())
 
@@ -34,7 +34,7 @@ def stand_in(handle: Handle, instance: InstanceName) -> Any:
 def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = ()) -> Handle:
     """Rebuild a handle from the arguments of `reduce_handle`.
 
-    In a replica, it is of the replica's instance. Elsewhere it cannot call, but it can be deployed again.
+    In a replica, it belongs to the replica's instance. Elsewhere it cannot call, but it can be deployed.
     """
     replica = current_replica.get()
     found = None if replica is None else replica.cluster

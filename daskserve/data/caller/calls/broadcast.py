@@ -40,7 +40,7 @@ class BroadcastResponse:
         Parameters
         ----------
         return_exceptions : bool
-            Whether errors stand among the results; otherwise the first one is raised.
+            Whether errors are returned among the results; otherwise the first one is raised.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class BroadcastResponse:
 async def send_to_all(
     cluster: Cluster, replicas: Sequence[ActorAddress], envelope: Envelope
 ) -> list[ReplicaOutcome]:
-    """Send a call to replicas, past all queues, and return the outcome of each."""
+    """Send a call to replicas, regardless of queues, and return the outcome of each."""
     return list(await asyncio.gather(*(_send(cluster, replica, envelope) for replica in replicas)))
 
 

@@ -1,4 +1,4 @@
-"""One call of a handle: its identity, facts and arguments, its way to a replica, and its outcome.
+"""One call of a handle: its identity, facts and arguments, its path to a replica, and its outcome.
 
 Problem: if a call never waits, its coroutine, its task and their wake-ups cost more than the connection.
 Choice: the request is sent at once if a replica has room and is in this process or has an open channel.
@@ -46,8 +46,8 @@ from daskserve.payload.serialization import DEFAULT_SERIALIZATION, serialize
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 from daskserve.telemetry.tracing.carrier import NEW, TRACE
 
-#: The part of a call that user code can read as its request's context: ids of `CallOptions`, the route. Until
-#: the call is sent, its trace is here, too.
+#: The part of a call that user code reads from its request context: ids of `CallOptions`, the route. Before
+#: the call is sent, it also has the trace.
 Facts: TypeAlias = Mapping[str, Any] | None
 
 
@@ -77,7 +77,7 @@ def identity_of(
 
 
 def head_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a call's head for its facts."""
+    """Return the entries of a call's head for its facts and its trace."""
     if TRACE not in facts:
         return {"facts": facts} if facts else {}
     others = {name: value for name, value in facts.items() if name != TRACE}
@@ -87,7 +87,7 @@ def head_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 def pack(
     options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
-    """Serialize arguments, and take out those that do not travel with the call.
+    """Serialize arguments; values that travel separately are taken out and returned, too.
 
     Raises
     ------
@@ -184,7 +184,7 @@ class Call:
             if not replica.has_queued_request:
                 self._cancel_request = replica.handle(self._envelope).start(self._on_answer)
         except ActorLostError:
-            pass  # the task that sends it next finds another replica
+            pass  # the task below finds another replica
         except BaseException:
             if self._replica is not None:  # else `_on_answer` has released it
                 replicas.release(replica, None, self._envelope)

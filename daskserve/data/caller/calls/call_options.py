@@ -10,7 +10,7 @@ from daskserve.errors import BadRequestError
 from daskserve.options.fields.priority import MAX_PRIORITY
 from daskserve.payload.serialization import check_serialization
 
-#: Options that begin with an underscore in Ray Serve, and so do here.
+#: The spelling of options that begin with an underscore, as in Ray Serve.
 _UNDERSCORED: Mapping[str, str] = {
     "prefer_local_routing": "_prefer_local_routing",
     "by_reference": "_by_reference",
@@ -40,16 +40,16 @@ class CallOptions:
         Ids that user code in the replica reads from its request context. A ``session_id`` is also the shard
         key of calls that have none.
     priority : int or str
-        Requests with a greater one go first where they wait; a number from -100 to 100, or a name that the
-        deployment's ``priority_config`` has. User code reads it from its request context, too.
+        Waiting requests with a greater priority go first: a number from -100 to 100, or a name in the
+        deployment's ``priority_config``. User code can read it from its request context.
     idempotent : bool
         Whether a call may run twice, so that the deployment's ``hedging_config`` applies to it.
     request_serialization, response_serialization : str
         How arguments and results are serialized: ``"cloudpickle"`` (by the standard pickler if it can),
         ``"pickle"``, ``"msgpack"`` or ``"orjson"``.
     by_reference : bool
-        Whether a response that is passed as an argument goes to the replica directly from where it was made.
-        If not, it goes through this process. Spelled ``_by_reference``.
+        Whether a response that is passed as an argument is sent directly from its replica to the called one,
+        or else through this process. Spelled ``_by_reference``.
     result : str
         ``"value"``, or ``"future"``: the result stays on the cluster, and reading the response returns a
         `distributed.Future` of it.
@@ -101,18 +101,16 @@ class CallOptions:
         return replace(self, **{OPTIONS[name]: value for name, value in changes.items()})
 
     def differences(self) -> tuple[tuple[str, Any], ...]:
-        """Return the options that differ from the defaults, with the names that `changed` takes."""
-        defaults = CallOptions()
-        values = ((name, getattr(self, field), getattr(defaults, field)) for name, field in OPTIONS.items())
+        """Return the options that differ from their defaults, with the names that `changed` takes."""
+        values = ((name, getattr(self, field), getattr(DEFAULTS, field)) for name, field in OPTIONS.items())
         return tuple((name, value) for name, value, default in values if value != default)
 
     def carried(self) -> dict[str, Any] | None:
         """Return the options that travel with each call; None if all of them have their defaults."""
-        found = {name: getattr(self, name) for name in _CARRIED}
-        if found["response_serialization"] == "cloudpickle":
-            del found["response_serialization"]
-        return {name: value for name, value in found.items() if value} or None
+        values = ((name, getattr(self, name)) for name in _CARRIED)
+        return {name: value for name, value in values if value != getattr(DEFAULTS, name)} or None
 
 
+DEFAULTS = CallOptions()
 #: The fields of the options, by the names that callers write.
 OPTIONS: Mapping[str, str] = {_UNDERSCORED.get(name, name): name for name in CallOptions.__dataclass_fields__}

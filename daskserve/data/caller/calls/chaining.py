@@ -1,16 +1,16 @@
 """Responses among the arguments of a call: ``b.remote(a.remote(x))``.
 
-Problem: the caller does not need A's result, and it may be large. It must not wait for it either. Choice: the
+Problem: the caller does not need A's result, which may be large, and must not wait for it. Choice: the
 responses are taken out of the pickled arguments, as Dask's values are. The call to B is sent once all of them
-have ended: a request that waits at its replica would hold a slot there, which A may need. A result up to
-`daskserve.common.types.KEPT_BYTES` has come with A's answer, unread, and goes on to B in its pickled form. A
-larger one stays in the process that runs A until B's process fetches it over their own channel, or without
-any copy if that is the same process.
+have ended, because a request that waits at B's replica would hold a slot that A may need. A result up to
+`daskserve.common.types.KEPT_BYTES` arrives with A's answer, and is sent to B without being unpickled. A
+larger result stays in A's process until B's process fetches it directly, or uses it in place if A and B share
+a process.
 
-Requests whose body has not been read are taken out, too: the call is sent once it has been.
+Requests with unread bodies are taken out, too; the call is sent once the bodies have been read.
 
-The caller's channel holds what stays: if the caller drops the response, or vanishes, A's process drops the
-result. If A's process ends before, the call to B fails.
+A kept result belongs to the caller's channel: if the caller drops the response, or is lost, A's process drops
+the result. If A's process ends first, the call to B fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def chained_arguments(
     return ChainedArguments(connection, payload, values, by_reference=by_reference)
 
 
-#: Ends before the call is sent.
+#: Values that must end before the call is sent.
 _PENDING = (Response, ArrivingRequest)
 
 
@@ -94,7 +94,7 @@ class ChainedArguments:
         self.payload = Payload(self.payload.data, tuple(buffers))
 
     async def places(self) -> ValuePlaces | None:
-        """Return where those values are that the caller does not have; None if there are none."""
+        """Return where the values are that do not travel with the call; None if there are none."""
         found = None if self._dask is None else await self._dask.places()
         nbytes, total = ({}, 0) if found is None else (dict(found.nbytes), found.total)
         for kept in self._kept:

@@ -1,8 +1,8 @@
 """Handles, with which Python code calls an endpoint, and the responses that the calls return.
 
 A handle works in any process that can reach the cluster: a user program, a replica, a Dask task. A handle is
-pickled by name and connects to the cluster of the process that unpickles it. Its router runs on the event
-loop of that process's connection. Callers may be on any thread or loop.
+pickled by name, and connects to the cluster of the process that unpickles it. Its router runs on the event
+loop of that process's connection. Callers may use any thread or loop.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Handle(BatchCalls):
 
     def __getattr__(self, name: str) -> Handle:
         if "_python_methods" not in self.__dict__:
-            raise AttributeError(name)  # this object is about to be unpickled
+            raise AttributeError(name)  # the object is being unpickled
         methods = self._known_methods()
         if name in methods if methods is not None else not name.startswith("_"):
             return self.options(method_name=name)
@@ -206,10 +206,10 @@ class Handle(BatchCalls):
     # ---- chosen replicas, all replicas
 
     def choose_replica(self, *args: Any, **kwargs: Any) -> ReplicaChoice:
-        """Return an async context manager that reserves a slot at a replica, as for a call, and yields it.
+        """Return an async context manager that reserves a slot at a replica and yields a `ReplicaSelection`.
 
-        Pass the `ReplicaSelection` to `dispatch`. At the end of the block an unused slot is free again.
-        The arguments have no effect: the choice does not depend on them.
+        The replica is chosen as for a call, but without its arguments, which have no effect here. Pass the
+        selection to `dispatch`. An unused slot is free again at the end of the block.
 
         Examples
         --------
@@ -279,7 +279,7 @@ class Handle(BatchCalls):
         return future, connection, request_id
 
     def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> BroadcastResponse:
-        """Call a method of every running replica, past their queues and limits; see `BroadcastResponse`."""
+        """Call a method of every running replica, without queues and limits; see `BroadcastResponse`."""
         handle = self.options(method_name=method_name, stream=False)
         cluster, connection, current = self._process, self._process.connection, current_request.get()
         request_id, deadline, facts = identity_of(self._options, self._facts, cluster, current)
@@ -331,10 +331,15 @@ class Handle(BatchCalls):
         current = current_request.get()
         request_id, deadline, facts = identity_of(self._options, self._facts, self._process, current)
         payload, values = pack(self._options, connection, args, kwargs)
+        future: PendingCall[Any] = PendingCall()
         if deadline is None and pipe is None and values is None:
-            future = self._start_direct(connection, payload, request_id, facts)
+            if connection.is_closed:
+                raise connection.closed_error()
+            if connection.runs_here():
+                self._send_direct(payload, request_id, facts, future)
+            else:
+                connection.thread_calls.post(self._send_direct, payload, request_id, facts, future)
         else:
-            future = PendingCall()
             put = None if pipe is None else pipe.put
             call = self._call(payload, request_id, facts, deadline, put, values, future)
             if deadline is not None:
@@ -344,21 +349,8 @@ class Handle(BatchCalls):
             current.add_call(future)
         return future, connection, request_id
 
-    def _start_direct(
-        self, connection: ClusterConnection, payload: Payload, request_id: str, facts: Facts
-    ) -> PendingCall[Payload | KeptPayload]:
-        if connection.is_closed:
-            raise connection.closed_error()
-        future: PendingCall[Payload | KeptPayload] = PendingCall()
-        if connection.runs_here():
-            self._send_direct(connection, payload, request_id, facts, future)
-        else:
-            connection.thread_calls.post(self._send_direct, connection, payload, request_id, facts, future)
-        return future
-
     def _send_direct(
         self,
-        connection: ClusterConnection,
         payload: Payload,
         request_id: str,
         facts: Facts,
@@ -373,17 +365,18 @@ class Handle(BatchCalls):
             if routers is not None and not cluster.is_ended:
                 router = routers.router(self._endpoint)
                 replicas = router.only  # set only if the endpoint is known and exists
-                # A call with a trace takes the way on which its spans are made.
+                # A call with a trace goes through `Router.send`, which makes its spans.
                 if replicas is not None and (facts is None or TRACE not in facts):
                     head = self._head(router, request_id, facts)
                     envelope = Envelope(EnvelopeKind.CALL, head, payload, call=future)
                     envelope.model_id = self._options.multiplexed_model_id
-                    if Call(connection, router, envelope, future, self._caller).start(replicas):
+                    if Call(cluster.connection, router, envelope, future, self._caller).start(replicas):
                         return
         except Exception as error:  # the caller gets it
             future.set_error(error)
             return
-        begin_call(connection, self._call(payload, request_id, facts, None, None, None, future), future)
+        call = self._call(payload, request_id, facts, None, None, None, future)
+        begin_call(cluster.connection, call, future)
 
     def _head(self, router: Router, request_id: str, facts: Facts) -> dict[str, Any]:
         options = self._options

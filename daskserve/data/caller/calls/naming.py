@@ -1,7 +1,7 @@
-"""The names of both deployments in the errors of a call that was lost, or was not answered in time.
+"""Adds the names of both deployments to the error of a call that was lost, or was not answered in time.
 
-Such an error arises in a connection, which knows addresses, and passes through a chain of deployments. Where
-the request was sent, the one that was called is known; where the response is read, the one that called.
+A connection raises the error, and knows only addresses. The name of the called deployment is added where the
+request was sent, and the name of the caller where the response is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def caller_here() -> BackendTag:
 
 
 def with_called(error: NamedErrorT, endpoint: EndpointTag, *, is_legacy: bool) -> NamedErrorT:
-    """Return the error of a call with the name of the deployment that was called, if the error has none."""
+    """Return the error of a call, with the name of the called deployment if it has none yet."""
     if type(error) not in _NAMED or str(error).startswith((_CALL_TO, CALL_FROM)):
         return error
     return _renamed(error, _text(endpoint, is_legacy, str(error)))
@@ -44,12 +44,12 @@ def _text(endpoint: EndpointTag, is_legacy: bool, text: str) -> str:
 
 def as_read(error: BaseException) -> BaseException:
     """Return the error of a call as the code that reads the response gets it; may run code of its class."""
-    # One that a replica has packed belongs to another call, further down the chain.
+    # An error that a replica has packed belongs to another call, further down the chain.
     return unpacked(error) if type(error) is PackedError else with_caller(unpacked(error))
 
 
 def with_caller(error: NamedErrorT) -> NamedErrorT:
-    """Return an error with the name of the deployment whose code reads the response, if a replica does."""
+    """Return an error, with the name of the calling deployment if a replica reads the response."""
     replica = current_replica.get()
     if replica is None or type(error) not in _NAMED or not str(error).startswith(_CALL_TO):
         return error

@@ -48,8 +48,8 @@ def start_call(
 def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio.Future[None]:
     """Return a future of the running loop that completes when a call ends, with or without success.
 
-    If the task that awaits it is cancelled, that task should cancel the call. A coroutine that is a task of
-    Dask leaves its place to other tasks meanwhile.
+    If the awaiting task is cancelled, it should cancel the call. A coroutine that runs as a Dask task frees
+    its slot for other tasks meanwhile.
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
@@ -90,7 +90,7 @@ def begin_call(
 ) -> None:
     """Run a coroutine whose result ends a call; must run on the connection's loop.
 
-    A coroutine that must run its cleanup in any case begins with `pause` and sets ``pauses_itself``.
+    With ``pauses_itself``, the coroutine begins with `pause`, so that its cleanup always runs.
     """
     if call.cancelled() and not pauses_itself:
         coroutine.close()

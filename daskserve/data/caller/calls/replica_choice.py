@@ -1,8 +1,8 @@
 """Calls to a replica that the caller has chosen first: `Handle.choose_replica` and `Handle.dispatch`.
 
 A choice is a request like any other: it is queued, takes a slot at a replica, and counts as in flight there.
-Only its arguments follow later, on the same stream. So a slot that is not used is free again when the block
-ends, or when the caller vanishes, and nothing else has to keep track of it.
+Only its arguments follow later, on the same stream. So an unused slot is free again when the block ends or
+the caller is lost, and needs no other bookkeeping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Reserve = Callable[[Receive, Send], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSelection:
-    """A replica with a slot that is reserved until the ``async with`` block of the choice ends.
+    """A replica with a slot that is reserved until the ``async with`` block ends.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class ReplicaSelection:
         return self.node_id if self.port is None else f"{self.node_ip}:{self.port}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of this as plain values."""
+        """Return the selection as plain values."""
         return {**self._plain(), "replica_metadata": dict(self.replica_metadata), "address": self.address}
 
     @classmethod
@@ -90,7 +90,7 @@ class ReplicaChoice:
     def __init__(
         self, owner: tuple[str, str], connection: ClusterConnection, reserve: Reserve, *, is_stream: bool
     ) -> None:
-        #: The instance and the endpoint of the handle, which alone may dispatch to the selection.
+        #: The instance and the endpoint of the handle; only this handle may dispatch to the selection.
         self.owner = owner
         self.is_stream = is_stream
         self._connection = connection
@@ -182,7 +182,7 @@ class ReplicaChoice:
         return DONE
 
     def _end(self, holding: PendingCall[None]) -> None:
-        """End what waits for the request, which has ended."""
+        """Complete the selection and the call after the request has ended."""
         error = cancelled_error("of a chosen replica") if holding.cancelled() else holding.exception()
         if not self._selected.done():
             self._selected.set_error(error or ReplicaUnavailableError("The replica made no reservation."))

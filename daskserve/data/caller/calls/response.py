@@ -20,9 +20,9 @@ from daskserve.payload.shown_errors import shown_in_notebook
 class Response:
     """The pending answer to one call. Await it, or call `result` from a thread that may block.
 
-    Among the arguments of another call, at any depth, it is replaced by its result. The call
-    starts as soon as the result exists. A result of 4 MiB or more stays in the process of its replica until
-    it is read, or this object is dropped; other replicas get it directly from there.
+    Among the arguments of another call, at any depth, it is replaced by its result. That call starts once the
+    result exists. A result of 4 MiB or more stays in the process of its replica until it is read, or until
+    this object is dropped; other replicas get it directly from there.
     """
 
     # Whether a large result goes from replica to replica.
@@ -89,7 +89,7 @@ class Response:
         return self._loaded
 
     def _fetched(self) -> PendingCall[Any] | None:
-        """Return the call that fetches a result which stayed with its replica; None if there is none."""
+        """Return the call that fetches a result which stayed with its replica; None for other results."""
         future = self._future
         if self._fetching is None and future.exception() is None:
             kept = future.result()
@@ -148,18 +148,18 @@ class Response:
     # ---- one of many calls
 
     def follow(self, note: Callable[[Any], object]) -> None:
-        """Call ``note`` once the call, or the fetching of its result, has ended; on any thread."""
+        """Call ``note``, on any thread, once the call or the fetch of its result has ended."""
         future = self._fetching or self._future
         future.leaves_value = False
         future.add_done_callback(note)
 
     def fetch_rest(self) -> bool:
-        """Return whether a result that stayed with its replica is being fetched now."""
+        """Fetch a result that stayed with its replica; return whether this has not ended yet."""
         fetching = self._fetched()
         return fetching is not None and not fetching.done()
 
     def failure(self) -> BaseException | None:
-        """Return the error of a call that has ended, as it arrived; None if it has a result."""
+        """Return the error of a call that has ended, still packed; None if it has a result."""
         return self._failure(self._fetching or self._future)
 
     # ---- as an argument of another call
@@ -174,7 +174,7 @@ class Response:
         return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a call that has ended with one, or was cancelled; not unpacked."""
+        """Raise the error of a call that has failed or was cancelled, still packed."""
         error = self._failure(self._future)
         if error is not None:
             raise error
@@ -203,8 +203,8 @@ class Response:
 class FutureResponse(Response):
     """The pending answer to one call, which is read as a `distributed.Future` of the result.
 
-    A large result stays with its replica, like any result without a reader, until the first reader has it
-    put into the memory of that worker, as a value of Dask. An error is thus raised to that reader.
+    A large result stays with its replica until it is first read. It is then stored in the memory of that
+    worker, as a value of Dask. An error of this step is raised to the reader.
 
     Among the arguments of another call, it is replaced by the result, as a `Response` is.
     """
@@ -231,7 +231,7 @@ class FutureResponse(Response):
         return self._read(placing)
 
     def _placed(self) -> PendingCall[Any]:
-        """Return the call that puts the result of a call that has ended onto the cluster."""
+        """Return the call that stores the result on the cluster."""
         self._check(self._future)
         if self._placing is None:
             self._placing = start_call(self._connection, self._connection.values.keep(self._future.result()))

@@ -1,8 +1,8 @@
-"""The caller's end of a streaming call: items from the connection's loop to any thread or loop.
+"""The caller's end of a streaming call: passes items from the connection's loop to any thread or loop.
 
 The connection's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then it waits, and
-the channel's flow control makes the generator wait too. The reader takes the items out. One thread switch
-serves all items that have arrived in the meantime.
+the channel's flow control makes the generator wait, too. One switch to the reader's thread serves all items
+that have arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.pickling import message_bytes
 from daskserve.payload.shown_errors import shown_in_notebook
 
-#: Maximum size of the items that wait for the reader; one item may wait whatever its size.
+#: Maximum size of the items that wait for the reader; a single item may be larger.
 MAX_BUFFERED_BYTES = 64 * 1024
 
 
 class Pipe:
-    """A buffer of items from an event loop to a reader; comments say where each method may run."""
+    """A bounded buffer between an event loop and a reader; comments say where each method may run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ def _resume(room: asyncio.Future[None] | None) -> None:
 
 
 def _wake_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-    with suppress(RuntimeError):  # the reader's loop is closed, and the reader gone with it
+    with suppress(RuntimeError):  # the reader's loop is closed
         loop.call_soon_threadsafe(settle, future)
 
 

@@ -1,4 +1,4 @@
-"""Streams that go on at another replica if theirs is lost."""
+"""Streams that continue at another replica if theirs is lost."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from daskserve.errors import BackPressureError, UnavailableError
 async def resume_stream(
     handle: Handle, *args: Any, max_resumes: int = 3, **kwargs: Any
 ) -> AsyncIterator[Any]:
-    """Yield the outputs of a stream that can be resumed; if its replica is lost, another one goes on.
+    """Yield the outputs of a stream; if its replica is lost, another replica continues the stream.
 
-    The method is one of `continuous_batch`, or another generator that takes ``resume_from``: a list of the
-    outputs so far, after which it goes on. The first call does not pass it.
+    The method must be one of `continuous_batch`, or a generator that takes ``resume_from``: the list of the
+    outputs so far, after which it continues. The first call does not pass it.
 
     Parameters
     ----------
     handle : Handle
         The handle of the method, such as ``handle.generate``.
     max_resumes : int
-        How often the stream may be resumed, refusals by full replicas included; then the error is raised.
+        Maximum number of resumptions, including refusals by full replicas; then the error is raised.
 
     Examples
     --------
@@ -42,7 +42,7 @@ async def resume_stream(
                 yield output
             return
         except (UnavailableError, BackPressureError) as error:
-            # A stream that begins may be refused; one that goes on waits for the replicas that are left.
+            # A new stream may be refused; one that has begun waits for the remaining replicas.
             pause_s = error.retry_after_s if isinstance(error, BackPressureError) else 0.0
             if not error.is_retryable or resumes >= max_resumes or (pause_s and not outputs):
                 raise

@@ -1,6 +1,7 @@
-"""The items of maps that no router has yet, because each map sends only what the replicas take.
+"""The unsent items of maps, which autoscaling counts like waiting requests.
 
-Without them, a job of a million items would look like a handful of requests to autoscaling.
+A map sends only as many calls as the replicas run, so a job of a million items would look like a few
+requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _KEY = "batches"
 
 
 def batches_of(shared: MutableMapping[str, Any]) -> WeakSet[Window]:
-    """Return the maps of a process and instance that are under way; add to it on the connection's loop."""
+    """Return the running maps of a process and instance; the connection's loop owns the set."""
     found: WeakSet[Window] = shared.setdefault(_KEY, WeakSet())
     return found
 

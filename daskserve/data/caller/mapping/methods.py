@@ -42,10 +42,9 @@ class BatchCalls:
         items : iterable or asynchronous iterable
             The arguments of the calls, one for each.
         max_in_flight : int, optional
-            The number of calls under way at a time. Default: as many as the replicas take, which follows
-            their number.
+            Maximum number of calls in flight. Default: as many as the present replicas run.
         ordered : bool
-            Whether the results come in the order of the items, or as soon as they are there.
+            Whether the results are in the order of the items, or in the order in which the calls end.
         retries : int
             How often an item whose call has failed is called again.
         errors : str
@@ -114,11 +113,11 @@ class BatchCalls:
         return array.map_blocks(MappedPart(batch_handle(self), Rules(retries)), *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call in a task of Dask: ``dask.delayed(handle.method)(x)``, ``client.map(handle.method, items)``.
+        """Call in a Dask task: ``dask.delayed(handle.method)(x)``, ``client.map(handle.method, items)``.
 
-        The task does not hold a thread of its worker while it waits; it is called again if its replica is
-        lost, and cancelled with the task. In a thread this returns the result, as ``remote(...).result()``
-        does, and on an event loop what can be awaited.
+        While the task waits, other tasks can use its thread. The call is repeated if its replica is lost, and
+        cancelled with the task. In a thread this returns the result, like ``remote(...).result()``; on an
+        event loop it returns an awaitable.
         """
         handle: Any = self._plain()
         try:
@@ -154,7 +153,7 @@ class BatchCalls:
 def start_map(
     target: MapTarget, items: Any, rules: Rules, max_in_flight: int | None, *, ordered: bool
 ) -> MapResults:
-    """Return the results of a map, whose items autoscaling sees from now on."""
+    """Start a map, so that autoscaling sees its items; return its results."""
     window = Window(target.endpoint, target.send, rules, ordered=ordered)
     results = MapResults(items, target, window, rules, max_in_flight)
     target.connection.thread_calls.post(batches_of(target.shared).add, window)
@@ -217,7 +216,7 @@ class MappedPart:
         self._handle = handle
         self._rules = rules
         self.__name__ = handle.__name__
-        #: What a deployment answers may change, so each collection has results of its own.
+        #: Unique, because the answers of a deployment may change: no collection reuses another one's results.
         self._token = handle._process.connection.request_ids.next()
 
     def __dask_tokenize__(self) -> Any:
@@ -251,7 +250,7 @@ class MappedItems(MappedPart):
 
 
 def batch_handle(handle: Any) -> Any:
-    """Return a handle with the priority of batch requests, unless it has one of its own."""
+    """Return a handle with the priority of batch requests, unless it already has a priority."""
     handle = handle._plain()
     if handle._options.stream:
         raise StreamOptionError("A map needs one result for each item; use a handle without stream=True.")

@@ -1,8 +1,8 @@
 """The results of `Handle.map`, which calls the items of an iterable while the results are read.
 
 The thread or the event loop that reads the results does all the work: it takes items from the source, starts
-their calls and waits for the first of them to end. So the source is read only as far as there is room, and
-the memory does not depend on its length.
+their calls and waits for the first one to end. The source is read only while there is room, so the memory
+does not depend on its length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from daskserve.data.caller.mapping.window import Item, Window
 from daskserve.errors import BadRequestError
 from daskserve.loops.event_loop import settle
 
-#: How often the room is looked up while no call ends.
+#: Interval at which the number of calls is adjusted while no call ends.
 REFRESH_S = 0.25
 #: The calls in flight while the replicas are not known yet.
 FIRST_CALLS = 2
@@ -30,8 +30,8 @@ FIRST_CALLS = 2
 class MapResults:
     """The results of `Handle.map`: iterate over them, with ``async for`` or, outside of event loops, ``for``.
 
-    Calls start when the first result is asked for. What is under way is cancelled by `close`, by an error,
-    and when this object is garbage collected.
+    Calls start when the first result is read. `close`, an error, and the garbage collection of this object
+    cancel the calls in flight.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MapResults:
         )
 
     def close(self) -> None:
-        """Cancel the calls that are under way; there are no more results. Idempotent."""
+        """Cancel the calls in flight; there are no more results. Idempotent."""
         self._source = self._asynchronous_source = self._source_error = None
         if self._arriving is not None:
             self._arriving.cancel()
@@ -112,7 +112,7 @@ class MapResults:
                 self._window.add(value)
         if self._is_exhausted:
             self._window.backlog = 0
-        else:  # if the length is not known, as many as are in flight: autoscaling sees that there is more
+        else:  # an unknown length counts as many items as are in flight, so that autoscaling sees more work
             left = self._length - self._window.started if self._length >= 0 else limit
             self._window.backlog = max(0, left)
 
@@ -175,7 +175,7 @@ class MapResults:
                     self._wait()
                 elif not _is_skipped(self._rules, item):
                     return self._outcome(item)
-        except BaseException:  # also the end, and Ctrl-C, after which nobody may ever drop this object
+        except BaseException:  # also at the end, and at Ctrl-C, after which this object may stay referenced
             self.close()
             raise
         finally:
@@ -250,7 +250,7 @@ class MapResults:
 
 
 class OneResult(MapResults):
-    """The result of a single item, whose number says nothing."""
+    """The result of a single item; its errors do not name an item."""
 
     def _name(self, error: Exception, item: Item) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a map of items does when the call of one item fails. Pure."""
+"""Decides what a map does when the call of an item fails. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from daskserve.errors import (
     UnavailableError,
 )
 
-#: How often the call of one item may be lost together with its replica. The item may be the reason.
+#: Maximum number of replicas that may be lost during the call of one item, which may be the cause.
 MAX_LOSSES = 4
-#: Delay of the next try after a loss, and after a refusal that names none.
+#: Delay of the next try after a loss, and the minimum delay after a refusal.
 LOST_PAUSE_S = 0.05
 
 Errors: TypeAlias = Literal["raise", "return", "skip"]
 
-#: Errors that all items would get, whatever they are: they end the map.
+#: Errors that all items would get; they end the map.
 _OF_ALL = (
     NotFoundError,
     MethodNotFoundError,
@@ -48,7 +48,7 @@ class Again:
     Attributes
     ----------
     is_suspect : bool
-        Whether the item may have ended its replicas, so that no other suspect runs beside it.
+        Whether the item may have killed its replicas, so that it must not run beside other suspects.
     """
 
     pause_s: float
@@ -57,7 +57,7 @@ class Again:
 
 @dataclass(slots=True)
 class Tries:
-    """How often the calls of one item have failed."""
+    """The number of failures of one item."""
 
     failures: int = 0
     losses: int = 0
@@ -70,9 +70,9 @@ class Rules:
     Parameters
     ----------
     retries : int
-        How often a call that failed by an error of its own is repeated.
+        How often a call is repeated that failed with an error of user code.
     errors : str
-        What becomes of an item that has failed for good.
+        What to do with an item that has failed for good.
     """
 
     retries: int = 0
@@ -86,11 +86,11 @@ class Rules:
 
     def after(self, error: BaseException, tries: Tries) -> Again | None:
         """Count a failure, and return when to try again; None if the item has failed for good."""
-        if isinstance(error, BackPressureError):  # refused before it began
+        if isinstance(error, BackPressureError):  # the call has not begun
             return Again(max(error.retry_after_s or 0.0, LOST_PAUSE_S))
         if isinstance(error, UnavailableError) and error.is_retryable and not ends_all(error):
             if isinstance(error, ActorLostError) and (not error.begun or error.is_planned):
-                return Again(LOST_PAUSE_S)  # the item is not the reason
+                return Again(LOST_PAUSE_S)  # the item is not the cause
             tries.losses += 1
             if tries.losses < MAX_LOSSES:
                 return Again(LOST_PAUSE_S * 2**tries.losses, is_suspect=tries.losses > 1)
@@ -101,12 +101,12 @@ class Rules:
 
 
 def ends_all(error: BaseException) -> bool:
-    """Return whether an error is not one of its item, so that the others would fail, too."""
+    """Return whether an error does not depend on the item, so that all others would fail, too."""
     return isinstance(error, _OF_ALL)
 
 
 def check_collection(verb: str, given: Any, method: str, wanted: str) -> None:
-    """Raise unless a collection of Dask is given: it has ``method``."""
+    """Raise `BadRequestError` unless a Dask collection is given, which has ``method``."""
     if not hasattr(given, method):
         raise BadRequestError(
             f"{verb}() takes {wanted}, not a value of type {type(given).__name__}. For one value, call "

@@ -1,4 +1,4 @@
-"""What a map calls: a handle, one item after the other."""
+"""The target of a map: a handle that is called with one item after another."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from daskserve.data.caller.mapping.window import Item
 
 
 def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
-    """Return how many replicas an endpoint has, and how many requests of a batch job they take at a time.
+    """Return the number of replicas of an endpoint, and of batch requests to send to them at a time.
 
-    One more than its room is on the way to each. May be called from any thread; both are 0 while they are not
-    known.
+    Each replica gets one more than it runs, so that it never idles. Both numbers are 0 while they are not
+    known. Any thread may call this.
     """
     replicas = room = 0
     for tag in () if routers is None else routers.router(endpoint).backends:
@@ -27,7 +27,7 @@ def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
 
 
 class MapTarget:
-    """A handle as the target of a map: it calls one item after the other.
+    """Calls a handle with the items of a map.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class MapTarget:
     task : PresentTask, optional
         The Dask task in whose thread the results are read.
     is_limited : bool
-        Whether no more tasks leave their threads than keep the replicas busy, because their inputs are large.
+        Whether only as many tasks free their slots as keep the replicas busy, because their inputs are large.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MapTarget:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What the parts of the instance share in this process."""
+        """The state that the parts of the instance share in this process."""
         return self._process.shared
 
     @property
@@ -65,7 +65,7 @@ class MapTarget:
         return self._process.connection
 
     def room(self) -> int:
-        """Return how many calls the replicas take at a time; 0 if they are not known."""
+        """Return how many calls to send at a time; 0 if the replicas are not known."""
         return self._known()[1]
 
     def _replicas(self) -> int:
@@ -75,7 +75,7 @@ class MapTarget:
         return room_of(self._process.shared.get("routers"), self._handle._endpoint, stopwatch())
 
     def on_release(self, cancel: Callable[[], object]) -> None:
-        """Call back, until `end`, if Dask releases the task."""
+        """Call ``cancel`` if Dask releases the task before `end`."""
         if self._place is not None:
             self._place.on_release(cancel)
 
@@ -93,7 +93,7 @@ class MapTarget:
             self._place.wait(wait, timeout_s)
 
     def end(self) -> None:
-        """Note that no more results are read."""
+        """Record that no more results are read."""
         if self._place is not None:
             self._place.end()
 

@@ -1,8 +1,8 @@
-"""The items of one map whose calls are under way, or whose results wait to be read.
+"""The items of one map whose calls are in flight, or whose results were not read yet.
 
-Pure but for the calls: `send` starts one, and time is an argument. The thread or the event loop that reads
-the results owns the window. Calls end on other threads, which only put the item into `_ended` and wake the
-reader, so there is no lock, and no thread for an item.
+The thread or the event loop that reads the results owns the window. Calls end on other threads, which only
+put the item into `_ended` and wake the reader, so the window needs no lock, and items need no threads. Time
+is an argument.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from daskserve.common.types import EndpointTag
 from daskserve.data.caller.mapping.rules import Rules, Tries
 
-#: How many results, as a multiple of the calls in flight, may wait in order for an earlier one.
+#: Maximum number of results that wait for an earlier one, as a multiple of the calls in flight.
 ORDERED_AHEAD = 2
 
 
 class NotSent:
-    """Stands for the response of an item whose call could not start."""
+    """The response of an item whose call could not start."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def failure(self) -> BaseException | None:
-        """Return why."""
+        """Return the error."""
         return self._error
 
     def fetch_rest(self) -> bool:
@@ -78,7 +78,7 @@ class Window:
         self._ended: deque[Item] = deque()
         #: Items to be called again, with the time.
         self._again: list[tuple[float, int, Item]] = []
-        #: The items of which each may be the one that ended its replicas, and the one that is tried now.
+        #: The items that may have killed replicas, and the one that is tried now.
         self._suspects: deque[Item] = deque()
         self._suspect: Item | None = None
         #: All items in order, or those that can be read.
@@ -88,12 +88,12 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way or can be read."""
+        """Whether no call is in flight or waits, and no result can be read."""
         return not (self._items or self._calls or self._again or self._suspects)
 
     @property
     def waiting(self) -> int:
-        """The backlog, as long as calls are under way: a reader that has paused needs no replicas."""
+        """The backlog; 0 while no call is in flight, because a reader that has paused needs no replicas."""
         return self.backlog if self.in_flight > len(self._ended) else 0
 
     def has_news(self) -> bool:
@@ -139,7 +139,7 @@ class Window:
         item.response.follow(note)
 
     def advance(self, now: float) -> None:
-        """Take in the calls that have ended, and repeat those whose pause is over."""
+        """Process the calls that have ended, and repeat those whose pause is over."""
         for _ in range(len(self._ended)):
             item = self._ended.popleft()
             if item.index not in self._calls:
@@ -176,7 +176,7 @@ class Window:
         return self._again[0][0] if self._again else None
 
     def take(self) -> Item | None:
-        """Return the next item whose call has ended; None if it is not there yet."""
+        """Return the next item whose call has ended; None if there is none yet."""
         return self._items.popleft() if self._items and self._items[0].has_ended else None
 
     def cancel(self) -> None:
@@ -189,7 +189,7 @@ class Window:
         self._calls = {}
 
     def cancel_calls(self) -> None:
-        """Cancel the calls that are under way, so that their reader gets an error; from any thread."""
+        """Cancel the calls that are in flight, so that their reader gets an error; from any thread."""
         for item in list(self._calls.values()):
             if not isinstance(item.response, NotSent):
                 item.response.cancel()

@@ -162,7 +162,8 @@ class ReplicaPool:
 
     def forget_worker(self, worker: WorkerAddress) -> None:
         """Stop using the replicas of a worker."""
-        self._replace([each for each in self._entries.values() if each.address.worker != worker])
+        if self.has_worker(worker):
+            self._replace([each for each in self._entries.values() if each.address.worker != worker])
 
     def has_worker(self, worker: WorkerAddress) -> bool:
         """Return whether one of the replicas is on a worker."""
@@ -197,8 +198,8 @@ class ReplicaPool:
     def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> PooledReplica | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
-        If no replica has room, this returns a full one and sets ``has_queued_request``. ``pick`` chooses
-        instead, from all replicas that are not suspended, one with an index that is not negative.
+        If no replica has room, this returns a full one and sets ``has_queued_request``. If ``pick`` is
+        given, it chooses among all replicas that are not suspended, one with an index that is not negative.
         """
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)

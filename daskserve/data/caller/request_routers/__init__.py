@@ -1,1 +1,1 @@
-"""Which replica gets a request, where an option or the user's own class decides that."""
+"""Request routers: built-in ones, and those of the user, which choose the replica for a request."""

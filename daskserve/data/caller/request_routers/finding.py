@@ -33,7 +33,7 @@ def load_router(named: str) -> type[RequestRouter]:
     Raises
     ------
     TypeError
-        It is no class of a router.
+        It is not a class of a router.
     Exception
         Whatever the import or the unpickling of user code raises.
     """

@@ -1,12 +1,12 @@
-"""Routers that send what belongs together to one replica: sessions, by consistent hashing.
+"""A router that sends each session to one replica, by consistent hashing.
 
 Each replica has many places on a ring, by hashes of its tag, which are the same in all processes. A session
-belongs to the replica at the next place after its own hash. So if a replica goes, only its sessions move, and
-a new one takes its share evenly from all others.
+belongs to the replica at the next place after the session's own hash. So if a replica stops, only its
+sessions move, and a new replica takes its share evenly from all others.
 
-Bounded load: a replica that has more than `BOUND` times the mean number of requests is passed over, and the
-next one on the ring gets the request. So one session with all requests does not overload its replica, and a
-replica that leaves does not overload its neighbour.
+Bounded load: a replica with more than `BOUND` times the mean number of requests is skipped, and the next one
+on the ring gets the request. So one busy session does not overload its replica, and a replica that stops does
+not overload its neighbor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.request_routers.interface import PendingRequest, RequestRouter, RunningReplica
 from daskserve.data.caller.request_routers.plain import two_of
 
-#: How often each replica is on the ring.
+#: Number of places of each replica on the ring.
 VIRTUAL_NODES = 100
-#: How many times the mean number of requests a replica may have.
+#: Maximum number of requests of a replica, as a multiple of the mean.
 BOUND = 1.25
-#: How many replicas are looked at for a request before it may go anywhere.
+#: Number of replicas that are tried for a request before it may go to any.
 MAX_STEPS = 64
 #: How many numbers of 64 bits one hash yields.
 _PER_HASH = 8
@@ -39,7 +39,7 @@ def places_of(tag: str, count: int) -> list[int]:
 
 
 class Ring:
-    """The places of replicas. A change costs a sort of what is nearly sorted, not all hashes again."""
+    """The places of replicas. A change sorts a nearly sorted list, and hashes only new replicas."""
 
     def __init__(self, virtual_nodes: int) -> None:
         self._virtual_nodes = virtual_nodes
@@ -48,7 +48,7 @@ class Ring:
         self._tags: set[str] = set()
 
     def update(self, tags: set[str]) -> None:
-        """Have exactly these replicas on the ring."""
+        """Replace the replicas on the ring by these."""
         if tags == self._tags:
             return
         gone, added = self._tags - tags, tags - self._tags
@@ -67,7 +67,7 @@ class Ring:
         return self._owners[bisect.bisect_right(self._hashes, key) % len(self._owners)]
 
     def walk(self, key: int) -> Iterator[str]:
-        """Return the tags of all replicas, the owner of a key first, in the order of the ring."""
+        """Yield the tags of all replicas in the order of the ring, beginning with the owner of a key."""
         first, count = bisect.bisect_right(self._hashes, key), len(self._hashes)
         seen: set[str] = set()
         for step in range(count):
@@ -80,7 +80,7 @@ class Ring:
 
 
 class ConsistentHashRouter(RequestRouter):
-    """Sends all requests of a session to one replica, as long as that has room and is not overloaded.
+    """Sends all requests of a session to one replica while that has room and is not overloaded.
 
     A request without a session goes to the less loaded of two random replicas.
     """
@@ -97,15 +97,15 @@ class ConsistentHashRouter(RequestRouter):
         num_fallback_replicas: int | None = None,
         affinity_rate_window_size: int | None = None,
     ) -> None:
-        """Take the places of each replica, the bound of the load, and how many others a session may use.
+        """Set the number of places of each replica, the bound of the load, and the number of fallbacks.
 
         Parameters
         ----------
         bound
-            How many times the mean number of requests a replica may have; infinity for no bound.
+            Maximum number of requests of a replica, as a multiple of the mean; infinity for no bound.
         fallback_replicas
-            How many replicas beside its own a session may use; a request waits while all of them are full.
-            None: any.
+            Number of replicas that a session may use beside its own; a request waits while all of them are
+            full. None: any.
         affinity_rate_window_size
             Ray Serve's; without effect.
         """
@@ -129,14 +129,14 @@ class ConsistentHashRouter(RequestRouter):
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the first replica on the ring that may take it."""
+        """Return the first replica on the ring that may take the request."""
         session = "" if pending_request is None else pending_request.metadata.session_id
         if not session:
             return two_of(candidate_replicas, self.rng)
         return self.ranked(hash_of(session))
 
     def ranked(self, key: int) -> list[list[RunningReplica]]:
-        """Return the first replica after a key that may take a request; else those that may, if any."""
+        """Return the first replica after a key that may take a request; if there is none, the fallbacks."""
         if not self._replicas_list:
             return []
         most = most_ongoing(self._replicas_list, self.total_ongoing, self._bound)
@@ -159,5 +159,5 @@ class ConsistentHashRouter(RequestRouter):
 
 
 def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> float:
-    """Return how many requests a replica must have to get no more, including the next one in the mean."""
+    """Return from how many requests on a replica gets no more; the mean includes the next request."""
     return bound * (total + 1) / max(len(replicas), 1)

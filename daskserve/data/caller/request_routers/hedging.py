@@ -1,11 +1,11 @@
-"""Second tries of requests that take long: hedged requests.
+"""Hedged requests: second tries of requests that take long.
 
-Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although others would
-answer at once. Choice: a request that has no answer after the time in which most have one is sent to a second
-replica, the first answer counts, and the other try is cancelled. Only requests that may run twice are hedged.
-A budget keeps a deployment all of whose requests take long from getting twice as many. While little of it is
-left, a second try begins later. Else those that only just took longer than most would spend it, and for a
-while no slow request would get one.
+Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
+would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
+second replica. The first answer counts, and the other try is cancelled. Only requests that may run twice are
+hedged. A budget limits the number of second tries, in case all requests of a deployment take long. While
+little of the budget is left, second tries begin later. Otherwise requests that are only slightly slower than
+most would spend it, and none would be left for slow ones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from daskserve.telemetry.table import MetricSample
 
 #: The methods of HTTP requests that are sent twice.
 METHODS = frozenset({"GET", "HEAD"})
-#: The number of latencies that are kept, after which the delay is computed again, and that are needed.
+#: The number of latencies that are kept, between computations of the delay, and before the first one.
 KEPT, EVERY, LEAST = 512, 32, 20
-#: How many second tries may have been saved up; with fewer than the latter, requests wait longer for one, up
-#: to twice as long when none is left.
+#: The maximum budget, in second tries, and the budget below which requests wait longer for a second try: up
+#: to twice as long when nothing is left.
 MAX_SAVED, SCARCE = 10.0, 5.0
-#: How many late requests are looked at when a second try may begin.
+#: Maximum number of late requests that are tried when the budget allows a second try.
 MAX_GRANTED = 8
 
 #: Sends a request.
@@ -39,7 +39,7 @@ SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callab
 
 
 class Sent:
-    """Where a request was sent; its envelope has it."""
+    """The replica that a request was sent to; stored in the envelope."""
 
     __slots__ = ("tag",)
 
@@ -48,7 +48,7 @@ class Sent:
 
 
 def note_sent(envelope: Envelope, tag: str) -> None:
-    """Note which replica has a request from now on, empty for none, where no router notes it."""
+    """Record which replica has a request, empty for none, unless a request router records it."""
     if type(envelope.routed) is Sent:
         envelope.routed.tag = tag
 
@@ -98,11 +98,11 @@ class Hedging:
         self._seen = 0
         self._saved = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        #: The requests without an answer after the delay that have no second try yet, the oldest first.
+        #: The requests without an answer after the delay and without a second try, the oldest first.
         self._late: dict[_Race, SecondTry] = {}
-        #: After how long a second try begins at the earliest; None as long as too little is known.
+        #: The delay before a second try; None until enough latencies are known.
         self.delay_s: float | None = None
-        #: How many second tries answered first, and how many did not.
+        #: The number of second tries that answered first, and of those that did not.
         self.won = self.lost = 0
 
     def covers(self, envelope: Envelope) -> bool:
@@ -147,14 +147,14 @@ class Hedging:
                 loop.call_soon(self._grant)
 
     def _pause_s(self) -> float | None:
-        """Return after how long a request gets a second try."""
+        """Return how long a request waits for a second try."""
         return None if self.delay_s is None else self.delay_s * (2.0 - min(self._saved / SCARCE, 1.0))
 
     def _grant(self) -> None:
-        """Begin second tries of those that are late for longest, as far as budget and replicas allow.
+        """Begin second tries of the oldest late requests, as far as budget and replicas allow.
 
-        Of the requests that wait for the budget, those that only just took longer than most end by
-        themselves, so it is spent on those that are slow.
+        While requests wait for the budget, those that are only slightly slower than most end. So the budget
+        is spent on slow ones.
         """
         if self._saved < 1 or not self._late:
             return
@@ -179,15 +179,15 @@ class Hedging:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # that of the slower try is nobody's
+            task.exception()  # nothing reads the error of the slower try
 
     def _note(self, took_s: float) -> None:
         self._latencies.append(took_s)
         self._seen += 1
         if len(self._latencies) >= LEAST and (self.delay_s is None or self._seen % EVERY == 0):
-            # Not the greatest of the first few, which may be a slow one.
+            # A quantile, because the greatest latency may be that of a slow request.
             found = sorted(self._latencies)[math.ceil(self._quantile * len(self._latencies)) - 1]
-            # A little later, so that of many equal ones none is late.
+            # Slightly longer, so that none of many equal requests is late.
             self.delay_s = max(1.01 * found, self._min_delay_s)
 
 
@@ -216,7 +216,7 @@ class _Race:
         return take
 
     async def is_open(self, pause_s: float | None) -> bool:
-        """Return whether it is on after a pause."""
+        """Wait; return whether the first try has neither answered nor ended by then."""
         first = [self.tasks[0], self._decided]
         await asyncio.wait(first, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         return self.is_on
@@ -227,12 +227,12 @@ class _Race:
         return self.winner is None and not self.tasks[0].done()
 
     def join(self, task: asyncio.Task[None]) -> None:
-        """Have a second try take part."""
+        """Add the second try."""
         self.tasks.append(task)
         self._joined.set_result(None)
 
     async def run(self) -> int:
-        """Return which try has won, or has ended as the last one; cancel the other."""
+        """Return the number of the try that has won or ended last, and cancel the other one."""
         tasks = self.tasks
         while self.winner is None and (running := [each for each in tasks if not each.done()]):
             news = [self._decided] if len(tasks) == 2 else [self._decided, self._joined]

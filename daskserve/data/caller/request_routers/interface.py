@@ -1,8 +1,8 @@
-"""What a request router sees and answers. The names are those of Ray Serve.
+"""The interface of request routers, with the names of Ray Serve.
 
-A router decides for one process and one deployment. It is a plain object: it is told which replicas there
-are, is asked for each request, and is told how requests end. The rest is in
-`daskserve.data.caller.request_routers.routing`.
+A router chooses replicas for one process and one deployment. It is a plain object: its methods are called
+when the replicas change, to choose a replica for each request, and when requests end.
+`daskserve.data.caller.request_routers.routing` calls it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReplicaID:
 
 
 class RunningReplica:
-    """A replica to choose; the same object as long as it runs.
+    """A replica to choose; it is the same object as long as the replica runs.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class RunningReplica:
     multiplexed_model_ids : set of str
         The models that it has.
     latency_s : float
-        How long its requests lately took, as this process saw; 0 before the first.
+        Mean latency of its recent requests from this process, in seconds; 0 before the first.
     """
 
     __slots__ = (
@@ -101,12 +101,12 @@ class RunningReplica:
 
     @property
     def ongoing_requests(self) -> int:
-        """How many requests of this process it has."""
+        """The number of requests of this process that it has."""
         return self._entry.in_flight
 
     @property
     def queue_len(self) -> float:
-        """How many requests it has, also from other processes, as it reported lately."""
+        """The number of requests that it has from all processes, as it last reported."""
         return self._entry.score(self._now())
 
     @property
@@ -127,7 +127,7 @@ def host_of(worker: str) -> str:
 
 @dataclass(slots=True)
 class RequestRoutingContext:
-    """What has been tried for a request; set by routers, and read by nobody else."""
+    """What routers have tried for a request; only routers read and write it."""
 
     multiplexed_start_matching_time: float | None = None
     tried_fewest_multiplexed_models: bool = False
@@ -148,7 +148,7 @@ class RequestMetadata:
 
     @property
     def is_http_request(self) -> bool:
-        """Whether it came by HTTP, and not by a handle."""
+        """Whether it is an HTTP request, and not a call of a handle."""
         return self._envelope.kind is EnvelopeKind.HTTP
 
     @property
@@ -168,7 +168,7 @@ class RequestMetadata:
 
     @property
     def internal_request_id(self) -> str:
-        """The id of the request, too: ids are not shared between requests."""
+        """The same as ``request_id``, because ids are not shared between requests."""
         return self.request_id
 
     @property
@@ -183,12 +183,12 @@ class RequestMetadata:
 
     @property
     def multiplexed_model_id(self) -> str:
-        """The model that it asks for."""
+        """The id of the model that it names."""
         return str(self._facts.get("model_id") or self._facts.get("multiplexed_model_id") or "")
 
     @property
     def is_streaming(self) -> bool:
-        """Whether a call wants a stream."""
+        """Whether the call is a streaming one."""
         return bool(self._envelope.head.get("stream"))
 
     @property
@@ -243,12 +243,12 @@ class PendingRequest:
         self.body = b""
         #: The replica that has it; None before, and if a router did not choose it.
         self.replica: RunningReplica | None = None
-        #: By which option its session was read.
+        #: The option by which its session was read.
         self.session_place = ""
-        #: Whose choice that was; another one follows when the options change.
+        #: The `RequestRouting` that chose the replica; a new one is made when the options change.
         self.sent_by: object = None
         self.sent_at = now
-        #: Whether the response of the replica says that it failed.
+        #: Whether the response has a status of 500 or more.
         self.has_failed = False
 
     @property
@@ -280,7 +280,7 @@ class PendingRequest:
 
 @dataclass(slots=True)
 class ReplicaResult:
-    """That a request was sent to a replica. Made for each request: a frozen one takes three times as long."""
+    """Names a request that was sent to a replica. Not frozen, because that takes three times as long."""
 
     replica_id: ReplicaID
     request_id: str
@@ -289,8 +289,8 @@ class ReplicaResult:
 class RequestRouter:
     """Base class of request routers.
 
-    A router of your own derives from it and has ``choose_replicas``. It runs in a thread of its own in each
-    process that sends requests, so its methods are never called concurrently; nothing in it may wait.
+    Derive from it and define ``choose_replicas``. Each process that sends requests has one router, which runs
+    in its own thread. So its methods are never called concurrently, and must not wait for anything.
     """
 
     #: Whether `PendingRequest.body` is read before a router is asked for an HTTP request.
@@ -308,7 +308,7 @@ class RequestRouter:
         self._deployment_id = deployment_id
         self._self_node_id = self_node_id
         self._count_ongoing = count_ongoing
-        #: For choices by chance.
+        #: The source of random numbers.
         self.rng = rng or seeded_rng(0)
         self._replicas: dict[ReplicaID, RunningReplica] = {}
         self._replicas_list: list[RunningReplica] = []
@@ -318,7 +318,7 @@ class RequestRouter:
         """Take the ``request_router_kwargs``; called once, before everything else."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of all replicas that run; called at first, and whenever that changes."""
+        """Record the running replicas; called at first, and whenever they change."""
         self._replicas = {each.replica_id: each for each in replicas}
         self._replicas_list = replicas
         self._replica_id_set = set(self._replicas)
@@ -336,14 +336,14 @@ class RequestRouter:
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Take note of a request that is sent to a replica."""
+        """Record that a request is sent to a replica."""
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take note of a request that has ended, also by an error."""
+        """Record that a request has ended, with or without an error."""
 
     @property
     def total_ongoing(self) -> int:
-        """How many requests of this process are at all replicas together."""
+        """The number of requests of this process at all replicas."""
         return self._count_ongoing()
 
     @property
@@ -364,18 +364,18 @@ class RequestRouter:
 
 
 class FIFOMixin:
-    """For routers that are written for Ray Serve: requests wait in the order of their arrival anyway."""
+    """Has no effect: requests always wait in the order of their arrival. For routers of Ray Serve."""
 
 
 class SessionMixin:
-    """For routers that are written for Ray Serve: each request has its ``metadata.session_id`` anyway."""
+    """Has no effect: each request has its ``metadata.session_id``. For routers of Ray Serve."""
 
 
 class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
     def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas on this host at the first call for a request, and else of all."""
+        """Return the ids of the replicas on this host at the first call for a request, later of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
             near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}
@@ -384,7 +384,7 @@ class LocalityMixin(RequestRouter):
         return set(self._replica_id_set)
 
     def rank_replicas_via_locality(self, replicas: Iterable[RunningReplica]) -> list[list[RunningReplica]]:
-        """Return the replicas on this host, those in its zone, of which Dask knows none, and the others."""
+        """Return the replicas on this host, an empty list in place of those in its zone, and the others."""
         ranks: list[list[RunningReplica]] = [[], [], []]
         for each in replicas:
             ranks[0 if each.node_id == self._self_node_id else 2].append(each)
@@ -422,14 +422,14 @@ class MultiplexMixin(RequestRouter):
 
 @dataclass(slots=True)
 class Setup:
-    """What a deployment's routers are made of, as the controller publishes it.
+    """The options of a deployment's request router, as the controller publishes them.
 
     Attributes
     ----------
     router : str
         The name of a built-in router, an import path, or a pickled class.
     session : str
-        Where HTTP requests have their session: ``"header:NAME"`` or ``"cookie:NAME"``.
+        The part of HTTP requests that names the session: ``"header:NAME"`` or ``"cookie:NAME"``.
     """
 
     router: str

@@ -1,4 +1,4 @@
-"""Routers that look at the replicas only, and not at the request."""
+"""Routers whose choice depends only on the replicas, and not on the request."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from daskserve.data.caller.request_routers.interface import PendingRequest, Requ
 
 
 class RoundRobinRouter(RequestRouter):
-    """Sends requests to the replicas in turn; one without room is passed over."""
+    """Sends requests to the replicas in turn; replicas without room are skipped."""
 
     _next = 0
 
     def initialize_state(self) -> None:
-        """Begin anywhere, so that not all processes begin with the same replica."""
+        """Begin at a random replica, so that processes do not all begin with the same one."""
         self._next = self.rng.randrange(1 << 30)
 
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
-        """Return each replica alone, from the next one on."""
+        """Return one list for each replica, beginning with the next one."""
         self._next += 1
         return _InTurn(candidate_replicas, self._next)
 
 
 class _InTurn(Sequence[list[RunningReplica]]):
-    """All replicas from one on. Usually only the first is looked at, however many there are."""
+    """Lists of one replica each, made on demand: usually only the first list is read."""
 
     def __init__(self, replicas: list[RunningReplica], first: int) -> None:
         self._replicas = replicas
@@ -49,14 +49,15 @@ class _InTurn(Sequence[list[RunningReplica]]):
 class LeastLatencyRouter(RequestRouter):
     """Sends a request to the one of a few random replicas that will probably answer first.
 
-    What a replica will take is its latency lately, times the requests that it has and this one. Replicas are
-    drawn, so that a slow one is asked again now and then, and seen when it is fast again.
+    The estimate for a replica is its recent latency, times the number of its requests including this one.
+    Because of the random draw, a slow replica gets a request from time to time, which shows when it is fast
+    again.
     """
 
     _choices = 2
 
     def initialize_state(self, choices: int = 2, weight: float = 0.2) -> None:
-        """Take how many replicas are drawn, and the weight of the newest request in a latency."""
+        """Set the number of replicas that are drawn, and the weight of the newest request in a latency."""
         if not isinstance(choices, int) or choices < 1:
             raise ValueError(f"choices must be a whole number from 1, got {choices!r}")
         if not 0 < weight <= 1:
@@ -66,7 +67,7 @@ class LeastLatencyRouter(RequestRouter):
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the drawn replicas by what they will take, then all others."""
+        """Return the best of the drawn replicas, then all."""
         count = len(candidate_replicas)
         best, least = None, math.inf
         for _ in range(min(self._choices, count)):
@@ -77,7 +78,7 @@ class LeastLatencyRouter(RequestRouter):
 
 
 class SameHostRouter(RequestRouter):
-    """Sends requests to replicas on the host of this process while one has room, and then to others."""
+    """Sends requests to replicas on the host of this process; to others if those have no room."""
 
     _near: list[RunningReplica]
 
@@ -95,7 +96,7 @@ class SameHostRouter(RequestRouter):
 
 
 def two_of(replicas: list[RunningReplica], rng: random.Random) -> list[list[RunningReplica]]:
-    """Return two random replicas, of which the less loaded one is chosen, then all."""
+    """Return a list of two random replicas, then a list of all."""
     count = len(replicas)
     if count < 3:
         return [replicas]
@@ -104,5 +105,5 @@ def two_of(replicas: list[RunningReplica], rng: random.Random) -> list[list[Runn
 
 
 def has_own(router: RequestRouter, method: str) -> bool:
-    """Return whether a router's class has a method of its own, which is not the empty one of the base."""
+    """Return whether a router's class overrides a method of `RequestRouter`."""
     return getattr(type(router), method) is not getattr(RequestRouter, method)

@@ -11,14 +11,15 @@ rest of the choice. Prompts that differ only in between go to the same replica, 
 again. For the same reason, the router compares the body of an HTTP request as the client wrote it, from the
 prompt on.
 
-For each hash, the router keeps the replicas that got such a text last. A request goes to the least loaded
-replica that has the longest part of its beginning. If that replica has many more requests than others, where
-waiting would take longer than computing, the request goes to another one. A text with an unknown beginning
-goes where consistent hashing of its first block sends it, so all processes choose the same replica.
+For each hash, the router keeps the replicas that last got a text with this beginning. A request goes to the
+least loaded of the replicas that have the longest part of its beginning. If that replica has so many more
+requests than others that waiting would take longer than computing, the request goes to another one. A text
+with an unknown beginning goes to the replica that consistent hashing of its first block names, so all
+processes choose the same replica.
 
-The router forgets the least recently used beginnings, in two generations: a beginning that is used moves to
-the young generation; when that is full, it becomes the old one, and the old one is dropped. Moving each hash
-within one ordered dictionary would take a quarter of a choice.
+The router forgets the least recently used beginnings, in two generations. A beginning that is used moves to
+the young generation. When that is full, it becomes the old generation, and the former old one is dropped.
+Moving each hash within one ordered dictionary would take a quarter of the time of a choice.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from daskserve.data.caller.request_routers.interface import (
     RunningReplica,
 )
 
-#: The length of the first blocks and their number; how long each further one is, as a share of all before it;
-#: and how many characters of a text count.
+#: The length and the number of the first blocks; the length of each further block, as a share of all before
+#: it; and the number of characters of a text that are compared.
 BLOCK_CHARACTERS, FIRST_BLOCKS = 64, 8
 GROWTH = 0.5
 MAX_CHARACTERS = 32 * 1024
 #: How many characters of a block are compared at each of its ends.
 END_CHARACTERS = 128
-#: How many messages of a chat count.
+#: Number of messages of a chat that are compared.
 MAX_MESSAGES = 256
-#: How many beginnings are known at most, and how many replicas for each.
+#: Maximum number of known beginnings, and of replicas for each.
 MAX_BEGINNINGS = 50_000
 MAX_REPLICAS = 4
-#: How many more requests than the less loaded of two random other ones a replica may have.
+#: Maximum number of requests that a replica may have more than the less loaded of two random others.
 IMBALANCE = 8
-#: The least share of a text that must be known.
+#: Minimum share of a text that must be known.
 MATCH = 0.1
 
 
 def _blocks() -> Iterator[tuple[int, int, int, int]]:
-    """Yield where each block of a text begins, where what is compared of it ends and begins, and its end."""
+    """Yield each block: its start, the end of its compared head, the start of its compared tail, its end."""
     start = 0
     while start < MAX_CHARACTERS:
         is_first = start < FIRST_BLOCKS * BLOCK_CHARACTERS
@@ -75,7 +76,7 @@ _KEY = re.compile(rf'"(?:{"|".join(_NAMES)})"\s*:\s*'.encode())
 
 
 class PrefixAffinityRouter(ConsistentHashRouter):
-    """See the module."""
+    """Sends a prompt to the replica that had the longest part of its beginning before."""
 
     wants_body = True
 
@@ -86,7 +87,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         max_beginnings: int = MAX_BEGINNINGS,
         **ignored: Any,
     ) -> None:
-        """Take how unequal loads may be, what share of a text must be known, and how many are kept.
+        """Set the allowed imbalance, the share of a text that must be known, and the number of beginnings.
 
         Ray Serve's options of the eviction of its tree are accepted and have no effect.
         """
@@ -121,7 +122,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             for each in near[1:]:
                 if (length := each.queue_len) < queue_len:
                     least, queue_len = each, length
-            # Only a replica that is loaded at all can be imbalanced: no others are looked at before.
+            # Others are drawn only if this replica has enough requests to be imbalanced.
             if queue_len > self._imbalance:
                 other, other_len = self._drawn_beside(least, candidate_replicas)
                 if queue_len - other_len > self._imbalance:
@@ -149,7 +150,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         """Return the replicas that have the longest beginning with any, and its length in blocks."""
         young, old, by_tag = self._young, self._old, self._by_tag
         low, high = 0, len(names)
-        # What is known of a beginning is known of all shorter ones.
+        # If a beginning is known, all shorter ones are known.
         while low < high:
             middle = (low + high + 1) // 2
             name = names[middle - 1]
@@ -167,7 +168,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Note that a replica has the beginning of a request's text from now on."""
+        """Record that a replica has the beginning of a request's text."""
         if self._asked is None or self._asked[0] is not pending_request:
             return
         names, self._asked = self._asked[1], None
@@ -202,7 +203,7 @@ def beginnings_of(text: str | bytes) -> list[int]:
 
 
 def text_of(request: PendingRequest) -> str | bytes:
-    """Return the prompt of a request: its JSON body from there on, or of its arguments; empty without one."""
+    """Return the prompt of a request: its JSON body from the prompt on, or that in its arguments."""
     if not request.metadata.is_http_request:
         return next(filter(None, map(prompt_in, _arguments_of(request))), "")
     body = request.body
@@ -219,7 +220,7 @@ def _arguments_of(request: PendingRequest) -> Sequence[Any]:
 
 
 def prompt_in(value: Any) -> str:
-    """Return the text of a prompt, of chat messages, or of an object that has one of them; empty without."""
+    """Return the text of a prompt, of chat messages, or of an object with either; empty if there is none."""
     if isinstance(value, str):
         return value
     read = value.get if isinstance(value, Mapping) else partial(getattr, value)

@@ -1,4 +1,4 @@
-"""The order of requests that wait, where they have priorities or go by their deadlines. Pure."""
+"""The order of waiting requests, by priority and by deadline or arrival. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Order:
     header : str
         The header that has the priority of an HTTP request; empty for none.
     classes : mapping
-        The priorities that have names.
+        The numbers of priorities that have names.
     weights : mapping
         The share of each priority; empty if a higher one always goes first.
     by_deadline : bool
@@ -48,7 +48,7 @@ class Order:
         return 0 if found is None else self._read(found.decode("latin-1").strip())
 
     def note_priority(self, envelope: Envelope) -> None:
-        """Write the number of a request's priority where its replica reads it, for its own queues."""
+        """Write the priority's number into a request, for the queues of its replica."""
         head = envelope.head
         if envelope.kind is EnvelopeKind.HTTP:
             ours = head.get("extensions", {}).get("daskserve")
@@ -63,7 +63,7 @@ class Order:
         if isinstance(value, str):
             if value in self.classes:
                 return self.classes[value]
-            # No more digits than a priority may have; int() would read others, too.
+            # int() would also accept spaces, underscores and any number of digits.
             value = int(value) if value.removeprefix("-").isdecimal() and len(value) <= 4 else 0
         return max(-MAX_PRIORITY, min(MAX_PRIORITY, value)) if isinstance(value, int) else 0
 
@@ -71,12 +71,12 @@ class Order:
 class RankedQueue(Generic[T]):
     """Items by priority, and by deadline or arrival among those of one priority.
 
-    An item that leaves from elsewhere stays here until its turn, so all methods are told what is still there.
+    An item that is removed elsewhere stays here until its turn, and is skipped then.
 
     Parameters
     ----------
     is_there : callable
-        Returns whether an item has not left.
+        Returns whether an item was not removed elsewhere.
     """
 
     def __init__(self, order: Order, is_there: Callable[[T], bool]) -> None:
@@ -89,12 +89,12 @@ class RankedQueue(Generic[T]):
         self._now = 0.0
 
     def put(self, item: T, priority: int, deadline: float | None, *, is_first: bool = False) -> None:
-        """Add an item; ``is_first`` is for one that has had its turn already."""
+        """Add an item; ``is_first`` puts it before the others of its priority."""
         number = next(self._numbers)
         key = 0.0 if not self._order.by_deadline else math.inf if deadline is None else deadline
         heap = self._classes.setdefault(priority, [])
         if not heap:
-            # A priority that had nothing to do must not catch up.
+            # A priority without items so far must not catch up.
             self._passed[priority] = max(self._passed.get(priority, 0.0), self._now)
         heapq.heappush(heap, (-math.inf if is_first else key, -number if is_first else number, item))
 
@@ -129,7 +129,7 @@ class RankedQueue(Generic[T]):
         """Return the item that would be served last if its priority is lower than one; else None."""
         while self._classes and (lowest := min(self._classes)) < priority:
             heap = self._classes[lowest]
-            heap.sort()  # is still a heap, and costs little if it was sorted before
+            heap.sort()  # a sorted list is a heap, and to sort it again costs little
             while heap and not self._is_there(heap[-1][2]):
                 del heap[-1]
             if heap:
@@ -138,7 +138,7 @@ class RankedQueue(Generic[T]):
         return None
 
     def first(self) -> Iterator[T]:
-        """Yield the items in the order of `pop` without removing them; none may be added meanwhile."""
+        """Yield the items in the order of `pop` without removing them; add no items meanwhile."""
         passed, left = dict(self._passed), {}
         for priority, heap in self._classes.items():
             heap.sort()
@@ -153,7 +153,7 @@ class RankedQueue(Generic[T]):
                 yield item
 
     def forget_gone(self, left: int) -> None:
-        """Drop the items that have left if they are more than those that are ``left``."""
+        """Drop the items that were removed elsewhere if they outnumber the ``left`` ones."""
         if sum(map(len, self._classes.values())) <= 2 * left + 64:
             return
         for priority, heap in list(self._classes.items()):

@@ -1,9 +1,9 @@
-"""The choice of replicas by a router that an option names: between the router and the pool of a process.
+"""The choice of replicas by a request router that an option names.
 
-A built-in router runs where requests are sent. One of the user's runs in a thread of its own
-(`daskserve.data.caller.request_routers.thread`), and is loaded there, too. Until then, and whenever it raises
-an error, is late, or its answer is none, the request goes where it would go without a router. Each kind of
-trouble is logged once, and all of it is counted.
+A built-in router runs where requests are sent. A router of the user is loaded and runs in its own thread
+(`daskserve.data.caller.request_routers.thread`). Until it is loaded, and whenever it raises an error, is late
+or returns no valid answer, requests go where they would go without a router. Each kind of failure is logged
+once, and all failures are counted.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: A failure counts as a latency of this many times the mean of all replicas at least, up to so many seconds.
+#: A failure counts as a latency of at least this multiple of the mean of all replicas, up to a maximum.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
-#: How often each replica may be named in an answer, on average; more is not looked at.
+#: How often each replica may be named in an answer, on average; the rest of the answer is ignored.
 MAX_NAMED = 10
 
 
@@ -70,7 +70,7 @@ class Body(Protocol):
     """The body of an HTTP request."""
 
     async def peek(self) -> bytes:
-        """Return its first part, which stays to be read."""
+        """Return its first part, without consuming it."""
 
 
 class RequestRouting:
@@ -85,7 +85,7 @@ class RequestRouting:
         self_node_id: str = "",
     ) -> None:
         self.setup = setup
-        #: Set while a request waits although its router may choose otherwise by then.
+        #: When the router is asked again, because it has named no replica.
         self.ask_again_at: float | None = None
         self._attempts = 0
         self._tag = tag
@@ -109,7 +109,7 @@ class RequestRouting:
         if kind is not None:
             try:
                 self._ready(self._made(kind))
-            except Exception as error:  # of kwargs that a newer version has checked
+            except Exception as error:  # the kwargs were checked by another version
                 self.trouble.note(RouterError("load", f"cannot be made: {summary_of(error)}"))
         else:
             self._thread = RouterThread(f"daskserve-router-{tag}")
@@ -143,7 +143,7 @@ class RequestRouting:
         self._seen = None
 
     def close(self) -> None:
-        """Let the router go."""
+        """Stop the router."""
         self._router = None
         if self._thread is not None:
             self._thread.close()
@@ -160,12 +160,12 @@ class RequestRouting:
             each.routing_stats = self._stats.get(tag, {})
 
     def show_models(self, models_of: Callable[[str], frozenset[str]]) -> None:
-        """Show the router the multiplexed models of each replica; takes their function by tag."""
+        """Show the router the multiplexed models of each replica, given a function by tag."""
         for tag, each in self._known.items():
             each.multiplexed_model_ids = models_of(tag)
 
     def request_of(self, envelope: Envelope) -> PendingRequest:
-        """Return a request as the router sees it, which the envelope keeps."""
+        """Return the request as the router sees it; it is created once, and kept in the envelope."""
         found = envelope.routed
         if type(found) is not PendingRequest:
             found = PendingRequest(envelope, self._session_of(envelope), self._loop.time())
@@ -177,7 +177,7 @@ class RequestRouting:
         return found
 
     async def read(self, envelope: Envelope, body: Body) -> None:
-        """Read the beginning of a request's body if the router wants that."""
+        """Read the beginning of a request's body if the router has ``wants_body``."""
         router = self._router
         if router is not None and router.wants_body and envelope.has_body is not ON_DEMAND:
             # It is already there if the response of the request is watched.
@@ -186,7 +186,7 @@ class RequestRouting:
     def take(self, envelope: Envelope, now: float, other: Callable[[], Pick | None] = _any) -> Any:
         """Return the replica for a request, counting one more in flight; None if it has to wait.
 
-        ``other`` returns the choice that there is without a router.
+        ``other`` returns the choice that is made without a router.
         """
         request = self.request_of(envelope)
         request.replica = None
@@ -250,8 +250,8 @@ class RequestRouting:
     def _best_of(self, ranks: Any, but: str = "") -> PooledReplica | None:
         """Return the least loaded replica with room of the first list that has one.
 
-        If all are full with requests of other processes, this one queues at one of them. A second try needs a
-        replica with room, ``but`` not the one that has the first.
+        If all are full with requests of other processes, the request queues at one of them. ``but`` is the
+        replica of the first try: a second try needs another one, with room.
         """
         now = self._loop.time()
         waiting: PooledReplica | None = None
@@ -280,7 +280,7 @@ class RequestRouting:
         return waiting
 
     def _wait_to_ask(self) -> None:
-        """Set when a router is asked again that has named no replica, for no event may come."""
+        """Set when a router that has named no replica is asked again, even without an event."""
         setup = self.setup
         pause_s = min(setup.initial_backoff_s * setup.backoff_multiplier**self._attempts, setup.max_backoff_s)
         self._attempts = min(self._attempts + 1, 100)
@@ -300,24 +300,23 @@ class RequestRouting:
         self._tell(router.update_replicas, [*self._replicas])
 
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
-        """Take note of how a request has ended at a replica, or None if that says nothing of the replica.
+        """Record how a request has ended at a replica; None if that says nothing about the replica.
 
-        Another request may follow. Idempotent.
+        The request may be sent again. Idempotent.
         """
         request = envelope.routed
         if type(request) is not PendingRequest:
             return  # it began before there was a router
         replica, request.replica = request.replica, None
         if replica is None or request.sent_by is not self:
-            return  # another router has chosen, which is gone
+            return  # an earlier router has chosen the replica
         latency_s, took_s = replica.latency_s, now - request.sent_at
         is_good = type(outcome) is Load and not request.has_failed
         if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
-            # Errors come quickly, but a replica that has nothing else is not the one that answers first.
-            # There may be none any more.
+            # Errors come quickly, but must not make a failing replica look fast. There may be no replicas.
             mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
-        # Not that of a user's router: a wrong value would be an error of the request.
+        # The weight of a user's router is not used: a wrong value would fail the request.
         router: Any = RequestRouter if self._router is None or self._thread is not None else self._router
         weight = router.latency_weight
         changed = latency_s + (weight if latency_s else 1.0) * (took_s - latency_s)
@@ -342,7 +341,7 @@ class RequestRouting:
     # ---- trouble
 
     def present_trouble(self) -> str:
-        """Return what is wrong with the router now; empty if nothing is."""
+        """Return the present failure of the router; empty if there is none."""
         return self.trouble.present(is_made=self._router is not None)
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:
@@ -362,13 +361,13 @@ class RequestRouting:
 
 
 def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
-    """Return the session of a request if nothing else binds it to certain replicas; empty otherwise."""
+    """Return the session of a request if it alone decides which replicas may have it; else empty."""
     is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
     return routing.request_of(envelope).metadata.session_id if is_by_session else ""
 
 
 def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> Send:
-    """Return what passes on the messages of a response, and notes whether it is the failure of a server."""
+    """Return a function that passes on the messages of a response, and records a status of 500 or more."""
     if envelope.kind is not EnvelopeKind.HTTP:
         return send
     request = routing.request_of(envelope)
@@ -389,9 +388,9 @@ def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
-    """Return a replica for a second try that the router would choose, too, counting one more in flight there.
+    """Return a replica that the router chooses for a second try, counting one more in flight there.
 
-    Not the one with the tag, which has the first try; None if there is no other.
+    ``tag`` is that of the first try, which is excluded; None if there is no other replica.
     """
     request = routing.request_of(envelope)
     thread = routing._thread

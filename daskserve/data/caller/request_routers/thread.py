@@ -1,17 +1,16 @@
-"""Runs a router of the user's in a thread of its own.
+"""Runs a user's router in its own thread.
 
-Problem: a router is asked on the event loop that sends all requests of a process. If it were called there
-and hung, no request of any deployment would leave the process, and nothing could end that: Python cannot
-interrupt a thread. Choice: its thread answers, while the loop waits for a short time only. A thread that is
-late is left alone until it has answered, and again for a while, longer each time, because each wait holds up
-the loop.
+Problem: the event loop that asks a router sends all requests of a process. If a router were called on the
+loop and hung, the process could send no requests at all, because Python cannot interrupt a thread. Choice:
+the router runs in a thread, and the loop waits only a short time for the answer. A router that is late is not
+asked again until it has answered and a pause has passed, which becomes longer each time.
 
-The thread sleeps in the read of a pipe. The write that wakes it lets go of the interpreter's lock, so the
-thread takes that, and usually has answered before the loop goes on. With a queue, each of both sleeps and
-wakes twice, once for the queue and once for the lock, and an answer costs twice the processor time (13 µs
-instead of 6). For the same reason the thread follows the loop to its processor.
+The thread sleeps while it reads a pipe. The write that wakes it releases the interpreter lock, which the
+thread takes, so it has usually answered before the loop continues. With a queue, both threads would sleep and
+wake twice, once for the queue and once for the lock, and an answer would cost twice the CPU time (13 µs
+instead of 6). For the same reason the thread runs on the same processor as the loop.
 
-What the router is only told, it is told in order, without waiting.
+Events are passed to the router in order, without waiting.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from daskserve.loops.processors import Follower
 
 #: How long the event loop waits for an answer.
 ANSWER_S = 0.1
-#: How long a router is left alone after it was late; doubled each time.
+#: How long a late router is not asked; doubled each time.
 PENALTY_S = 1.0
 MAX_PENALTY_S = 60.0
-#: How many events a router may be behind.
+#: Maximum number of events that wait for the router; later ones are dropped.
 MAX_BEHIND = 10_000
 
 
 class RouterError(Exception):
-    """A router has raised an error, is late, or its answer is none. ``kind`` is the label for metrics."""
+    """A router has raised an error, is late, or gave no valid answer. ``kind`` is the label for metrics."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
@@ -63,7 +62,7 @@ class RouterThread:
         self._told = self._heard = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._needs_loop = False
-        # Not the context of the request that happens to be the first one.
+        # A new context, not that of the first request.
         run = contextvars.Context().run
         started = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
         started.start()
@@ -74,7 +73,7 @@ class RouterThread:
         jobs = self._jobs
         while not self._is_closed:
             os.read(self._wakes, 64)
-            self._is_awake = False  # before it looks: what is put later writes again
+            self._is_awake = False  # first, so that a job that is put from now on writes again
             while jobs:
                 jobs.popleft()()
         os.close(self._wakes)
@@ -88,14 +87,14 @@ class RouterThread:
             os.write(self._wake, b".")
 
     def close(self) -> None:
-        """End the thread once it has done what it was told; it takes nothing more."""
+        """End the thread after the jobs that it already has."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self._wake)  # the end of the pipe wakes the thread
 
     @property
     def is_usable(self) -> bool:
-        """Whether the router may be asked: it is not late, and no longer left alone."""
+        """Whether the router may be asked: it is not late, and no pause is running."""
         if self._late is None:
             return True
         if self._late.is_done and stopwatch() >= self._not_before:
@@ -128,7 +127,7 @@ class RouterThread:
         return job.value
 
     def tell(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have a function called in the thread; errors are the function's own business."""
+        """Call a function in the thread without waiting; the function must handle its errors."""
         if self._told - self._heard < MAX_BEHIND:
             self._told += 1
             self._put(partial(self._hear, function, *args))

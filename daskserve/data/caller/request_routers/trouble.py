@@ -1,4 +1,4 @@
-"""What is wrong with a user's router: logged once for each kind, counted, and reported to the controller."""
+"""The failures of a user's router: logged once for each kind, counted, and reported to the controller."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: How long the last request for which a router failed is a trouble of its deployment.
+#: How long a failure of the router is reported as a trouble of its deployment.
 TROUBLE_S = 60.0
 
 
 class RouterTrouble:
-    """See the module.
+    """Records the failures of one router.
 
     Attributes
     ----------
     fallbacks : dict
-        How many requests the router has not chosen for, by the kind of trouble.
+        The number of requests for which the router has not chosen a replica, by the kind of failure.
     text : str
-        What was wrong first, or in a new way; empty if nothing was. Errors that name requests differ each
-        time, and each change is an event.
+        The first failure, or the first of a new kind; empty if there was none. It does not follow each error,
+        because errors that name requests always differ, and each change is an event.
     on_new : callable
         Called when the router fails in a way in which it has not failed before.
     """
@@ -38,7 +38,7 @@ class RouterTrouble:
         self.on_new: Callable[[], object] = bool
 
     def note(self, error: RouterError) -> None:
-        """Take a failure."""
+        """Record a failure."""
         now = self._now()
         if error.kind not in self._logged or now - self._failed_at >= TROUBLE_S:
             self.text = f"{self._name} {error.text}; its requests go to the replicas with the least load"
@@ -55,7 +55,7 @@ class RouterTrouble:
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def present(self, *, is_made: bool) -> str:
-        """Return what is wrong now, given whether there is a router at all; empty if nothing is."""
+        """Return the present failure; empty if there is none. ``is_made``: a router is loaded."""
         is_over = is_made and self._now() - self._failed_at >= TROUBLE_S
         return "" if is_over else self.text
 

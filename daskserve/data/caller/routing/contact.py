@@ -1,4 +1,4 @@
-"""Failing requests that have no replica while no controller answers.
+"""Fails requests without a replica while no controller answers.
 
 Requests without a replica wait until the controller starts one. If all workers have left, there is no
 controller, and the requests would wait for ever. So they fail after `CONTROLLER_S` without an answer of a

@@ -101,7 +101,7 @@ class LoadReports:
             self._task.add_done_callback(self._note_end)
 
     def watch_router(self, tag: BackendTag, trouble: Callable[[], str] | None) -> Callable[[], None]:
-        """Begin or end to report failures of a request router; return a function that reports them now."""
+        """Start or stop reporting failures of a request router; return a function that reports them now."""
         if trouble is None:
             self._troubles.pop(tag, None)
         else:
@@ -112,7 +112,7 @@ class LoadReports:
         return {backend_of(tag): text for tag, trouble in self._troubles.items() if (text := trouble())}
 
     def note_watched(self, value: Any) -> None:
-        """Begin or end to report live metrics."""
+        """Start or stop reporting live metrics."""
         self._is_watched = bool(value)
         if self._is_watched:
             self.poke(is_urgent=False)

@@ -1,7 +1,7 @@
 """A request that is queued at a full replica, as its router sees it.
 
-A request of a batch job is queued at a replica that keeps its free slots for others. It is set aside: the
-router goes on to send live requests there.
+A request of a batch job may be queued at a replica although that has free slots, which it keeps for live
+requests. Then the request is set aside: the router goes on to send live requests to that replica.
 
 `daskserve.data.replica.requests.slots` is the replica's side.
 """
@@ -47,7 +47,7 @@ def place_in_queue(
 ) -> tuple[PooledReplica, bool, bool]:
     """Return the replica for a request, whether it is sent to the queue there, and whether it is set aside.
 
-    That is the one that was taken for it, or another one, if that is kept free of requests of batch jobs.
+    This is the replica that was taken for it, unless that takes no requests of batch jobs.
     """
     refused_at, ongoing = replica.batch_room
     if now - refused_at >= ROOM_S or priority_of(envelope) > BATCH_PRIORITY:
@@ -57,7 +57,7 @@ def place_in_queue(
         if others:
             other = choose(others, now, rng)
             pool.leave_queue(replica)
-            set_aside(pool, replica)  # and nowhere, because it is the other one's
+            set_aside(pool, replica)  # and not counted there: it goes to the other replica
             replica.aside.count -= 1
             other.in_flight += 1
             return other, True, True
@@ -71,7 +71,7 @@ def _takes_batches(replica: PooledReplica, now: float) -> bool:
 
 
 class QueuedRequest:
-    """One request in a replica's queue, from when it is sent until it has its slot or is refused.
+    """One request in a replica's queue, from sending it until it gets a slot or is refused.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class QueuedRequest:
             set_aside(pool, replica)
 
     async def respond(self, envelope: Envelope, receive: Receive, since: float) -> Load:
-        """Send the request to its replica, and pass on the response; ``since`` says when it was queued first.
+        """Send the request to its replica, and pass on the response; ``since`` is when it was first queued.
 
         Raises
         ------

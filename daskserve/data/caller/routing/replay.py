@@ -34,7 +34,7 @@ class Replay:
         self._is_whole = False
         self._ahead: deque[Message] = deque()
         self._repeats = 0
-        #: The first message if it has been looked at, but not received: no replica has seen it.
+        #: The first message if `peek` has read it and no replica has received it.
         self._peeked: Message | None = None
 
     async def receive(self) -> Message:
@@ -53,7 +53,7 @@ class Replay:
         return message
 
     async def peek(self) -> bytes:
-        """Return the first part of the body, which stays to be read."""
+        """Return the first part of the body; `receive` returns it again."""
         if self._peeked is None:
             self._peeked = await self._receive()
         body: bytes = self._peeked.get("body", b"")

@@ -72,7 +72,7 @@ class ReplicaSet:
         self.tag = tag
         #: Whether the controller needs reports of this queue.
         self.is_autoscaled = False
-        #: How the bodies of its requests are handled, if that is known; their size, if not the proxy's.
+        #: How request bodies are read, None until it is known; their size limit, None for that of the proxy.
         self.bodies: BodyUse | None = None
         self.max_body_bytes: int | None = None
         self._reports = reports
@@ -85,12 +85,12 @@ class ReplicaSet:
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
         #: Whether waiting requests can expect a replica.
         self.availability = ReplicaAvailability(backend_of(tag), contact)
-        #: The two versions of a rollout, of which these replicas are the old one; None without a rollout.
+        #: The two versions during a rollout, whose old version these replicas are; else None.
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
         self._waiting = WaitingRequests(tag, self.pool, clock, rng, watch_facts, cluster, reports)
-        #: The requests that may end their replica's process.
+        #: The requests that may have killed a process.
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
@@ -467,7 +467,8 @@ def _turn_of(
 def check_queue(replicas: ReplicaSet, envelope: Envelope | None = None) -> None:
     """Raise `BackPressureError` if no further request may wait for one of the replicas.
 
-    A request with a higher priority takes the place of a lower one. Without it, that is not known yet.
+    A request with a higher priority replaces one with a lower priority. Without ``envelope``, the priority is
+    not known yet.
     """
     limit, waiting = replicas.max_queued, replicas._waiting
     if limit is None or not 0 <= limit <= replicas.waiting or (envelope is None and waiting.may_overtake):
@@ -481,7 +482,7 @@ def check_queue(replicas: ReplicaSet, envelope: Envelope | None = None) -> None:
 
 
 def _refuse(replicas: ReplicaSet, waiter: asyncio.Future[PooledReplica], limit: int) -> None:
-    """Refuse a request that waits, as if it had come when the queue was full."""
+    """Refuse a waiting request with the error of a full queue."""
     if not waiter.done():
         replicas.metrics.rejected += 1
         waiter.set_exception(_queue_overflow(replicas.availability.name, limit, limit))

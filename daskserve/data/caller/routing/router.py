@@ -48,7 +48,7 @@ from daskserve.loops.tasks import TaskSet
 from daskserve.telemetry.live import LIVE_METRICS
 from daskserve.telemetry.table import MetricSample
 
-#: The key of the share of calls that begin a trace, among what the parts of an instance share in a process.
+#: The key of the share of calls that begin a trace, in the shared state of an instance and process.
 SAMPLING = "sampling_ratio"
 #: How long a request waits for the first update of its endpoint.
 ENDPOINT_TIMEOUT_S = 10.0
@@ -69,7 +69,7 @@ class Router:
         self._policy: TrafficPolicy | None = None
         #: The replica set of all requests, if there is only one and the endpoint has no shadows.
         self.only: ReplicaSet | None = None
-        #: Whether the endpoint's backends get one ``ServeRequest`` instead of the caller's arguments.
+        #: Whether the endpoint's backends get a classic ``ServeRequest`` instead of the caller's arguments.
         self.is_legacy = True
         #: The state of the endpoint that the controller published last; None if unknown or deleted.
         self.published: Any = None
@@ -150,7 +150,7 @@ class Router:
         changed.set()
 
     def find_only(self) -> None:
-        """Set `only`; to be called when a rollout of one of the backends begins or ends, too."""
+        """Set `only`; called when the endpoint changes, and when a rollout of a backend begins or ends."""
         self.only, policy = None, self._policy
         if not self._is_deleted and policy is not None and policy.only is not None and not policy.has_shadows:
             only = self._routers.replica_set(policy.only)
@@ -384,7 +384,7 @@ class Routers:
         return found
 
     def _watch_facts(self, tag: BackendTag, kind: str, note: Callable[[Any], None] | None) -> None:
-        """Pass on what is published of a backend's replicas, instead of to what was told before."""
+        """Watch what is published of a backend's replicas, in place of an earlier watch of the same kind."""
         kind, _, user = kind.partition("/")
         self._stop_watching(f"{kind}/{tag}/{user}")
         if note is not None:
@@ -417,7 +417,7 @@ class Routers:
         tag, before = candidate_of(replicas.tag), replicas.versions
         new = self._sets.get(tag) or self._new_set(tag)
         if rollout is None:
-            new.update(value)  # what waits for the new version goes to the replicas that stay
+            new.update(value)  # requests that wait for the new version go to the remaining replicas
             replicas.split(None, None)
         else:
             new.update(rollout["new"])

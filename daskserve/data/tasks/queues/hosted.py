@@ -16,7 +16,7 @@ from daskserve.data.tasks.states import Task
 GRACE_S = 15.0
 
 
-#: The methods whose arguments are plain values, and whose results are but for tasks.
+#: The methods whose arguments are plain values.
 PASSED = frozenset(
     ("claim", "renew", "held", "get", "expired", "purge", "note", "tasks", "stats", "names"),
 )

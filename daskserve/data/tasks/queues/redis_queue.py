@@ -11,7 +11,7 @@ depends on its persistence: with ``appendonly yes`` and ``appendfsync everysec``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,6 @@ TIMEOUT_S = 10.0
 
 #: The part of a task that a transition writes as one value.
 FIELDS = (*FIXED, *(each for each in CHANGED if each != "lease_until"))
-STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 #: The functions of all scripts. ``KEYS[1]`` is the prefix of all keys.
 PRELUDE = f"""
@@ -389,5 +388,5 @@ def _new_values(task: Task) -> tuple[Any, ...]:
 def _task(row: Sequence[Any]) -> Task:
     value, payload, lease, progress = row
     values = dict(zip(FIELDS, msgpack.unpackb(value), strict=True))
-    values["state"] = STATES[values["state"]]
+    values["state"] = TaskState(values["state"])
     return Task(**values, payload=payload, lease_until=float(lease), progress=progress)

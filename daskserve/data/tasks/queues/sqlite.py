@@ -4,7 +4,7 @@ Each method is one transaction, under SQLite's own lock, so any number of proces
 write-ahead log and ``synchronous=FULL``, what was accepted survives a power loss; without the sync it
 survives the end of any process. The log needs shared memory: the file cannot be on a network file system.
 
-A large payload is in a table of its own, because SQLite writes the whole row at each change of state.
+Large payloads are in a separate table, because SQLite writes the whole row at each change of state.
 Triggers count the tasks, because the length of a queue is checked each time that something is submitted.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,6 @@ SELECT = (
     f"SELECT {', '.join(f't.{each}' for each in COLUMNS)}, coalesce(t.payload, p.payload) "
     "FROM daskserve_tasks t LEFT JOIN daskserve_task_payloads p USING (number) "
 )
-STATES: Mapping[str, TaskState] = {str(each): each for each in TaskState}
 
 
 class SqliteQueue:
@@ -186,7 +185,8 @@ class SqliteQueue:
                     found.append((kept, False))
                     continue
                 if kept is not None:
-                    _remove(connection, task.queue, task.id)
+                    key = (task.queue, task.id)
+                    connection.execute("DELETE FROM daskserve_tasks WHERE queue = ? AND id = ?", key)
                 if task.queue not in room:
                     room[task.queue] = _waiting(connection, task.queue)
                 check_room(task.queue, room[task.queue], 1, max_waiting)
@@ -337,7 +337,7 @@ def _values(task: Task, names: Sequence[str]) -> list[Any]:
 
 def _task(row: Sequence[Any]) -> Task:
     values = dict(zip((*COLUMNS, "payload"), row, strict=True))
-    values["state"] = STATES[values["state"]]
+    values["state"] = TaskState(values["state"])
     values["is_cancelled"] = bool(values["is_cancelled"])
     return Task(**values)
 
@@ -378,7 +378,3 @@ def _update(connection: sqlite3.Connection, task: Task, now: float) -> bool:
     """Write a task after a transition, if its revision is the one before it."""
     values = [*_values(task, CHANGED), _place(task, now), task.queue, task.id, task.revision - 1]
     return connection.execute(UPDATE, values).rowcount == 1
-
-
-def _remove(connection: sqlite3.Connection, queue: str, id: str) -> None:
-    connection.execute("DELETE FROM daskserve_tasks WHERE queue = ? AND id = ?", (queue, id))

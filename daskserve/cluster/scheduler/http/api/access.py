@@ -1,4 +1,4 @@
-"""Calls of requests over HTTP to the controllers of the running instances.
+"""Calls to the controllers of the running instances, for requests over HTTP.
 
 If a controller dies or hangs during the request, it is replaced and the call is retried at the newest one.
 This is safe, because every verb is idempotent, given the id of the request.

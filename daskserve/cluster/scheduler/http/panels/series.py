@@ -46,13 +46,8 @@ class Series:
             ]
         self._answers.append({"time": time, "deployments": deployments, "replicas": replicas})
 
-    @property
-    def end(self) -> float:
-        """When the last answer came, in seconds since the epoch; 0 before the first one."""
-        return float(self._answers[-1]["time"]) if self._answers else 0.0
-
     def busiest(self) -> list[str]:
-        """Return the names of the deployments with the most requests of late, sorted."""
+        """Return the names of the deployments with the most recent requests, sorted."""
         total: Counter[str] = Counter()
         for each in self._answers:
             for name, values in each["deployments"].items():

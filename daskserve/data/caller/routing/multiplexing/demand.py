@@ -1,4 +1,4 @@
-"""How large a share of a backend's requests asks for each model, lately."""
+"""The share of each model in the recent requests to a backend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The requests of one process to one backend that name a model: where they go, and how long they wait for
-it."""
+"""The choice of replicas for requests that name a model, in one process and for one backend."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from daskserve.data.caller.routing.multiplexing.demand import ModelDemand
 from daskserve.data.caller.routing.multiplexing.placement import KnownModels, choose_place
 from daskserve.data.multiplexing.ids import short_id
 
-#: How long a replica is assumed to have a model after a request for it was sent: until it has published that.
+#: How long a replica is assumed to have a model that was requested there but is not published yet.
 ASSUMED_S = 3.0
-#: How many assumptions there are for each replica.
+#: Maximum number of assumed models for each replica.
 MAX_ASSUMED = 1000
-#: How many replicas that have gone are remembered, beside as many as there are.
+#: Number of stopped replicas that are remembered, beyond the number of running ones.
 SPARE_KNOWN = 16
 
 
@@ -28,7 +27,7 @@ class ModelRouting:
     """Chooses replicas by the models that they have."""
 
     def __init__(self, note_new: Callable[[ReplicaTag], object] = bool) -> None:
-        #: How long a request waits for a free slot of a replica that has its model, while others have one.
+        #: How long a request waits for a slot at a replica with its model, although other replicas have one.
         self.matching_timeout_s = settings.routing().model_matching_timeout_s
         #: Called with a replica that is about to load a model.
         self._note_new = note_new
@@ -48,7 +47,7 @@ class ModelRouting:
     def picker(self, model_id: str, now: float, since: float | None = None) -> Pick:
         """Return the choice of the replica for a request, for `ReplicaPool.take`; it may choose none.
 
-        ``since`` says since when the request waits; None if it has just arrived.
+        ``since`` is when the request began to wait; None if it has just arrived.
         """
         key = short_id(model_id)
         if since is None:
@@ -94,7 +93,7 @@ class ModelRouting:
         return short_id(model_id) in self._of(tag).loaded
 
     def assume(self, tag: ReplicaTag, model_id: str, now: float) -> None:
-        """Note that a request for a model goes to a replica, which has it from now on."""
+        """Record that a request for a model goes to a replica, which will have the model."""
         key = short_id(model_id)
         known = self._of(tag)
         assumed = known.assumed

@@ -1,8 +1,8 @@
-"""Tells the controller that replicas are about to load models, so that all processes soon know.
+"""Reports to the controller that replicas are about to load models, so that all processes soon know.
 
-Problem: the controller looks at replicas every second. Until then, other processes that send requests would
-have the same model loaded elsewhere. Choice: the process that sends a request for a model to a replica which
-does not have it says so, and the controller looks at that replica until it has loaded.
+Problem: the controller polls replicas every second. Until then, other processes would send requests for the
+same model to other replicas, which would load it, too. Choice: a process that sends a request for a model to
+a replica without it reports this, and the controller polls that replica until the model is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_TOLD = 1000
 
 
 class ModelNews:
-    """Tells the controller of replicas; one call at a time, and none is repeated: it looks anyway later."""
+    """Reports replicas to the controller, one call at a time, without retries: it polls them later anyway."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
@@ -55,6 +55,6 @@ class ModelNews:
             self._task = None
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Send no more reports."""
         if self._task is not None:
             self._task.cancel()

@@ -1,20 +1,19 @@
-"""Which replica gets a request that names a model.
+"""Chooses the replica for a request that names a model.
 
-Problem: a model's requests should go where it is loaded. But a replica that has a popular model must not get
-more than it can answer while others are idle, and a burst of requests for a rare model must not push popular
-models out of several replicas. Several processes choose, and none of them knows at once what the others have
-chosen.
+Problem: requests for a model should go where it is loaded. But a replica with a popular model must not be
+overloaded while others are idle, and a burst of requests for a rare model must not push popular models out of
+several replicas. Several processes choose at the same time, without knowing each other's choices.
 
 Choice: all processes order the replicas in the same way for each model, by a hash of both (rendezvous
 hashing).
 
-1. The first replica in this order that has the model, or loads it, and is not overloaded. So a second copy is
-   used only while it is needed; afterwards it is the least recently used one there, and goes.
-2. If each that has it is overloaded: another replica, which then loads it, if the model's share of all
-   requests is worth a further copy. One with a quarter of the requests is worth one whole replica of four.
-3. If each that has it has no free slot: none, for a while; then another replica.
-4. If no replica has it: the one with the fewest models as long as one has room for it, else the one with
-   the least load, the first in order of those. Each load takes the room of a model, so several loads at one
+1. The first replica in this order that has or loads the model, and is not overloaded. So a second copy is
+   used only while it is needed. Later it becomes the least recently used model there, and is dropped.
+2. If all replicas with the model are overloaded: another replica, which then loads it, if the model's share
+   of all requests justifies another copy. A quarter of the requests justifies one of four replicas.
+3. If no replica with the model has a free slot: no replica for a while, then one without the model.
+4. If no replica has the model: the replica with the fewest models if one has room for it, else the least
+   loaded one; among equals the first in order. Each load takes the room of a model, so several loads at one
    replica would push out popular models there while rare ones stay elsewhere.
 
 Pure: the load of replicas and the time are arguments.
@@ -29,12 +28,12 @@ from dataclasses import dataclass, field
 from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 
-#: A replica is overloaded from this many requests on, or this share of its slots, if that is also this many
-#: times the mean.
+#: A replica is overloaded if it has at least so many requests, this share of its slots, and this multiple of
+#: the mean load.
 LEAST_LOAD = 2
 SLOTS_SHARE = 0.25
 MEAN_FACTOR = 2.0
-#: How many copies a model is worth: its share of the requests, times the number of replicas, times this.
+#: A model may have as many copies as its share of the requests, times the number of replicas, times this.
 COPIES_FACTOR = 1.25
 
 _MASK = (1 << 64) - 1
@@ -45,12 +44,12 @@ class KnownModels:
     """The models of one replica, as far as they are known."""
 
     seed: int
-    #: Those that it has said to have, and to load.
+    #: The models that the replica has published as loaded, and as loading.
     loaded: frozenset[str] = frozenset()
     coming: frozenset[str] = frozenset()
     #: How many it may hold; None for no limit, or while that is not known.
     capacity: int | None = None
-    #: Until when a model is assumed to be there because a request for it was sent.
+    #: The models that are assumed because a request was sent, each with the time when this ends.
     assumed: dict[str, float] = field(default_factory=dict)
 
     def has(self, key: str, now: float) -> bool:
@@ -100,7 +99,7 @@ def choose_place(
     with_model = [each for each in free if each.tag in having]
     fit = [each for each in with_model if loads[each.tag] < bound]
     if len(fit) > 1:
-        # One that has said so before one that may still be loading it.
+        # Replicas that have loaded the model come before those that may still be loading it.
         sure = [each for each in fit if key in known[each.tag].loaded]
         return ordered(key, sure or fit, known)[0]
     if fit:

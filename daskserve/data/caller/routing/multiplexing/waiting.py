@@ -1,7 +1,7 @@
 """The requests of one process that wait for a replica of a backend, and the choice of a replica for each.
 
-Most go to any replica. One that names a model waits for a replica that has it, and a router that an option
-names may want certain replicas, too. Such requests are passed over while others have room.
+Most go to any replica. A request that names a model waits for a replica that has the model, and a request
+router may choose certain replicas, too. While it waits, later requests may overtake it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from daskserve.data.caller.routing.shadow import SendTo
 from daskserve.data.caller.routing.suspects.suspect_queue import SuspectQueue
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: How many of the requests that wait are considered whenever a slot becomes free, and for how many models.
+#: Maximum number of waiting requests, and of models, that are considered when a slot becomes free.
 CONSIDERED = 4096
 MAX_MODELS = 256
-#: For how many of them a router may be asked in vain, and after how long it is asked for the next ones.
+#: Number of requests for which a router may find no replica in one round, and the time until the next round.
 MAX_ASKED = 32
 ROUND_S = 0.02
 
 Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
-#: Takes back the replica of a request that has left meanwhile.
+#: Releases the replica of a request that has left meanwhile.
 Unused: TypeAlias = Callable[[PooledReplica, Envelope], None]
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
-#: Begins to pass on what is published of the replicas: of their models, or their statistics; None ends it.
+#: Watches the models or the statistics that are published of the replicas; None ends the watch.
 WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
 
 
@@ -90,16 +90,16 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self.is_plain = True
         #: The order of the requests, if any of them has a priority or they go by their deadlines.
         self._ranked: RankedQueue[asyncio.Future[PooledReplica]] | None = None
-        #: Those for which the router was asked in vain, since it was last asked for all.
+        #: The requests of this round for which the router has found no replica.
         self._asked: set[asyncio.Future[PooledReplica]] = set()
-        #: When the first request gives up to wait for a replica with its model, or a router is asked again;
-        #: None if none waits for that.
+        #: When a request stops waiting for a replica with its model, or a router is asked again; None if
+        #: neither will happen.
         self.next_at: float | None = None
-        #: When all of them are considered again if they are many.
+        #: When all requests are considered again, if they are many.
         self._all_at = 0.0
 
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
-        """Use the router that the controller has published; None for none."""
+        """Use the request router that the controller has published, or no longer any."""
         setup = None if published is None else Setup(**published)
         present = self.routing
         if setup == (None if present is None else present.setup):
@@ -119,7 +119,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 report()
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
-        """Hedge requests as the controller has published it; None for not."""
+        """Hedge requests as the controller has published, or no longer."""
         if published != (None if self.hedging is None else self.hedging.setup):
             self.hedging = None if published is None else Hedging(**published)
             self.is_plain = _is_plain(self)
@@ -138,9 +138,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         release: Release,
         apart: SuspectQueue,
     ) -> None:
-        """Send a request, and once more to another replica if that takes long.
+        """Send a request, and send it to a second replica if it takes long.
 
-        Not one that may be the reason why a process was lost: ``apart`` knows those.
+        A request that may have killed a process, according to ``apart``, gets no second try.
         """
         hedging = self.hedging
         if hedging is None:  # the options have changed before this began
@@ -182,7 +182,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return self._pool.take(now, self._rng, pick)
 
     def order_by(self, published: Mapping[str, Any] | None) -> None:
-        """Order the requests as the controller has published it; None for the order of arrival."""
+        """Order the requests as the controller has published; without an order, by arrival."""
         order = Order() if published is None else Order(**published)
         if order != self._order:
             self._order, self._ranked = order, None
@@ -192,7 +192,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._rank()
 
     def close(self) -> None:
-        """Stop to use a router, and to tell of models."""
+        """Stop the request router, and the reports of loading models."""
         self.choose_by(None)
         self._news.close()
 
@@ -233,7 +233,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return bool(self._order.header) or self._ranked is not None
 
     async def read(self, envelope: Envelope, body: Body) -> None:
-        """Show the router the beginning of a request's body."""
+        """Let the request router see the beginning of a request's body."""
         if self.routing is not None:
             await self.routing.read(envelope, body)
 
@@ -261,7 +261,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def _routed(
         self, routing: RequestRouting, envelope: Envelope, now: float, since: float | None
     ) -> PooledReplica | None:
-        """Return the replica that the router of an option chooses, which may know the models."""
+        """Return the replica that the request router chooses."""
         found: PooledReplica | None
         if not envelope.model_id and envelope.places is None:
             found = routing.take(envelope, now)
@@ -275,7 +275,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         return found
 
     def ended(self, envelope: Envelope, outcome: Load | Exception | None) -> None:
-        """Note how a request has ended at a replica, or None if that says nothing; idempotent."""
+        """Record how a request has ended at a replica; None if that is unknown. Idempotent."""
         note_sent(envelope, "")
         if self.routing is not None:
             self.routing.ended(envelope, self._clock.now(), outcome)
@@ -321,9 +321,9 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._ranked = None  # until a request has a priority again
 
     def _in_order(self, now: float) -> Iterable[asyncio.Future[PooledReplica]]:
-        """Return the requests to consider: usually the first, and all of them now and then.
+        """Return the requests to consider: usually the first ones, and all of them from time to time.
 
-        Many of one session or model may stand before others, and most of them are passed over.
+        Many requests of one session or model may be before others, and most of them cannot be served.
         """
         found = self if self._ranked is None else self._ranked.first()
         if len(self) <= CONSIDERED:
@@ -354,7 +354,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._wake_at(until if now < until else None)
 
     def _ask(self, routing: RequestRouting, served: Served) -> None:
-        """Ask the router for replicas, each time for other requests until all that wait had their turn."""
+        """Ask the request router for replicas; each round asks for other requests, until all had a turn."""
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None

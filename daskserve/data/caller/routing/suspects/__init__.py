@@ -1,1 +1,1 @@
-"""Requests that may have killed their replica, which are tried again alone."""
+"""Requests that may have killed their replica, and are retried alone."""

@@ -11,7 +11,7 @@ nothing coarser, because one URL must not make a whole endpoint unavailable. The
 trial together, and an answer to one of them clears the target. If retries of a target end two processes
 within `WINDOW_S` and none is answered in between, its requests are refused for `REFUSAL_S`.
 
-A suspect waits at most `TRIAL_WAIT_S` for a worker of its own: after the loss of a worker with many slow
+A suspect waits at most `TRIAL_WAIT_S` for its own worker: after the loss of a worker with many slow
 requests, latency matters more.
 
 Pure: time is an argument.
