@@ -157,7 +157,7 @@ class ModelSplit:
     version : str
         The new version.
     share : float
-        The share of requests for which it stands in for the default version.
+        The share of requests that get it instead of the default version.
     """
 
     def __init__(self, key: str, version: str, share: float) -> None:
@@ -399,7 +399,7 @@ def get_replica_context() -> ReplicaContext:
     Raises
     ------
     NotInReplicaError
-        A `RuntimeError`: the code runs outside a replica, or in a thread of its own without the context.
+        A `RuntimeError`: the code runs outside a replica, or in a thread without the replica's context.
     """
     replica = current_replica.get()
     if replica is None:
@@ -475,7 +475,7 @@ def get_deployment_actor_context() -> DeploymentActorContext:
     Raises
     ------
     NotInReplicaError
-        The code runs elsewhere, be it in a replica.
+        The code runs elsewhere, such as in a replica.
     """
     replica = current_replica.get()
     if replica is None or not replica.actor_of:

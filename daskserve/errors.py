@@ -33,7 +33,7 @@
     │   │   └── CodeLoadError                      deploy it again: the code is lost, or cannot be loaded
     │   ├── NoCapacityError                        add workers, or ask for fewer resources
     │   ├── SupersededError                  409   see by whom; deploy again if yours is to stay
-    │   └── DeletedError                     410   deploy it again: it was deleted meanwhile
+    │   └── DeletedError                     410   deploy it again
     ├── BackPressureError                    503   retry later
     ├── UnavailableError                     503   call again later
     │   ├── DeploymentUnavailableError             deploy it again: its last deploy failed
@@ -264,7 +264,7 @@ class NoCapacityError(DeployError):
 
 
 class SupersededError(DeployError):
-    """A later change replaced this one before it was complete, so it may never have served.
+    """A later change replaced this one before it was complete. Its version may never have served.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The base class of request routers, and what they work with, under the names that Ray Serve has for them.
+"""The base class of request routers, and the classes that routers use, under Ray Serve's names.
 
 See the page Routers of the documentation.
 """

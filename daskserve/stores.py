@@ -98,7 +98,7 @@ class StoreReport:
 def check(place: str | Path) -> StoreReport:
     """Return the contents of a store or a backup, with damaged and missing records. Changes nothing.
 
-    A store may be in use. No user code is run: code is checked for being whole, not for what it does.
+    A store may be in use. No user code is run: code is only checked to be complete.
 
     Parameters
     ----------
@@ -116,8 +116,8 @@ def check(place: str | Path) -> StoreReport:
 def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | None = None) -> StoreReport:
     """Write the contents of a store to a file, also while it is in use, and return them.
 
-    The file is written whole or not at all, and is its user's only. What is damaged in the store is not in
-    it; the report names that.
+    The file is written whole or not at all, and is its user's only. Damaged records are left out; the report
+    names them.
 
     Raises
     ------
@@ -164,15 +164,16 @@ def restore(
             f"The store {url} is in use by {user}. End the instance first (daskserve shutdown, and stop its "
             "scheduler); or pass force=..., and restart the instance afterwards."
         )
+    may_lack = _covers(url, chosen)
     for name, each in chosen.items():
-        _put(url, name, each, may_lack=_covers(url, chosen))
+        _put(url, name, each, may_lack=may_lack)
     return _report(url, StoreContents(chosen))
 
 
 def repair(url: str) -> list[str]:
     """Accept a store as complete, and return the records that are lost for good.
 
-    Damaged records stay aside. Do this where there is no backup, with a copy of all files in your hands.
+    Damaged records stay aside. Call it only without a backup, after copying all files of the store.
 
     Raises
     ------

@@ -44,7 +44,7 @@ class DeadlockError(RuntimeError):
 
 
 class LivelockError(RuntimeError):
-    """A `VirtualTimeLoop` runs without end: time stands still, or has passed its limit."""
+    """A `VirtualTimeLoop` runs without end: time stands still, or has passed the limit."""
 
 
 class _JumpingSelector(selectors.SelectSelector):

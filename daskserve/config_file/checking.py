@@ -270,7 +270,7 @@ class Checks:
         return found if env is None else {**found, "runtime_env": env}
 
     def _replace_env(self, found: dict[str, Any], path: Path) -> None:
-        """Check an environment, and replace it, under either of its names, by what is read of it."""
+        """Check an environment, under either of its names, and replace it by the options that are read."""
         env = self._env(found, path)
         for name in ENV_NAMES:
             found.pop(name, None)
@@ -278,7 +278,7 @@ class Checks:
             found["env"] = env
 
     def _env(self, values: Mapping[str, Any], path: Path) -> Any:
-        """Check an environment and return what is read of it; None without one."""
+        """Check an environment and return the options that are read; None without one."""
         given = [name for name in ENV_NAMES if values.get(name) not in (None, {})]
         if not given:
             return None

@@ -17,7 +17,7 @@ ACCELERATOR_SHARE = 0.001
 
 
 class ActorOptions(Options):
-    """Resources of one replica; daskserve compares them with those that the workers declare."""
+    """Resources of one replica; daskserve compares them with the resources that workers declare."""
 
     place: ClassVar[str] = "actor_options"
 

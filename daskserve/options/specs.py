@@ -126,7 +126,7 @@ class ApplicationSpec(Spec):
     route : str or None
         The route of the ingress; no other deployment of the application has one. None: by handle only.
     deployments : tuple of DeploymentSpec
-        Each after those that it needs, so the ingress is the last.
+        In the order of their dependencies; the ingress is the last.
     request_id : str
         The id of the call, the same when the call is retried.
     timeout_s, progress_timeout_s : float or None

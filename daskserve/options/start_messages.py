@@ -175,8 +175,8 @@ class ProxyStart(StartMessage):
     middlewares : bytes or None
         ``dump_bytes`` of the list of Starlette ``Middleware`` objects.
     reuse_port : bool
-        Whether several proxies of a host share the port; else one proxy does so with its successor, where the
-        platform allows it.
+        Whether several proxies of a host share the port. If not, a proxy shares it only with its successor,
+        where the platform allows that.
     claims_port : bool
         Whether the port must be free of every other listener; False if others of the instance share it.
     may_move : bool

@@ -117,6 +117,8 @@ def test_a_truncated_response_is_an_error(scheduler: Scheduler) -> None:
     [
         (["targets"], "Give the scheduler's address"),
         (["targets", "http://h:1", "--follow"], "--follow is given without --file"),
+        (["targets", "http://h:1", "--file", "f", "--follow", "--interval", "0"], "--interval"),
+        (["scrape-config", "http://h:1", "--interval", "0"], "--interval"),
         (["scrape-config"], "give an address such as http://scheduler:8787"),
         (["scrape-config", "tcp://h:8786"], "give an address such as http://scheduler:8787"),
     ],

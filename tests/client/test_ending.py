@@ -14,8 +14,10 @@ import httpx
 import pytest
 
 import daskserve as serve
+from daskserve.client.ending.leaving import leave_instance
 from daskserve.client.hosting import hosting
-from daskserve.errors import ReplicaStartError, ServeError
+from daskserve.client.instance.connection import InstanceConnection, Verbs
+from daskserve.errors import ClusterUnreachableError, ReplicaStartError, RequestTimeoutError, ServeError
 from daskserve.testing import local_instance, local_instance_async, wait_until
 
 
@@ -140,3 +142,49 @@ async def test_an_application_that_cannot_be_restored_does_not_keep_the_others_f
     with pytest.raises(ReplicaStartError):
         await one._leave()
     assert done == ["restored b", "left"]
+
+
+async def test_an_application_that_ends_too_late_keeps_no_other_running() -> None:
+    done: list[str] = []
+
+    async def delete(name: str, request_id: str) -> None:
+        if name == "a":
+            raise RequestTimeoutError("Application 'a' was not deleted within 60 s.")
+        done.append(name)
+
+    async def answer(value: Any) -> Any:
+        return value
+
+    async def disconnect(*, asynchronous: bool) -> None:
+        done.append("disconnected")
+
+    cluster_connection = SimpleNamespace(
+        started=set(), is_open=True, ask=lambda _: answer({"x": {"owner": "another program"}})
+    )
+    connection = SimpleNamespace(
+        cluster_connection=cluster_connection, instance="x", is_guest=False, disconnect=disconnect
+    )
+    verbs: Any = SimpleNamespace(
+        _connection=connection, _asynchronous=True, _delete_application=delete, _run=lambda found: found
+    )
+    with pytest.raises(RequestTimeoutError):
+        await leave_instance(verbs, {"a": "1", "b": "2"})
+    assert done == ["b", "disconnected"]
+
+
+async def test_an_instance_that_could_not_be_shared_is_shared_by_the_next_change() -> None:
+    answers: list[Any] = [ClusterUnreachableError("It is away."), None]
+
+    async def ask(verb: str, instance: str) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    async def wait(asked: Any) -> Any:
+        return await asked
+
+    connection: Any = SimpleNamespace(ask=ask, wait=wait, started=())
+    verbs = Verbs(InstanceConnection(connection, "x"), asynchronous=True)
+    await verbs._share()
+    await verbs._share()
+    await verbs._share()
+    assert answers == []

@@ -9,12 +9,21 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from daskserve.client.ending.serve_forever import print_line
 from daskserve.client.views import progress
-from daskserve.client.views.progress import LineDisplay, RichDisplay, find_display, wait_visibly, waits_for
+from daskserve.client.views.progress import (
+    LineDisplay,
+    RichDisplay,
+    announce,
+    find_display,
+    wait_visibly,
+    waits_for,
+)
 from daskserve.client.views.status import (
     ActorStatus,
     ApplicationStatus,
@@ -177,6 +186,28 @@ def _ipython(shell: object) -> Any:
     return type("IPython", (), {"get_ipython": staticmethod(lambda: shell)})
 
 
+def test_what_is_announced_is_printed_where_somebody_looks_and_logged_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    with caplog.at_level("INFO", "daskserve"):
+        announce("in a log")
+    assert [each.getMessage() for each in caplog.records] == ["in a log"]
+    monkeypatch.setitem(sys.modules, "IPython", _ipython(type("Shell", (), {"kernel": None})()))
+    announce("in a notebook")
+    assert (streams["stdout"].getvalue(), streams["stderr"].getvalue()) == ("in a notebook\n", "")
+    monkeypatch.delitem(sys.modules, "IPython")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    announce("on a terminal")
+    assert terminal.getvalue() == "on a terminal\n"
+    terminal.close()
+    announce("on a terminal that is gone")
+    assert len(caplog.records) == 1
+
+
 def test_without_rich_each_new_text_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -225,3 +256,19 @@ def test_a_deploy_shows_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert client.get_handle("slow").remote(1).result() == 1
     assert display.texts[0] == "slow: 0 of 1 replica runs, 1 starting"
     assert display.texts[-1] == "closed"
+
+
+def test_a_program_may_have_no_output_or_one_that_only_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logged:
+        """What some programs put in place of their output."""
+
+        def write(self, text: str) -> None: ...
+
+    clock: Any = SimpleNamespace(clock=SimpleNamespace(wall=lambda: 0.0))
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, Logged(), closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert find_display() is None
+        print_line(clock, "Serving")

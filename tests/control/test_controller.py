@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from controller_harness import ScriptedReplica, Stage, boom, play, staged
 
+from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.types import ActorKind, Location
+from daskserve.control.action_executor import ACTION_RETRY_S
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
+from daskserve.control.reconcile import Reconciler
 from daskserve.control.records.records import EndpointRecord
 from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
@@ -22,6 +25,7 @@ from daskserve.errors import (
     PortInUseError,
     ReplicaStartError,
     RequestTimeoutError,
+    UnavailableError,
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
@@ -344,29 +348,57 @@ async def test_the_list_of_workers_is_refreshed_in_case_an_event_was_lost(stage:
 
 
 @staged()
-async def test_a_refresh_that_fails_is_not_the_last_and_tasks_that_fail_are_in_the_log(
+async def test_a_task_of_the_controller_that_fails_is_in_the_log(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = stage.cluster.process((await stage.cluster.program.controller()).worker)
-    ask, asked = process.workers, 0
-
-    async def fail_once() -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            raise TypeError("a field of another version")
-        return await ask()
-
     async def fail() -> None:
         raise ValueError("a bug")
 
-    process.workers = fail_once  # type: ignore[method-assign]
     stage.controller()._core.spawn(fail(), "mistaken")
-    await stage.clock.sleep(2 * REFRESH_S + 1)
-    assert asked == 2
-    texts = [each.getMessage() for each in caplog.records]
-    assert "The task daskserve-mistaken of the controller failed" in texts
-    assert any("The list of workers could not be refreshed: TypeError" in each for each in texts)
+    await stage.clock.sleep(0.1)
+    assert "The task daskserve-mistaken of the controller failed" in caplog.text
+
+
+@staged()
+async def test_the_list_of_workers_is_asked_for_again_after_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = LocalProcess.workers
+    errors = [
+        UnavailableError("no scheduler"),
+        OSError("no network"),
+        TypeError("a field of another version"),
+    ]
+
+    async def fail_at_first(process: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await workers(process)
+
+    monkeypatch.setattr(LocalProcess, "workers", fail_at_first)
+    await stage.clock.sleep(5 * REFRESH_S)
+    assert caplog.text.count("The list of workers could not be refreshed") == 3
+    await stage.create()
+
+
+@staged()
+async def test_a_fault_in_a_control_step_does_not_end_the_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, faults = Reconciler.step, [KeyError("a fault")]
+
+    async def fail_once(loop: Reconciler) -> None:
+        if faults:
+            raise faults.pop()
+        await step(loop)
+
+    monkeypatch.setattr(Reconciler, "step", fail_once)
+    began = stage.clock.now()
+    await stage.create()
+    assert not faults
+    assert stage.clock.now() - began >= ACTION_RETRY_S
+    (record,) = [each for each in caplog.records if "A control step failed" in each.getMessage()]
+    assert record.exc_info is not None
 
 
 @staged()

@@ -35,7 +35,14 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it
     "--dashboards-path",
     help="Folder in which Grafana finds the dashboards, if not in the output folder.",
 )
-@click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.IntRange(1),
+    default=15,
+    show_default=True,
+    help="Seconds between two scrapes.",
+)
 @click.option(
     "--error-ratio",
     type=click.FloatRange(0, 1, min_open=True),

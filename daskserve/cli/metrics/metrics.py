@@ -113,7 +113,14 @@ def rules() -> None:
 @metrics.command("scrape-config")
 @click.argument("scheduler", default="")
 @click.option("--file", "file", type=click.Path(dir_okay=False), help="Read targets from this file instead.")
-@click.option("--interval", "interval_s", default=15, show_default=True, help="Seconds between two scrapes.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.IntRange(1),
+    default=15,
+    show_default=True,
+    help="Seconds between two scrapes.",
+)
 def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
     """Print the section of prometheus.yml that scrapes a whole cluster.
 
@@ -136,7 +143,14 @@ def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
 @click.argument("scheduler", default="")
 @click.option("--file", "file", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
 @click.option("--follow", is_flag=True, help="Keep updating the file until interrupted.")
-@click.option("--interval", "interval_s", default=5.0, show_default=True, help="Seconds between two updates.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds between two updates.",
+)
 def targets(scheduler: str, file: Path | None, follow: bool, interval_s: float) -> None:
     """Print the scrape targets, or keep a file of them (file_sd) up to date.
 

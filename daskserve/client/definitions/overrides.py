@@ -23,8 +23,8 @@ LOCAL = "local://"
 class Overrides:
     """The options that an application's configuration gives its deployments.
 
-    They are applied to the deployments of the code, so an option that the configuration no longer has is that
-    of the code again.
+    They are applied to the deployments of the code. When an option is removed from the configuration, that of
+    the code applies again.
     """
 
     def __init__(self, config: ApplicationConfig) -> None:

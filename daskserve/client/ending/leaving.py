@@ -10,7 +10,7 @@ from daskserve.client.ending.serve_forever import print_line
 from daskserve.client.verbs.applications import ApplicationVerbs
 from daskserve.common.formatting import shown
 from daskserve.common.types import DEFAULT_INSTANCE
-from daskserve.errors import ClosedError, NotRunningError, ServeError
+from daskserve.errors import ClosedError, DeployError, NotRunningError, RequestTimeoutError, ServeError
 
 #: Timeout for the numbers of open requests.
 ANSWER_S = 2.0
@@ -39,10 +39,14 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
     )
     if signal_name and cluster_connection.is_open:
         await _tell(verbs, signal_name, None if ends else started)
+    failure: ServeError | None = None
     if not ends and cluster_connection.is_open and not connection.is_guest:
         try:
             for name, request_id in started.items():
-                await verbs._delete_application(name, request_id)
+                try:
+                    await verbs._delete_application(name, request_id)
+                except (DeployError, RequestTimeoutError) as error:
+                    failure = error  # the others are deleted all the same
             ends = await _is_left_over(verbs, is_own=is_own)
         except (ClosedError, NotRunningError):
             ends = is_own  # the instance has ended already; clean up this process
@@ -50,6 +54,8 @@ async def leave_instance(verbs: ApplicationVerbs, started: Mapping[str, str], si
         await connection.shutdown(asynchronous=asynchronous)
     else:
         await connection.disconnect(asynchronous=asynchronous)
+    if failure is not None:
+        raise failure
 
 
 async def _tell(verbs: ApplicationVerbs, signal_name: str, names: Container[str] | None) -> None:

@@ -130,9 +130,9 @@ connect_async = awaitable(_connect)
 
 
 def _near_instance(*, may_be_local: bool = True) -> InstanceConnection | None:
-    """Return a connection to the instance that the caller is in: its replica's, or that of its block.
+    """Return a connection to the instance of the current replica, or of the current block.
 
-    Otherwise, if it may be, to the local one of this process.
+    Elsewhere to the local instance of this process, if ``may_be_local``; None if there is none.
     """
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
@@ -203,11 +203,11 @@ async def find_default(
 ) -> InstanceConnection | None:
     """Return a connection to the instance that module-level functions use; None if there is none.
 
-    In a replica it is the replica's own. Elsewhere it is that of the block of
-    `daskserve.testing.local_instance`, or the local one of this process; otherwise the instance that `run`
-    started in this process; otherwise the latest running instance that `start` started here; otherwise the
-    one that ``choose`` finds on this process's Dask cluster. A process without one joins that of Dask's
-    configuration, if it may.
+    In a replica it is the replica's own. Elsewhere it is the instance of the current block of
+    `daskserve.testing.local_instance`, or the local instance of this process; otherwise the instance that
+    `run` started in this process; otherwise the latest running instance that `start` started here; otherwise
+    the one that ``choose`` finds on this process's Dask cluster. With ``joins``, a process without a cluster
+    joins that of Dask's configuration.
     """
     near = _near_instance(may_be_local=may_be_local)
     if near is not None:
@@ -232,7 +232,7 @@ async def find_default(
 async def find_configured(form: Form[Any]) -> InstanceConnection | None:
     """Return a new connection to the instance that `connect` finds by Dask's configuration; None if none.
 
-    None as well for a process that is connected to a Dask cluster: this is the one that it uses.
+    None, too, for a process that is connected to a Dask cluster, because it uses that one.
     """
     has_address = dask.config.get("scheduler-address", None) is not None
     if not has_address or await find_connection(form, None, None) is not None:

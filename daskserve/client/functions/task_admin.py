@@ -84,8 +84,8 @@ class TaskAdmin:
     def requeue(self) -> list[str]:
         """Queue all tasks again that have failed for good, or could not be run; return their ids.
 
-        Each is taken once: tasks that end after the call has begun, also those that fail again, stay as they
-        are, and so do those that others change meanwhile.
+        Each task is queued once. Tasks that end after the call has begun are left alone, even if they fail
+        again; so are tasks that other programs change in between.
         """
         begun, ids, seen = time_of_day(), list[str](), set[str]()
 
@@ -107,7 +107,7 @@ class TaskAdmin:
 
 @contextmanager
 def opened_queue(queue: str, connect: Connect) -> Iterator[TaskAdmin]:
-    """Yield a queue: one that the instance keeps, by its name, or that of a config, by its import path.
+    """Yield the queue of a name, which the instance keeps, or of a config, given by its import path.
 
     Raises
     ------

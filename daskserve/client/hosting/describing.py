@@ -70,7 +70,7 @@ def described(path: str, name: str, route: str | None) -> tuple[dict[str, Any], 
 
 
 def plain_options(deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a deployment that its code sets, and the names of those that are not plain."""
+    """Return the options that a deployment's code sets, and the names of options without plain values."""
     config = {name: getattr(deployment.config, name) for name in deployment.config.model_fields_set}
     config.pop("internal_metadata", None)
     values: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _is_local(name: str, value: Any) -> bool:
 
 
 def declared(client: Client, names: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Return the configuration that a running instance has, of some applications or of all, and notes.
+    """Return the configuration of a running instance, for some applications or all, and notes.
 
     Raises
     ------

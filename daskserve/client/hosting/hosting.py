@@ -76,8 +76,8 @@ async def _host(
     """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
     That is the cluster without an ``address``; the instance, if none runs there; and the applications whose
-    names do not run there. What this call only changes keeps running. If the call fails or is interrupted
-    before the change is complete, what was there keeps running as it was.
+    names do not run there. Applications and instances that this call only changes keep running. If the call
+    fails or is interrupted before the change is complete, everything keeps running as before.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ class _Hosting:
         return found, found in self._changing or found == self._deployed.get(name)
 
     async def _leave(self, signal_name: str = "") -> None:
-        """End the parts that this call has started; keep or restore applications that it has replaced."""
+        """End what this call has started; keep or restore the applications that it has replaced."""
         if self._reloader is not None:
             self._reloader.stop()
         started: dict[str, str] = {}

@@ -19,7 +19,7 @@ from daskserve.payload.parcels import Parcel
 async def copy_application(verbs: ApplicationVerbs, name: str) -> ApplicationSpec:
     """Return a copy of an application with its code; raise `NotFoundError` if there is none.
 
-    This program keeps it: the controller would have to keep the code of the old version for as long.
+    This program keeps the copy, so that the controller need not keep the code of the old version.
     """
     found = await verbs._call("stored_application", name=name)
     spec = ApplicationSpec.from_plain(found["spec"])

@@ -193,7 +193,7 @@ class Verbs:
                 await self._run(
                     connection.cluster_connection.ask("share_instance", instance=connection.instance)
                 )
-            connection.is_shared = True
+                connection.is_shared = True
 
     async def _let_calls_leave(self) -> None:
         """Wait until the calls of this process have reached their replicas, before the replicas stop."""

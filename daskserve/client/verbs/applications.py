@@ -124,7 +124,7 @@ class ApplicationVerbs(HandleVerbs):
         RequestTimeoutError
             A `TimeoutError`: it took longer than ``timeout_s``. The deletion continues.
         SupersededError
-            The application was deployed again before it was gone.
+            The application was deployed again before it was deleted.
         """
         await self._delete_application(
             name, None, blocking=blocking, timeout_s=timeout_s, missing_ok=missing_ok

@@ -24,8 +24,8 @@ class InspectingVerbs(Verbs):
         seconds : float
             At most 60.
         memory : bool
-            Find the lines that hold memory, by `tracemalloc`, instead. If that is not on, it is on for this
-            time, in which the process is several times slower, and what was allocated before is unknown.
+            Find the lines that hold memory, by `tracemalloc`, instead. If it is not on, it is turned on for
+            this time. Then the process is several times slower, and earlier allocations are unknown.
 
         Raises
         ------

@@ -93,7 +93,7 @@ class ModelVerbs(Verbs):
     async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:
         """Unload a version of a model, or all, from all replicas; return before they have done it.
 
-        If it was the default version, the newest of those that are loaded becomes that.
+        If it was the default version, the newest loaded version becomes the default.
 
         Raises
         ------

@@ -109,7 +109,7 @@ class Event:
     message : str
         What happened, with the cause.
     application, deployment : str
-        What it is about; empty for what concerns more.
+        The application and the deployment of the event; empty if it concerns several.
     subject : str
         The replica, proxy or endpoint; empty without one.
     by : str

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol, TextIO, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 from daskserve.client.views.status import Status
 from daskserve.common.formatting import counted
@@ -40,7 +40,7 @@ class RichDisplay(Display):
         from rich.console import Console
 
         # In a notebook, rich finds the cell itself.
-        console = Console(file=stream) if stream.isatty() else Console()
+        console = Console(file=stream) if _is_terminal(stream) else Console()
         self._status = console.status("")
         self._is_shown = False
 
@@ -80,11 +80,17 @@ DisplayFactory: TypeAlias = Callable[[], Display]
 def find_display() -> DisplayFactory | None:
     """Return a factory of displays, on a terminal or in a notebook; None otherwise."""
     stream = sys.stderr
-    if stream is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return None  # such as user code in a worker, which may have inherited a terminal
-    if not stream.isatty() and not in_notebook():
-        return None
-    return lambda: _make(stream)
+    return (lambda: _make(stream)) if _is_terminal(stream) or in_notebook() else None
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; a program may have closed it, or put any object in its place."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def _make(stream: TextIO) -> Display:

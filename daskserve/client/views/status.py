@@ -49,8 +49,8 @@ class ActorStatus(FromPlain):
 class DeadReplicaStatus(FromPlain):
     """A replica that was lost or failed: its name, the reason, and when, in seconds since the epoch.
 
-    ``user_traceback`` is that of the user's code that failed in its start, and ``last_lines`` are what the
-    replica has logged last. Both are lost with its worker.
+    ``user_traceback`` is the traceback of user code that failed in its start, and ``last_lines`` are its last
+    log lines. Both are lost with its worker.
     """
 
     name: str
@@ -197,7 +197,8 @@ class Status(FromPlain):
     refused_workers : dict
         Workers that get no actors, each with the reason and the remedy.
     problems : dict
-        Stored records that could not be read, each with the reason; ``store`` is what is wrong with all.
+        Stored records that could not be read, each with the reason; the key ``store`` has a problem of the
+        whole store.
     links : dict
         Where the instance can be looked at in a browser: its ``page``, its ``panels``, and ``Dask``'s
         dashboard; empty if the scheduler has no HTTP server.

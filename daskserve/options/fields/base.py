@@ -318,7 +318,7 @@ def explained(
 def _without_secrets(
     place: tuple[int | str, ...], given: Any, masked_field: Mapping[str, Callable[[Any], Any]]
 ) -> Any:
-    """Return the input that an error shows, which is that of one option or of the whole model."""
+    """Return the input for an error to show: that of one option, or of the whole model."""
     if not place:
         if not isinstance(given, Mapping):
             return given

@@ -13,7 +13,7 @@ class LazyNames:
     Parameters
     ----------
     namespace : mutable mapping
-        The module's globals, which keep what was loaded.
+        The module's globals, to which loaded names are added.
     homes : mapping of str to str
         The names by module below ``daskserve``, separated by spaces.
     """

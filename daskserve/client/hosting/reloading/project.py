@@ -1,9 +1,9 @@
 """Rebuilds the applications of a project. Each version depends on the files that its code uses.
 
-Problem: the code of a deployment travels by value as far as it is decorated, and by the names of modules
-otherwise. So equal code may stand for two versions of a project. Choice: a deployment whose code names a
-module of the project has a version of its own for each state of the project's files. Other deployments,
-such as one with a large model in a class that is whole, keep running while a file of another one changes.
+Problem: decorated code of a deployment is sent by value, and all other code by the names of its modules. So
+equal code may stand for two versions of a project. Choice: a deployment whose code names a module of the
+project gets a new version whenever the project's files change. Other deployments, such as one with a large
+model in a class that is whole, keep running while a file of another one changes.
 """
 
 from __future__ import annotations

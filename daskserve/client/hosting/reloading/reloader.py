@@ -27,7 +27,7 @@ class Reloader:
     ----------
     build
         Builds the applications, and returns a function that deploys them and returns once they run. A deploy
-        may go on while the next one begins, which takes its place.
+        may still run when the next one begins and supersedes it.
     report
         Prints a line.
     """
