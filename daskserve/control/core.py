@@ -90,8 +90,6 @@ class ControllerCore:
         if context.logs is not None:
             follow_logging(self, context, context.logs)
 
-    # Lifecycle
-
     async def start(self) -> dict[str, Any]:
         """Load the state from the store and start the reconcile loop."""
         callback = self.start_message.callback
@@ -132,19 +130,15 @@ class ControllerCore:
         models = ModelKeeper(self.cluster, self.clock, self.state, self.observed, self.writer)
         queries = RolloutQueries(self.state, self.observed, self.clock)
         self.undoing += [watch.stop, models.stop]
-        watching = asyncio.create_task(watch.run(), name="daskserve-watch-workers")
-        reconciling = asyncio.create_task(reconciler.run(), name="daskserve-reconcile")
+        watching = self.spawn(watch.run(), "watch-workers")
+        reconciling = self.spawn(reconciler.run(), "reconcile")
         # It ends if a newer controller has taken over, and then this one must not act either.
         reconciling.add_done_callback(lambda _: watching.cancel())
-        self._tasks = [
-            watching,
-            reconciling,
-            asyncio.create_task(self._keep_refreshing(), name="daskserve-refresh"),
-            asyncio.create_task(self.scaler.run(), name="daskserve-scale"),
-            asyncio.create_task(queries.run(), name="daskserve-rollout-queries"),
-            asyncio.create_task(self.building.run(), name="daskserve-build"),
-            asyncio.create_task(models.run(), name="daskserve-models"),
-        ]
+        self.spawn(self._keep_refreshing(), "refresh")
+        self.spawn(self.scaler.run(), "scale")
+        self.spawn(queries.run(), "rollout-queries")
+        self.spawn(self.building.run(), "build")
+        self.spawn(models.run(), "models")
         noting = TaskSet(logger)
         noting.spawn(self._note_start(), "note-start")
         self.undoing.append(partial(noting.close, timeout_s=2))
@@ -244,6 +238,7 @@ class ControllerCore:
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine until the controller stops."""
         task = asyncio.create_task(coroutine, name=f"daskserve-{name}")
+        task.add_done_callback(_log_failure)
         self._tasks.append(task)
         return task
 
@@ -321,8 +316,8 @@ class ControllerCore:
             known = self.observed.workers
             try:
                 await self._refresh_workers()
-            except (ServeError, OSError) as error:
-                logger.warning("The list of workers could not be refreshed: %s", error)
+            except Exception as error:  # whatever it is, the next refresh may succeed
+                logger.warning("The list of workers could not be refreshed: %r", error)
             if self.observed.workers != known or self.observed.lost_workers:
                 self.loop.poke()  # changes without an event
 
@@ -460,6 +455,11 @@ class ControllerCore:
         )
         # A stopped process does not report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("The task %s of the controller failed", task.get_name(), exc_info=task.exception())
 
 
 def _keys_touched(change: Change) -> set[str]:

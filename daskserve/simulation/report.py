@@ -94,9 +94,9 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
     return [max(values[low:high]) for low, high in itertools.pairwise(edges)]
 
 
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Return a sparkline of the values, in which anything above 0 is visible."""
-    shown = resampled(values, width)
+    shown = resampled(values, WIDTH)
     top = max(shown, default=0.0)
     if top <= 0:
         return " " * len(shown)

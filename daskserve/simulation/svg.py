@@ -1,7 +1,7 @@
 """Plots of simulations as SVG, which every browser shows.
 
-Written by hand: matplotlib 3.11 brings 174 MB with what it needs (numpy included) and takes 0.4 s to
-import, and altair 6.3 needs vl-convert besides its 21 MB to write SVG. This is one kind of plot.
+The SVG is written directly, because this is the only plot: matplotlib 3.11 has 174 MB with its dependencies
+and takes 0.4 s to import, and altair 6.3 needs vl-convert besides its 21 MB.
 """
 
 from __future__ import annotations

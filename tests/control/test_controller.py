@@ -348,19 +348,36 @@ async def test_the_list_of_workers_is_refreshed_in_case_an_event_was_lost(stage:
 
 
 @staged()
+async def test_a_task_of_the_controller_that_fails_is_in_the_log(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    stage.controller()._core.spawn(fail(), "mistaken")
+    await stage.clock.sleep(0.1)
+    assert "The task daskserve-mistaken of the controller failed" in caplog.text
+
+
+@staged()
 async def test_the_list_of_workers_is_asked_for_again_after_an_error(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers, errors = LocalProcess.workers, [UnavailableError("no scheduler"), OSError("no network")]
+    workers = LocalProcess.workers
+    errors = [
+        UnavailableError("no scheduler"),
+        OSError("no network"),
+        TypeError("a field of another version"),
+    ]
 
-    async def fail_twice(process: Any) -> Any:
+    async def fail_at_first(process: Any) -> Any:
         if errors:
             raise errors.pop()
         return await workers(process)
 
-    monkeypatch.setattr(LocalProcess, "workers", fail_twice)
-    await stage.clock.sleep(4 * REFRESH_S)
-    assert caplog.text.count("The list of workers could not be refreshed") == 2
+    monkeypatch.setattr(LocalProcess, "workers", fail_at_first)
+    await stage.clock.sleep(5 * REFRESH_S)
+    assert caplog.text.count("The list of workers could not be refreshed") == 3
     await stage.create()
 
 

@@ -25,6 +25,7 @@ class SharedRecords(ScriptedStore):
         self.held = hold
         self.changed: dict[str, bytes | None] = {}
         self.refusal: StoreTakenError | None = None
+        self.mistakes: list[Exception] = []
         self.asked: list[bool] = []
 
     @property
@@ -41,6 +42,8 @@ class SharedRecords(ScriptedStore):
         self.asked.append(is_complete)
         if self.refusal is not None:
             raise self.refusal
+        if self.mistakes:
+            raise self.mistakes.pop()
         if not is_complete:
             return None
         self.held = StoreOwnership.HELD
@@ -80,6 +83,19 @@ def test_the_store_is_taken_over_when_everything_runs_with_what_has_changed_mean
             assert "c" not in status["backends"]
             assert status["owns_store"]
             await stage.create("d")
+
+    run_virtual(main)
+
+
+def test_an_unexpected_error_does_not_end_the_attempts() -> None:
+    store = SharedRecords()
+    store.mistakes = [ValueError("no record")]
+
+    async def main() -> None:
+        stage = Stage(store=store)
+        async with stage.cluster:
+            await stage.open()
+            await stage.until(lambda: store.held is StoreOwnership.HELD)
 
     run_virtual(main)
 

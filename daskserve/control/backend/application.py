@@ -173,10 +173,7 @@ def completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
 
 
 def _completed(state: State, app: AppRecord, backend: BackendRecord) -> Change:
-    change: Change = {app.key: replace(app, goal=None)}
-    goal = state.goals.get(app.goal or "")
-    if goal is not None and goal.is_pending:
-        change[goal.key] = goals.finish(goal)
+    change: Change = {app.key: replace(app, goal=None), **_finished(state, app)}
     for tag in state.apps.members(app.name):
         member = backend if tag == backend.tag else state.backends[tag]
         settled = replace(member, goal=None) if member.goal == app.goal else member
@@ -237,8 +234,10 @@ def removed(state: State, backend: BackendRecord) -> Change:
     app = state.apps.get(backend.application) if backend.application else None
     if app is None or not app.is_deleting or len(state.apps.members(app.name)) > 1:
         return {}
-    change: Change = {app.key: None}
+    return {app.key: None, **_finished(state, app)}
+
+
+def _finished(state: State, app: AppRecord) -> Change:
+    """Return the change that completes the pending goal of an application, if it has one."""
     goal = state.goals.get(app.goal or "")
-    if goal is not None and goal.is_pending:
-        change[goal.key] = goals.finish(goal)
-    return change
+    return {goal.key: goals.finish(goal)} if goal is not None and goal.is_pending else {}

@@ -1,1 +1,1 @@
-"""The controller's observations of the cluster: workers, replicas and loads, as levels."""
+"""The controller's observations of the cluster: workers, replicas and loads."""

@@ -1,4 +1,4 @@
-"""Observations of the cluster: levels that stay until they are no longer true.
+"""The observations of the cluster. Each stays until it is no longer true.
 
 Observations are not stored: a new controller queries the cluster again.
 """
@@ -221,7 +221,7 @@ class Observed:
     unhealthy: dict[ReplicaTag, str] = field(default_factory=dict)
     #: The last log lines of unhealthy replicas.
     last_lines: dict[ReplicaTag, tuple[str, ...]] = field(default_factory=dict)
-    #: Replicas whose own processes have got SIGTERM.
+    #: Replicas whose processes have received SIGTERM.
     terminating: set[ReplicaTag] = field(default_factory=set)
     #: Workers that the scheduler lists, but whose processes do not answer.
     unresponsive: set[WorkerAddress] = field(default_factory=set)
@@ -327,9 +327,9 @@ class Observed:
     def event_of(self, replica: ReplicaRecord) -> ReplicaEvent | None:
         """Return the event of a replica that its record does not reflect yet; None if there is none.
 
-        1. Its worker is gone.
-        2. It should serve but cannot: its probes fail, its process does not answer, or a worker on which its
-           placement group has another bundle is gone or does not answer.
+        1. Its worker was lost.
+        2. It should serve but cannot: its health checks fail, its process does not answer, or the worker of
+           another bundle of its placement group was lost or does not answer.
         3. It failed, in its constructor or later.
         4. It has started.
         5. It has stopped. A replica on a worker that does not answer counts as stopped: if the worker

@@ -108,6 +108,10 @@ class StoreTrial:
                 except (ServeError, OSError) as error:
                     logger.warning("The store could not be taken over yet: %s", error)
                     await self._clock.sleep(ATTEMPT_S)
+                except Exception:
+                    # Without another attempt, the instance would never serve.
+                    logger.exception("The store could not be taken over; this is retried")
+                    await self._clock.sleep(ATTEMPT_S)
             await self._clock.sleep(CHECK_S)
 
     async def _attempt(self, is_complete: bool) -> None:

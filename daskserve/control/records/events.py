@@ -1,4 +1,4 @@
-"""Events: what happened to an instance, and why. Each row of the store has those of one transaction."""
+"""Events: what happened to an instance, and why. Each row of the store has the events of a transaction."""
 
 from __future__ import annotations
 

@@ -157,6 +157,11 @@ class State:
         known = self.backends.get(backend)
         return known is not None and known.scaled_to == 0
 
+    def has_running(self, backend: BackendTag) -> bool:
+        """Return whether any replica of a backend runs, without a look at all of them."""
+        tags = self._replicas_of.get(backend, ())
+        return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
+
     def running(self, backend: BackendTag) -> list[ReplicaRecord]:
         """Return a backend's running replicas, oldest first."""
         return [each for each in self.replicas_of(backend) if each.state is ReplicaState.RUNNING]

@@ -121,7 +121,7 @@ class Scaler:
         """Check those of these backends now that were idle or have no running replica."""
         for tag in backends:
             entry = self._entries.get(tag)
-            is_starved = self._state.is_at_zero(tag) or not self._state.running(tag)
+            is_starved = self._state.is_at_zero(tag) or not self._state.has_running(tag)
             if entry is None or entry.is_resting or is_starved:
                 self._wake.set()
                 if entry is not None and not self._groups.check_now(tag):
@@ -172,7 +172,7 @@ class Scaler:
         if backend is None or backend.is_deleting:
             return
         if self._is_pending(backend):
-            if not self._state.running(tag):
+            if not self._state.has_running(tag):
                 entry.due = now + min(STARVED_RETRY_S, entry.due - now)  # more requests may wait by now
             return
         await self._configure(backend, entry)

@@ -147,8 +147,6 @@ def create_endpoint(
     methods: Sequence[str],
     backend: BackendTag,
     request_id: str,
-    is_legacy: bool = True,
-    python_methods: Sequence[str] = (),
 ) -> Change:
     """Register an endpoint whose whole traffic goes to one backend; a retried call changes nothing."""
     route = None if route is None else normalise_route(route)
@@ -172,15 +170,7 @@ def create_endpoint(
     if holder is not None:
         where = "is already registered" if route == holder.route else f"matches the paths of {holder.route!r}"
         raise AlreadyRegisteredError(f"Cannot create endpoint. Route '{route}' {where}.")
-    record = EndpointRecord(
-        name=name,
-        route=route,
-        methods=upper,
-        traffic={backend: 1.0},
-        request_id=request_id,
-        is_legacy=is_legacy,
-        python_methods=tuple(python_methods),
-    )
+    record = EndpointRecord(name, route, upper, {backend: 1.0}, request_id=request_id)
     return {record.key: record}
 
 

@@ -14,7 +14,7 @@ from daskserve.options.specs import ApplicationSpec, BackendSpec, DeploymentSpec
 
 
 def stored_deployments(state: State, name: str | None) -> dict[str, dict[str, Any]]:
-    """Return one deployment, or all if the name is None: spec, route and name of the code, by name.
+    """Return the spec, the route and the name of the code of one deployment, or of all, by name.
 
     Raises
     ------

@@ -27,6 +27,6 @@ def unready(state: State, known: frozenset[BackendTag], tags: Set[BackendTag]) -
     found = set()
     for tag in tags:
         backend = state.backends.get(tag)
-        if backend is not None and should_run(backend) and not state.running(tag):
+        if backend is not None and should_run(backend) and not state.has_running(tag):
             found.add(tag)
     return (known - tags) | found

@@ -110,7 +110,7 @@ def proxy_message(proxy: ProxyRecord, observed: Observed) -> str:
 
 def http_urls(state: State, observed: Observed) -> list[str]:
     """Return the URLs at which proxies listen, each once."""
-    # One that is leaving may still accept.
+    # A proxy that is leaving may still accept requests.
     placed = {(each.name, each.incarnation) for each in state.proxies.values() if each.worker is not None}
     ready = sorted(observed.proxies_ready.items())
     urls = (facts["urls"] for name, facts in ready if (name, facts["incarnation"]) in placed)

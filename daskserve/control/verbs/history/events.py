@@ -45,7 +45,7 @@ MAX_TEXT = 500
 MAX_CHANGES = 5
 
 K = EventKind
-#: The key of the causes under which the program that requested the change is.
+#: The key, among the causes, of the program that requested the change.
 WHOLE = ""
 _STOPPING = frozenset({ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
