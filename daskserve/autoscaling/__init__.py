@@ -1,4 +1,4 @@
-"""Autoscaling policies, which are pure functions, and the types they take and return."""
+"""Autoscaling policies, which are pure functions, and their argument and result types."""
 
 from daskserve.autoscaling.context import (
     AutoscalingContext,

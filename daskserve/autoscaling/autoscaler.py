@@ -7,7 +7,7 @@ It reads no clock and does no I/O. The caller passes in samples as they arrive a
     step = scaler.step(now=..., wall=..., current=3, target=4)
     if step.replicas != 4: ...
 
-The autoscaler's state need not outlive the process. A new autoscaler only waits a little longer before its
+The autoscaler's state may be lost with the process. A new autoscaler only waits a little longer before its
 first change.
 """
 
@@ -49,7 +49,7 @@ class ScalingStep:
     reason : str
         A human-readable explanation.
     error : BaseException or None
-        The exception of the policy, or what is wrong with its answer. The target then does not change.
+        The exception of the policy, or of the check of its answer. The target then does not change.
     """
 
     replicas: int
@@ -99,7 +99,7 @@ class Autoscaler:
         self._last_up: float | None = None
         self._last_down: float | None = None
         self._delays = Delays()
-        #: Whether the target was 0 and no replica has run since.
+        #: Whether no replica has run since the target was 0.
         self._is_waking = False
         self.configure(config, policy=policy, damping=damping)
 

@@ -93,7 +93,7 @@ class AutoscalingContext:
     last_scale_up_time, last_scale_down_time : float or None
         When the target last went up and down, on the clock of ``current_time``.
     idle_since : float or None
-        Since when no request runs or waits; None if the backend is not idle.
+        When the backend became idle: no request runs or waits; None if it is not idle.
     latency_bounds_s : sequence of float
         The upper bounds of the latency buckets of the samples, in seconds.
     raw_metrics : mapping
@@ -103,7 +103,7 @@ class AutoscalingContext:
     bounds : Bounds or None
         The bounds that the result is clamped to; None for the config's.
     is_waking : bool
-        Whether the target was 0 until a moment ago, and no replica runs yet.
+        Whether the target was 0 until recently, and no replica runs yet.
     """
 
     name: BackendTag
@@ -176,13 +176,13 @@ class AutoscalingContext:
     ) -> int:
         """Round ``load`` to a whole number of replicas; return the present target if it is close enough.
 
-        Without this tolerance, a load that varies around a whole number would add and remove a replica in
-        turn. The config's smoothing factors are applied as well.
+        Without this tolerance, a load that varies around a whole number would alternately add and remove a
+        replica. The config's smoothing factors are applied as well.
 
         Parameters
         ----------
         load : float
-            How many replicas the load would keep exactly at their target.
+            The load divided by its target per replica.
         hysteresis : float, optional
             The share by which the load may differ from the present target; None for the config's.
         uncertainty : float

@@ -1,7 +1,7 @@
 """Cron expressions: five fields, from minute to weekday, in the local time of a zone.
 
-`cronsim` parses and walks them, as Debian's cron does. It gets naive local times: a schedule follows the wall
-clock, so the special cases for jobs in skipped or repeated hours do not apply.
+`cronsim` parses them as Debian's cron does, and finds the matching times. It gets naive local times: a
+schedule follows the wall clock, so the special cases for jobs in skipped or repeated hours do not apply.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 A policy must want more, or fewer, replicas for the whole delay before anything changes. If one check
 disagrees, the delay restarts. A step down removes only replicas that were unneeded throughout the look-back
-period. The last replica stops only after a time without requests. If this time is the shorter delay, it
-applies to several replicas as well: they go to one, and then to zero. From zero there is no delay, because
-a request is already waiting; nor until the first replica runs, because the others are late already.
+period. The last replica stops only after a time without requests. If this time is shorter than the delay for
+scaling down, an idle backend with several replicas goes to one, and then to zero. Scaling up from zero has no
+delay, because a request is already waiting. The same holds until the first replica runs.
 
-The state is plain numbers that a new controller may lose. It then only waits a little longer.
+A new controller may lose this state. It then only waits a little longer.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Delays:
         return self._down(now - self.down_since, present, wanted, damping)
 
     def _remember(self, now: float, wanted: int, period_s: float) -> None:
-        # Only the maximum is ever read, so a later and larger number replaces all smaller ones before it.
+        # Only the maximum is read, so a number replaces all smaller ones before it.
         while self.wanted and self.wanted[-1][1] <= wanted:
             self.wanted.pop()
         self.wanted.append((now, wanted))

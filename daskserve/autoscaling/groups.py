@@ -1,4 +1,4 @@
-"""One policy for several backends: call it, and check its answer."""
+"""Call one policy for several backends, and check its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ async def decide_together(
     Raises
     ------
     TypeError, ValueError
-        A part of the answer is invalid. All of it is then refused, because the numbers depend on each other.
+        A part of the answer is invalid. The whole answer is then refused, because its numbers depend on each
+        other.
     """
     answer = policy(dict(contexts))
     if inspect.isawaitable(answer):
@@ -32,7 +33,7 @@ async def decide_together(
 def checked_decisions(
     answer: Any, contexts: Mapping[BackendTag, AutoscalingContext]
 ) -> dict[BackendTag, Decision]:
-    """Return a decision in plain values for each backend of the group; one left out keeps its number."""
+    """Return a decision in plain values for each backend; a backend that is left out keeps its number."""
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"it returned {answer!r}; return a dict with a number of replicas, (number, state) or a Decision "

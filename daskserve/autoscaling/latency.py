@@ -1,10 +1,10 @@
 """A policy that keeps latency below an objective.
 
-Latency does not say how many replicas are missing: below a certain load per replica it hardly changes, and
-above it grows without limit. The policy therefore learns that load. For an hour it remembers the rate per
-replica at which the objective was met ("good") and the rate at which it was missed ("bad"). The good rate
-says how far it may scale down at once; the bad rate limits the next attempt. In a new controller the policy
-starts without this state and tries again.
+Latency does not tell how many replicas are missing: below a certain load per replica it hardly changes, and
+above that load it grows without limit. The policy therefore learns this load. For an hour it remembers the
+rate per replica at which the objective was met ("good") and the rate at which it was missed ("bad"). The good
+rate determines how far it may scale down at once; the bad rate limits the next attempt. In a new controller,
+the policy starts without this state.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from daskserve.common.formatting import shown
 COMFORT = 0.8
 #: The load per replica stays below this share of the "bad" rate.
 MARGIN = 0.9
-#: Largest factor of one step up: the latencies of a growing queue do not say how many replicas end it.
+#: Largest factor of one step up. The latencies of a growing queue do not tell how many replicas it needs.
 MOST_AT_ONCE = 2.0
-#: Share of the replicas removed in one attempt while the "bad" rate is unknown.
+#: Share of the replicas that one attempt removes while the "bad" rate is unknown.
 TRIED = 0.1
 #: How long a learned rate is used, because code and callers change.
 MEMORY_S = 3600.0

@@ -1,10 +1,10 @@
 """Policies that scale on the number of running and queued requests.
 
 ``target_ongoing_requests`` differs from the classic policy when a queue has built up. The length of a queue
-measures how long a shortage has lasted, not how large it is. Ten seconds of ten times the load would ask for
-a hundred times the replicas, which would start when the queue is gone, and stop again. Once enough requests
-have ended, their arrival rate times their duration gives the load (Little's law). The queue is added as a
-load to be worked off within ``drain_period_s``.
+depends on how long a shortage has lasted, not only on how large it is. After ten seconds of ten times the
+load, the classic policy would want a hundred times the replicas. They would start when the queue is empty,
+and stop again. Once enough requests have ended, their arrival rate times their duration is the load (Little's
+law). The queue is added as load to be worked off within ``drain_period_s``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from daskserve.common.formatting import shown
 ENOUGH_ENDED = 10.0
 #: Assumed error of a mean load, in standard deviations.
 DEVIATIONS = 2.0
-#: The same for bursts. It is larger because every single check can find a burst by chance.
+#: The same for bursts. It is larger because each check may detect a burst by chance.
 BURST_DEVIATIONS = 3.0
 #: Number of samples that a burst needs, so that one late message does not look like a burst.
 ENOUGH_SAMPLES = 3
@@ -88,7 +88,7 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
 
 
 def _counting(context: AutoscalingContext) -> Sequence[Sample]:
-    """Return the samples that count: the newest one of a backend at zero, because its queue only grows."""
+    """Return the samples to use. Without replicas, the queue only grows, so only the newest sample counts."""
     if context.target_num_replicas == 0 or context.is_waking:
         return context.samples[-1:]
     return context.samples
@@ -163,8 +163,8 @@ def _duration_s(samples: Sequence[Sample]) -> float | None:
 def _each_runs(context: AutoscalingContext, queueing: Sequence[Sample]) -> float:
     """Return the largest number of requests one replica ran while requests were queued; 0 if unknown.
 
-    Replicas that do not empty a queue already run as many requests as they can, whatever the target says.
-    Replicas that have just started run fewer, so the maximum so far is kept in the policy's state.
+    While requests are queued, replicas run as many requests as they can, whatever the target is. Replicas
+    that have just started run fewer, so the policy's state keeps the maximum.
     """
     known: float = context.state.get("each_runs", 0.0)
     if not queueing or context.current_num_replicas <= 0:

@@ -78,7 +78,7 @@ def scheduled(
 
 
 def _in_force(entries: list[ScheduleEntry], local: datetime) -> ScheduleEntry:
-    """Return the entry with the most recent time; of several with the same time, the last one given."""
+    """Return the entry with the most recent time; of entries with equal times, the last one."""
     best, best_at = entries[0], datetime.min
     for entry in entries:
         at = entry.line.last_before(local)

@@ -17,7 +17,7 @@ from daskserve.cluster.protocols.usage import UsageReport
 from daskserve.common.clock import Clock
 from daskserve.common.copying import replace
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorKind, RankInfo, as_rank_info, short_tag
+from daskserve.common.types import ActorAddress, ActorKind, RankInfo, as_rank_info, short_tag
 from daskserve.control.backend.actions import ReconfigureReplica, StartReplica, StopReplica
 from daskserve.control.backend.ranks import rank_info_of
 from daskserve.control.observed.observed import Observed
@@ -238,16 +238,20 @@ class ActionExecutor:
 
     async def _stop_replica(self, replica: ReplicaRecord, grace_s: float) -> None:
         address = replica.address(self._cluster.instance)
+        if await self._destroy(f"Replica {short_tag(replica.tag)}", address, grace_s):
+            self._observed.gone.add(replica.tag)
+
+    async def _destroy(self, name: str, address: ActorAddress, grace_s: float) -> bool:
+        """Stop an actor; return False, after a pause, if that failed and should be retried."""
         try:
             await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
         except TimeoutError:
-            name = short_tag(replica.tag)
-            logger.warning("Replica %s did not stop within its grace period and is abandoned", name)
+            logger.warning("%s did not stop within its grace period and is abandoned", name)
         except (ServeError, OSError) as error:
-            logger.warning("Stopping replica %s failed and is retried: %s", short_tag(replica.tag), error)
+            logger.warning("%s could not be stopped; this is retried: %s", name, error)
             await self._clock.sleep(ACTION_RETRY_S)
-            return
-        self._observed.gone.add(replica.tag)
+            return False
+        return True
 
     async def _reconfigure(self, replica: ReplicaRecord) -> None:
         backend = record_of(self._state, replica)
@@ -330,15 +334,8 @@ class ActionExecutor:
         facts = self._observed.proxies_ready.get(proxy.name)
         if facts is not None and facts["incarnation"] == proxy.incarnation:
             del self._observed.proxies_ready[proxy.name]
-        try:
-            await self._clock.wait_for(self._cluster.destroy(address, grace_s), grace_s + STOP_MARGIN_S)
-        except TimeoutError:
-            logger.warning("Proxy %s did not stop within its grace period and is abandoned", proxy.tag)
-        except (ServeError, OSError) as error:
-            logger.warning("Stopping proxy %s failed and is retried: %s", proxy.tag, error)
-            await self._clock.sleep(ACTION_RETRY_S)
-            return
-        if proxy.is_leaving and proxy.tag in self._state.proxies:
+        is_gone = await self._destroy(f"Proxy {proxy.tag}", address, grace_s)
+        if is_gone and proxy.is_leaving and proxy.tag in self._state.proxies:
             self._observed.proxies_gone.add(proxy.tag)
 
     async def stop(self) -> None:

@@ -28,7 +28,7 @@ from daskserve.common.types import (
 from daskserve.control.action_executor import ActionExecutor
 from daskserve.control.backend.deaths import remembered
 from daskserve.control.backend.model_keeper import ModelKeeper
-from daskserve.control.declared.building import building_for
+from daskserve.control.declared.building import Building
 from daskserve.control.observed.observed import Observed
 from daskserve.control.observed.watch import WorkerWatch
 from daskserve.control.proxies.step import ProxyRules, is_ready
@@ -102,7 +102,7 @@ class ControllerCore:
         self.observed.inherited = goals.pending(self.state)
         self.observed.notes = {tag: remembered(each) for tag, each in self.state.events.deaths.items()}
         reconciler = self._reconciler = self._make_parts()
-        self.building = building_for(
+        self.building = Building(
             self.cluster,
             self.clock,
             self.rng,

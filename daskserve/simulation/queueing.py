@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-#: Random waits are exponential; these are the means of the fifths of that distribution, relative to its mean.
+#: Random waits are exponential. These are the means of the fifths of this distribution, relative to its mean.
 CHANCES = (0.107, 0.360, 0.708, 1.217, 2.609)
 #: Window of the load that determines random waits, which build up over some seconds.
 CHANCE_PERIOD_S = 30.0
@@ -87,55 +87,47 @@ class FluidQueue:
         self.request_counts = RequestCounts()
         self._limits = limits
         self._spread = (1 + duration_cv**2) / 2
-        self._running = 0.0
-        self._waiting = 0.0
+        self.ongoing = 0.0
+        self.queued = 0.0
         #: The load of the last seconds, in slots; -1 before the first tick.
         self._level = -1.0
         #: Waiting requests, oldest first: start and end of their even arrival, and their number.
         self._cohorts: deque[tuple[float, float, float]] = deque()
 
-    @property
-    def ongoing(self) -> float:
-        return self._running
-
-    @property
-    def queued(self) -> float:
-        return self._waiting
-
     def advance(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
         """Simulate the tick that begins at ``now``."""
-        inflow = self._waiting + arrivals
-        # If all can run at once, the number in flight approaches Little's law as fast as requests end.
+        inflow = self.queued + arrivals
+        # If all requests can run at once, the number in flight approaches Little's law as requests end.
         level = inflow / tick_s * duration_s
         if self._level < 0:
             self._level = level
         else:
             self._level += min(1.0, tick_s / CHANCE_PERIOD_S) * (arrivals / tick_s * duration_s - self._level)
-        eased = level + (self._running - level) * math.exp(-tick_s / duration_s)
+        eased = level + (self.ongoing - level) * math.exp(-tick_s / duration_s)
         if eased <= slots:
-            self.request_counts.completed += self._running + inflow - eased
+            self.request_counts.completed += self.ongoing + inflow - eased
             self._began_all(now, tick_s, arrivals, slots, duration_s)
-            self._running = eased
+            self.ongoing = eased
             return
         ended, began = self._saturated(tick_s, inflow, slots, duration_s)
         if arrivals > 0:
             self._cohorts.append((now, now + tick_s, arrivals))
-        self._waiting = inflow
-        self._running += self._begin(now, tick_s, began, self._limits.deadline_s) - ended
+        self.queued = inflow
+        self.ongoing += self._begin(now, tick_s, began, self._limits.deadline_s) - ended
         self.request_counts.completed += ended
         self._expire(now + tick_s - self._limits.deadline_s)
         self._refuse()
 
     def _saturated(self, tick_s: float, inflow: float, slots: int, duration_s: float) -> tuple[float, float]:
         """Return how many requests end, and how many may begin, while there are more requests than slots."""
-        given_up = max(0.0, self._running - slots)  # slots of stopping replicas, which are draining
+        given_up = max(0.0, self.ongoing - slots)  # slots of stopping replicas, which are draining
         ended = slots * tick_s / duration_s + given_up * (1 - math.exp(-tick_s / duration_s))
-        ended = min(self._running + inflow, ended)
-        return ended, min(inflow, max(0.0, ended + slots - self._running))
+        ended = min(self.ongoing + inflow, ended)
+        return ended, min(inflow, max(0.0, ended + slots - self.ongoing))
 
     def _began_all(self, now: float, tick_s: float, arrivals: float, slots: int, duration_s: float) -> None:
         """Begin all requests: first the waiting ones, as slots become free, then the arriving ones."""
-        request_counts, backlog = self.request_counts, self._waiting
+        request_counts, backlog = self.request_counts, self.queued
         request_counts.last_wait_s = 0.0
         if backlog > 0:
             pace = slots / duration_s
@@ -151,7 +143,7 @@ class FluidQueue:
         if chance < LEAST_CHANCE:
             request_counts.waits_ms[0] = request_counts.waits_ms.get(0, 0.0) + arrivals
             return
-        # Longer waits come from a queue, which the fluid model already contains.
+        # Longer waits are caused by a queue, which the fluid model already contains.
         mean_s = min(self._spread * duration_s / (slots * (1 - use)), CHANCE_PERIOD_S)
         request_counts.began(0.0, arrivals * (1 - chance))
         for part in CHANCES:
@@ -178,7 +170,7 @@ class FluidQueue:
             else:
                 self._cohorts[0] = (came, until, size - taken)
         self.request_counts.last_wait_s = waited / begun if begun > 0 else 0.0
-        self._waiting = max(0.0, self._waiting - begun) if self._cohorts else 0.0
+        self.queued = max(0.0, self.queued - begun) if self._cohorts else 0.0
         return begun
 
     def _expire(self, oldest: float) -> None:
@@ -188,20 +180,20 @@ class FluidQueue:
             since, until, size = cohorts.popleft()
             late = size * min(1.0, (oldest - since) / (until - since)) if until > since else size
             self.request_counts.expired += late
-            self._waiting = max(0.0, self._waiting - late)
+            self.queued = max(0.0, self.queued - late)
             if until > oldest:
                 cohorts.appendleft((oldest, until, size - late))
         if not cohorts:
-            self._waiting = 0.0
+            self.queued = 0.0
 
     def _refuse(self) -> None:
         """Reject the newest requests of a queue that is too long."""
-        while self._cohorts and self._waiting > self._limits.max_queued:
+        while self._cohorts and self.queued > self._limits.max_queued:
             since, until, size = self._cohorts.pop()
-            refused = min(size, self._waiting - self._limits.max_queued)
+            refused = min(size, self.queued - self._limits.max_queued)
             self.request_counts.rejected += refused
-            self._waiting -= refused
+            self.queued -= refused
             if refused < size:
                 self._cohorts.append((since, until, size - refused))
         if not self._cohorts:
-            self._waiting = 0.0
+            self.queued = 0.0

@@ -87,7 +87,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """Return at most ``width`` values, each the maximum of its part, so that peaks stay visible."""
+    """Return the maxima of ``width`` equal parts of the values, so that peaks stay visible."""
     if len(values) <= width:
         return list(values)
     edges = [round(place * len(values) / width) for place in range(width + 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from daskserve.cli.main import main
 from daskserve.cli.verbs import operate
 from daskserve.cli.views import history as history_module
 from daskserve.client.client import Client
+from daskserve.client.views.explanation import Explanation
+from daskserve.client.views.history import History, Revision
 from daskserve.testing import local_instance
 
 
@@ -129,3 +132,79 @@ def test_followed_events_are_one_object_for_each_line(shop: Client, monkeypatch:
 def test_explain_tells_of_one_deployment_or_of_all() -> None:
     assert call("explain", "shop/model").stdout.startswith("shop/model: 1 of 1 wanted replicas run.")
     assert list(json.loads(call("explain", "shop", "--json").stdout)) == ["model"]
+
+
+# ---- the texts
+
+
+def test_a_revision_is_a_line_with_what_it_changed_and_why_it_cannot_return() -> None:
+    values: dict[str, Any] = {
+        "number": 3,
+        "state": "RAN",
+        "at": 0.0,
+        "ran_at": 1.0,
+        "ended_at": None,
+        "by": "ann",
+        "source": "",
+        "origin": {},
+        "rollback_of": None,
+        "changes": [],
+        "reason": "it is broken\nwith more",
+        "can_return": True,
+    }
+    for changed, changes, reason in (
+        ({}, "", ""),
+        ({"state": "FAILED"}, "", "it is broken"),
+        ({"can_return": False}, "", "its code is not kept any more"),
+        ({"can_return": False, "state": "FAILED"}, "", "its code is not kept any more"),
+        ({"can_return": False, "ran_at": None, "state": "FAILED"}, "", "it is broken"),
+        ({"rollback_of": 1}, "back to 1", ""),
+        ({"origin": {"git": "abc", "of": "x"}, "rollback_of": 1}, "back to 1; abc x", ""),
+        ({"origin": {"git": "a" * 90}}, "a" * 90, ""),
+        ({"origin": {"git": "a" * 91}}, "a" * 87 + "...", ""),
+    ):
+        number, state, _, by, shown, why = Revision.of({**values, **changed}).row()
+        assert (number, state, by) == ("3", changed.get("state", "RAN"), "ann")
+        assert (shown, why) == (changes, reason), changed
+    assert str(History("shop", None, ())) == "shop: no revisions"
+    assert "REVISION" in str(History.of({"application": "shop", "current": 3, "revisions": [values]}))
+
+
+def test_an_explanation_says_who_decides_and_what_happened_last() -> None:
+    plain = Explanation("b", 1, 2)
+    assert str(plain).splitlines() == [
+        "b: 1 of 2 wanted replicas run.",
+        "  There is no autoscaling; num_replicas sets the number of replicas.",
+    ]
+    external = replace(plain, is_external=True, waiting="no room")
+    assert str(external).splitlines()[1:] == [
+        "  An external scaler sets the number of replicas; until then, num_replicas does.",
+        "  Waiting: no room",
+    ]
+    scaled = replace(plain, policy="load", min_replicas=1, max_replicas=9)
+    assert str(scaled).splitlines()[1] == "  load has not run yet, of 1 to 9 allowed"
+    group = replace(scaled, group="g", policy_wants=3, is_dry_run=True, reason="why", target_capacity=50.0)
+    assert str(group).splitlines()[1:] == [
+        "  load, of group 'g', wants 3, of 1 to 9 allowed (dry run: decisions are not applied): why",
+        "  The instance has a target capacity of 50 %.",
+    ]
+    up = replace(group, target_capacity_direction="UP")
+    assert str(up).splitlines()[2] == "  The instance has a target capacity of 50 %, UP."
+    samples = [
+        {"ago_s": 2.0, "ongoing": 1, "queued": 0, "rate": 0.25},
+        {"ago_s": 1.0, "ongoing": 3, "queued": 2, "rate": 4},
+    ]
+    values = {
+        "name": "b",
+        "running": 1,
+        "wanted": 2,
+        "samples": samples,
+        "events": [(0.0, 1, 2, "a"), (1.0, 2, 3, "b")],
+    }
+    lines = str(Explanation.of(values)).splitlines()
+    assert lines[2:5] == [
+        "  Load, newest first:",
+        "    1 s ago: 3 running, 2 waiting, 4.0 per second",
+        "    2 s ago: 1 running, 0 waiting, 0.2 per second",
+    ]
+    assert [line.partition(" -> ")[2] for line in lines[6:]] == ["3: b", "2: a"]

@@ -6,13 +6,17 @@ import asyncio
 import http.client
 import io
 import json
+import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
+import dask
 import pytest
 from click.testing import CliRunner
 from tables import each_case
@@ -21,6 +25,13 @@ import daskserve as serve
 from daskserve.cli import completion, instance
 from daskserve.cli.main import main
 from daskserve.cli.serving import start
+from daskserve.cli.serving.process import (
+    LOG_LEVELS,
+    read_variables,
+    use_env_file,
+    use_log_level,
+    use_log_options,
+)
 from daskserve.client.hosting.detached import DetachedInstance
 from daskserve.testing import local_instance
 
@@ -168,3 +179,105 @@ def test_names_of_applications_are_completed_from_the_http_server(monkeypatch: p
 
     monkeypatch.setattr(completion.urllib.request, "urlopen", no_http)
     assert completed("daskserve", "history", "sh") == [""]
+
+
+# ---- options about the process
+
+
+@pytest.fixture
+def own_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The logger of the package, as it is before a command sets it up."""
+    logger = logging.getLogger("daskserve")
+    before = logger.level, list(logger.handlers)
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    monkeypatch.setenv("DASK_LOGGING__DASKSERVE", "")
+    yield logger
+    logger.handlers[:] = before[1]
+    logger.setLevel(before[0])
+
+
+def test_the_level_of_messages_is_that_of_the_option_in_this_process_and_those_it_starts(
+    own_logger: logging.Logger,
+) -> None:
+    use_log_level(None)
+    assert (own_logger.level, own_logger.handlers) == (logging.NOTSET, [])
+    for name, level in LOG_LEVELS.items():
+        use_log_level(name.upper())
+        assert own_logger.level == level
+        assert os.environ["DASK_LOGGING__DASKSERVE"] == logging.getLevelName(level).lower()
+    (handler,) = own_logger.handlers
+    text = handler.format(logging.LogRecord("daskserve.x", logging.INFO, "", 1, "a %s", ("b",), None))
+    assert text.endswith(" - daskserve.x - INFO - a b")
+
+
+@each_case(
+    ("line", "expected"),
+    [
+        ("A=b", {"A": "b"}),
+        ("  export A = b c  # d", {"A": "b c"}),
+        ("A='b # c' # d", {"A": "b # c"}),
+        ('A="b"', {"A": "b"}),
+        ("A=", {"A": ""}),
+        ("A=b#c", {"A": "b#c"}),
+        ("# A=b", {}),
+        ("   ", {}),
+        ("_a.b1=c=d", {"_a.b1": "c=d"}),
+        ("A=b\n\nB=c\nA=d", {"A": "d", "B": "c"}),
+    ],
+)
+def test_a_line_of_a_file_sets_a_variable(line: str, expected: dict[str, str]) -> None:
+    assert read_variables(line, "f") == expected
+
+
+def test_variables_that_are_set_already_win_over_those_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in ("A", "1=b", "=b", "A B=c"):
+        with pytest.raises(click.UsageError, match="f:2: a line must have the form NAME=VALUE, got"):
+            read_variables(f"X=y\n{line}", "f")
+    monkeypatch.setenv("DASKSERVE_TEST_SET", "before")
+    monkeypatch.setenv("DASKSERVE_TEST_NEW", "to be removed")
+    monkeypatch.delenv("DASKSERVE_TEST_NEW")
+    file = tmp_path / "variables"
+    file.write_text("DASKSERVE_TEST_SET=file\nDASKSERVE_TEST_NEW=file\n")
+    assert use_env_file(None) == {}
+    assert use_env_file(str(file)) == {"DASKSERVE_TEST_SET": "before", "DASKSERVE_TEST_NEW": "file"}
+    assert (os.environ["DASKSERVE_TEST_SET"], os.environ["DASKSERVE_TEST_NEW"]) == ("before", "file")
+    file.write_bytes(b"A=\xff")
+    with pytest.raises(click.UsageError, match="is not UTF-8"):
+        use_env_file(str(file))
+
+
+NOTHING = {"access_log": None, "log_encoding": None, "logs_dir": None}
+
+
+@each_case(
+    ("options", "in_file", "is_on", "expected"),
+    [
+        ({}, None, False, {"encoding": "TEXT"}),
+        ({"access_log": False}, None, True, {"encoding": "TEXT", "enable_access_log": False}),
+        ({}, None, True, {"encoding": "TEXT", "enable_access_log": True}),
+        ({}, {"enable_access_log": False}, True, {"encoding": "TEXT", "enable_access_log": False}),
+        ({"log_encoding": "json"}, {"encoding": "x"}, False, {"encoding": "json"}),
+        ({}, {"encoding": "x", "logs_dir": "/f"}, False, {"encoding": "x", "logs_dir": "/f"}),
+        (
+            {"logs_dir": "/o"},
+            {"logs_dir": "/f"},
+            True,
+            {"encoding": "TEXT", "logs_dir": "/o", "enable_access_log": True, "output": "both"},
+        ),
+        (
+            {"logs_dir": "/o"},
+            {"output": "files"},
+            True,
+            {"encoding": "TEXT", "logs_dir": "/o", "enable_access_log": True, "output": "files"},
+        ),
+    ],
+)
+def test_options_of_logs_win_over_the_file_which_wins_over_the_configuration(
+    options: dict[str, Any], in_file: dict[str, Any] | None, is_on: bool, expected: dict[str, Any]
+) -> None:
+    with dask.config.set({"daskserve.logging": {"encoding": "TEXT"}}):
+        use_log_options({**NOTHING, **options}, in_file, is_access_log_on=is_on)
+        assert dask.config.get("daskserve.logging") == expected

@@ -13,7 +13,7 @@ from daskserve.client.functions.finding import named_instance
 from daskserve.client.functions.forms import Form
 from daskserve.cluster.protocols.started import StartedInstances, common_instance
 from daskserve.common.types import DEFAULT_INSTANCE
-from daskserve.errors import AlreadyRunningError, BadRequestError
+from daskserve.errors import AlreadyRunningError, BadRequestError, NotRunningError, UnavailableError
 from daskserve.loops.blocking import finish
 from daskserve.options.http import HTTPOptions
 
@@ -68,3 +68,61 @@ def test_an_instance_of_another_program_does_not_count_as_started_here(
     with pytest.raises(AlreadyRunningError):
         finish(instances.start_with(Form(False, Client), HTTPOptions(), name="x"))
     assert Connection.started.latest == (here[0] if here else None)
+
+
+# ---- the instances that a program has started
+
+
+class Asked:
+    """A supervisor that knows who owns which instance."""
+
+    def __init__(self, **owners: str) -> None:
+        self.owners = owners
+        self.ended: list[str] = []
+        self.error: Exception | None = None
+
+    async def __call__(self, verb: str, **message: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        if verb == "end_instance":
+            self.ended.append(message["instance"])
+            return True
+        assert verb == "instances"
+        return {name: {"owner": owner} for name, owner in self.owners.items()}
+
+
+async def test_an_instance_is_alone_unless_another_program_owns_it() -> None:
+    asked = Asked(a="me", b="another")
+    started = StartedInstances("me", asked)
+    assert [await started.is_alone(name) for name in ("a", "b", "ended")] == [True, False, True]
+    asked.error = NotRunningError("there is no supervisor")
+    assert await started.is_alone("b")
+    asked.error = None
+    started.cluster = object()
+    assert await started.is_alone("b"), "its cluster ends with this program"
+
+
+async def test_the_cluster_of_a_program_ends_after_its_last_instance() -> None:
+    started = StartedInstances("me", Asked())
+    cluster = started.cluster = object()
+    assert (bool(started), started.latest) == (False, None)
+    started.add("a", is_owned=True)
+    started.add("b", is_owned=False)
+    assert (bool(started), started.latest, "a" in started, "c" in started) == (True, "b", True, False)
+    assert started.take_cluster() is None
+    started.forget("b")
+    started.forget("unknown")
+    assert (started.latest, started.take_cluster()) == ("a", None)
+    started.forget("a")
+    assert (started.take_cluster(), started.take_cluster(), started.cluster) == (cluster, None, None)
+
+
+async def test_the_instances_of_a_program_end_with_it_unless_they_are_shared() -> None:
+    asked = Asked(a="me", b="another", c="me")
+    started = StartedInstances("me", asked)
+    for name, is_owned in (("a", True), ("b", True), ("c", False)):
+        started.add(name, is_owned=is_owned)
+    await started.end_owned()
+    assert asked.ended == ["a"]
+    asked.error = UnavailableError("the scheduler is gone")
+    await started.end_owned()

@@ -16,7 +16,14 @@ import pytest
 
 from daskserve.client.ending.serve_forever import print_line
 from daskserve.client.views import progress
-from daskserve.client.views.progress import LineDisplay, RichDisplay, find_display, wait_visibly, waits_for
+from daskserve.client.views.progress import (
+    LineDisplay,
+    RichDisplay,
+    announce,
+    find_display,
+    wait_visibly,
+    waits_for,
+)
 from daskserve.client.views.status import (
     ActorStatus,
     ApplicationStatus,
@@ -177,6 +184,28 @@ def test_only_the_main_thread_on_a_terminal_or_in_a_notebook_shows_anything(
 
 def _ipython(shell: object) -> Any:
     return type("IPython", (), {"get_ipython": staticmethod(lambda: shell)})
+
+
+def test_what_is_announced_is_printed_where_somebody_looks_and_logged_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    with caplog.at_level("INFO", "daskserve"):
+        announce("in a log")
+    assert [each.getMessage() for each in caplog.records] == ["in a log"]
+    monkeypatch.setitem(sys.modules, "IPython", _ipython(type("Shell", (), {"kernel": None})()))
+    announce("in a notebook")
+    assert (streams["stdout"].getvalue(), streams["stderr"].getvalue()) == ("in a notebook\n", "")
+    monkeypatch.delitem(sys.modules, "IPython")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    announce("on a terminal")
+    assert terminal.getvalue() == "on a terminal\n"
+    terminal.close()
+    announce("on a terminal that is gone")
+    assert len(caplog.records) == 1
 
 
 def test_without_rich_each_new_text_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

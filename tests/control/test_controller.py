@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from controller_harness import ScriptedReplica, Stage, boom, play, staged
 
+from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec
 from daskserve.common.types import ActorKind, Location
+from daskserve.control.action_executor import ACTION_RETRY_S
 from daskserve.control.controller import Controller
 from daskserve.control.core import MAX_WAIT_S, REFRESH_S
+from daskserve.control.reconcile import Reconciler
 from daskserve.control.records.records import EndpointRecord
 from daskserve.control.records.storing.encoding import encode
 from daskserve.errors import (
@@ -22,6 +25,7 @@ from daskserve.errors import (
     PortInUseError,
     ReplicaStartError,
     RequestTimeoutError,
+    UnavailableError,
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
@@ -341,6 +345,43 @@ async def test_the_list_of_workers_is_refreshed_in_case_an_event_was_lost(stage:
     began = stage.clock.now()
     await stage.until(lambda: len(stage.running_of("b")) == 2 and len(stage.started) == 3)
     assert stage.clock.now() - began < REFRESH_S + 1
+
+
+@staged()
+async def test_the_list_of_workers_is_asked_for_again_after_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers, errors = LocalProcess.workers, [UnavailableError("no scheduler"), OSError("no network")]
+
+    async def fail_twice(process: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await workers(process)
+
+    monkeypatch.setattr(LocalProcess, "workers", fail_twice)
+    await stage.clock.sleep(4 * REFRESH_S)
+    assert caplog.text.count("The list of workers could not be refreshed") == 2
+    await stage.create()
+
+
+@staged()
+async def test_a_fault_in_a_control_step_does_not_end_the_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, faults = Reconciler.step, [KeyError("a fault")]
+
+    async def fail_once(loop: Reconciler) -> None:
+        if faults:
+            raise faults.pop()
+        await step(loop)
+
+    monkeypatch.setattr(Reconciler, "step", fail_once)
+    began = stage.clock.now()
+    await stage.create()
+    assert not faults
+    assert stage.clock.now() - began >= ACTION_RETRY_S
+    (record,) = [each for each in caplog.records if "A control step failed" in each.getMessage()]
+    assert record.exc_info is not None
 
 
 @staged()

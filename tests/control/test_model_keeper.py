@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from controller_harness import Stage, staged
 
 from daskserve.control.backend.model_keeper import PERIOD_S
 from daskserve.control.records.model_decisions import Folder
+from daskserve.errors import NotFoundError
 
 
 @staged()
@@ -36,3 +38,17 @@ async def test_what_was_read_for_a_deleted_backend_is_not_for_the_next_one_of_it
     await stage.clock.sleep(3 * PERIOD_S)
     assert read == ["/old", "/new"]
     assert list(core.state.models["b"].models) == ["/new"]
+
+
+@staged()
+async def test_the_retry_of_an_unload_that_was_written_is_no_error(stage: Stage) -> None:
+    async def reading(url: str, function: Any, clock: Any) -> dict[str, list[str]]:
+        return {"m": ["1"]}
+
+    stage.controller()._core.observed.folders.read = reading  # type: ignore[method-assign, assignment]
+    await stage.create(model_repository={"url": "/models", "mode": "explicit"})
+    assert await stage.call("load_model", name="b", model="m") == {"version": "1"}
+    for _ in range(2):
+        await stage.call("unload_model", name="b", model="m", version="1", request_id="one")
+    with pytest.raises(NotFoundError, match="not loaded"):
+        await stage.call("unload_model", name="b", model="m", version="1", request_id="two")

@@ -192,6 +192,18 @@ def test_a_lost_replica_of_the_old_version_is_replaced_by_one_of_the_old_version
     assert lost.tag not in bench.state.replicas
 
 
+def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:
+    bench = RolloutBench()
+    tags = {each.version: each.tag for each in bench.state.replicas_of("b")}
+    bench.observed.configured.update(dict.fromkeys(tags.values(), "c"))
+    bench.settle()
+    assert (set(tags), bench.observed.configured) == ({"1", "2"}, {})
+    bench.observed.reconfigure_failed.update(dict.fromkeys(tags.values(), ValueError("no")))
+    bench.settle()
+    assert bench.observed.reconfigure_failed == {}
+    assert set(tags.values()).isdisjoint(bench.state.replicas), "others have taken their places"
+
+
 def test_requests_do_not_wait_for_a_version_without_replicas() -> None:
     bench = RolloutBench()
     planned = bench.published()["rollout"]["key"]

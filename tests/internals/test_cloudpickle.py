@@ -1,6 +1,7 @@
 """User code is pickled without what belongs to this process alone; the rest is found and named."""
 
 import asyncio
+import functools
 import logging
 import os
 import queue
@@ -151,6 +152,43 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
     class Derived(Holder):
         guard = None
 
+    class Odd:
+        def __reduce__(self) -> Any:
+            raise ValueError("not this one.")
+
+    class Slotted:
+        __slots__ = ("guard",)
+
+    class Factory:
+        @classmethod
+        def make(cls) -> Any:
+            return source
+
+        def read(self) -> Any: ...
+
+    def wrapper() -> None: ...
+
+    functools.update_wrapper(wrapper, uses_a_socket)
+
+    def has_an_annotation(first: Any) -> None: ...
+
+    has_an_annotation.__annotations__["first"] = source
+
+    def has_an_attribute() -> None: ...
+
+    has_an_attribute.source = source  # type: ignore[attr-defined]
+
+    def makes_a_function() -> Any:
+        def inner() -> Any:
+            return SOURCE  # type: ignore[name-defined]  # noqa: F821
+
+        return inner
+
+    def has_a_named_default(*, third: Any = source) -> Any: ...
+
+    slotted = Slotted()
+    slotted.guard = source  # type: ignore[attr-defined]
+    factory = Factory()
     app, router, routed = Starlette(), APIRouter(), FastAPI(openapi_url=None)
     app.state.source = source
     router.get("/", dependencies=[Depends(uses_a_socket)])(uses_nothing_yet)
@@ -198,6 +236,22 @@ def unpicklable_values(source: Any, file: Any, client: Any) -> dict[str, tuple[A
             "it is of type _io.TextIOWrapper (What is written",
             "where it is",
         ),
+        "odd": ([Odd()], "Odd (ValueError: not this one). ", DEFAULT),
+        "slots": ([slotted], f"[0].guard {a_socket}", OPEN),
+        "class method": (Factory, f".make -> variable 'source' {a_socket}", OPEN),
+        "method": (factory.read, f".__self__ -> class ...Factory.make -> variable 'source' {a_socket}", OPEN),
+        "instance": (Derived(), " -> class ...Derived -> base class ...Holder.guard is", OPEN),
+        "wrapped": (wrapper, f".__wrapped__ (uses_a_socket) -> variable 'source' {a_socket}", OPEN),
+        "annotation": (has_an_annotation, f" -> annotation of 'first' {a_socket}", OPEN),
+        "attribute of a function": (has_an_attribute, f".source {a_socket}", OPEN),
+        "inner": (
+            FunctionType(makes_a_function.__code__, {"SOURCE": source}, "outer"),
+            f" -> global 'SOURCE' {a_socket}",
+            OPEN,
+        ),
+        "named default": (has_a_named_default, f" -> default of 'third' {a_socket}", OPEN),
+        "partial": (partial(uses_a_socket), f".func (uses_a_socket) -> variable 'source' {a_socket}", OPEN),
+        "deep": ({"a": [[[[[[[[(source,)]]]]]]]]}, f"['a'] ... [0][0][0][0][0][0][0][0] {a_socket}", OPEN),
         "both": ((uses_nothing_yet, Holder), f"[1].guard {a_socket}", OPEN),
     }
 

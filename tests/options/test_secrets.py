@@ -28,12 +28,14 @@ from daskserve.errors import BadRequestError
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.options.environment import Environment
 from daskserve.options.fields.secrets import (
+    HIDDEN,
     MAX_BYTES,
     checked_secret,
     hidden,
     is_reference,
     masked,
     read_secret,
+    without_secrets,
 )
 from daskserve.options.http import HTTPOptions
 from daskserve.options.queues import QueueOptions
@@ -282,3 +284,26 @@ def test_an_option_without_a_secret_is_shown_as_it_is() -> None:
         "env_vars": None,
         "others": [{"env_vars": {"A": "***"}}],
     }
+
+
+@each_case(
+    ("name", "value", "expected"),
+    [
+        ("password", "x", HIDDEN),
+        ("config.api_key", "x", HIDDEN),
+        ("private-key", "x", "x"),
+        ("credentials", {"user": "a", "empty": ""}, {"user": HIDDEN, "empty": ""}),
+        ("max_tokens", 5, 5),
+        ("max_tokens", 2.5, 2.5),
+        ("max_tokens", "5", HIDDEN),
+        ("token", 5, HIDDEN),
+        ("tokens.secret", 5, HIDDEN),
+        ("token", None, None),
+        ("token", 0, 0),
+        ("width", 5, 5),
+        ("width", "http://user:x@host", "http://***@host"),
+        ("a", {"b": {"password": 1, "c": 2}}, {"b": {"password": HIDDEN, "c": 2}}),
+    ],
+)
+def test_what_sounds_like_a_secret_is_hidden(name: str, value: Any, expected: Any) -> None:
+    assert without_secrets(name, value) == expected

@@ -142,4 +142,4 @@ async def call(replica: Hosted, method: str, *args: Any, **kwargs: Any) -> Any:
         raise error from error.__cause__
     (answer,) = reply.sent
     assert answer["type"] == "call.result"
-    return pickling.load(answer["payload"])
+    return answer["payload"].load()

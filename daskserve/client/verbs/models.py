@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +101,9 @@ class ModelVerbs(Verbs):
         NotFoundError
             It is not loaded.
         """
-        await self._submit("unload_model", name=deployment, model=model, version=version)
+        await self._submit(
+            "unload_model", name=deployment, model=model, version=version, request_id=uuid.uuid4().hex
+        )
 
     async def set_default_model(self, deployment: str, model: str, version: str) -> None:
         """Set the default version of a model, one that is loaded.

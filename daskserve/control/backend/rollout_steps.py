@@ -48,8 +48,6 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
     step.messages += rest.messages
     step.incarnation = rest.incarnation
     step.notes.dead, rest.notes.dead = (*step.notes.dead, *rest.notes.dead), ()
-    step.notes.configured |= rest.notes.configured
-    step.notes.reconfigure_failed |= rest.notes.reconfigure_failed
     step.kept[kept_tag(backend.tag)] = rest.notes
     if rest.wake_at is not None:
         step.wake(rest.wake_at)

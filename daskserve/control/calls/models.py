@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from daskserve.cluster.protocols.base import verb
+from daskserve.common.copying import replace
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.records import model_decisions
@@ -70,11 +71,19 @@ class ModelVerbs(DecidingVerbs):
         return {"version": chosen}
 
     @verb
-    async def unload_model(self, name: str, model: str, version: str | None = None, by: str = "") -> None:
-        """Have all replicas unload a version, or all of a model."""
+    async def unload_model(
+        self, name: str, model: str, version: str | None = None, by: str = "", request_id: str = ""
+    ) -> None:
+        """Have all replicas unload a version, or all of a model; the retry of a call changes nothing."""
         _, repository = self._find(name)
         self._check_explicit(repository)
-        await self._decide(name, by, lambda each: model_decisions.unloaded(each, model, version))
+
+        def decide(record: ModelsRecord) -> ModelsRecord:
+            if request_id and record.unloaded_by == request_id:
+                return record
+            return replace(model_decisions.unloaded(record, model, version), unloaded_by=request_id)
+
+        await self._decide(name, by, decide)
 
     @verb
     async def set_default_model(self, name: str, model: str, version: str, by: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from daskserve.cluster.protocols.base import EPOCH_BITS, ActorSpec, Cluster
 from daskserve.common.clock import Clock
 from daskserve.common.formatting import counted, shown
-from daskserve.common.types import ActorAddress, ActorKind, GoalId, WorkerAddress
+from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
 from daskserve.control.declared.settling import Built, settled, waits_for_route
 from daskserve.control.observed.observed import Observed
 from daskserve.control.records.declared import ConfigRecord
@@ -166,31 +166,35 @@ class Building:
 
     Parameters
     ----------
+    rng
+        Draws the ids of goals.
     writer
         The lock and the path of changes.
-    new_goal
-        Returns the id of a new goal.
+    next_worker
+        Returns the worker of the next replica, or None.
     poke
         Wakes the reconcile loop for some backends.
     """
 
     def __init__(
         self,
-        builders: Builders,
+        cluster: Cluster,
+        clock: Clock,
+        rng: random.Random,
         state: State,
         observed: Observed,
-        clock: Clock,
         writer: Writer,
         *,
-        new_goal: Callable[[], GoalId],
+        epoch: int,
+        next_worker: Callable[[], WorkerAddress | None],
         poke: Callable[[Collection[str]], None],
     ) -> None:
-        self.builders = builders
+        self.builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
         self._state = state
         self._observed = observed
         self._clock = clock
+        self._rng = rng
         self._writer = writer
-        self._new_goal = new_goal
         self._poke = poke
         self._wake = asyncio.Event()
         self._tasks = TaskSet(logger)
@@ -312,7 +316,7 @@ class Building:
                     self._state,
                     built,
                     waiting,
-                    new_goal=self._new_goal,
+                    new_goal=lambda: f"{self._rng.getrandbits(128):032x}",
                     now=self._clock.wall(),
                     unloadable=self._observed.unloadable.keys(),
                 )
@@ -346,28 +350,3 @@ class Building:
         ]
         if ready:
             await self._settle({name: self._ready[name] for name in ready})
-
-
-def building_for(
-    cluster: Cluster,
-    clock: Clock,
-    rng: random.Random,
-    state: State,
-    observed: Observed,
-    writer: Writer,
-    *,
-    epoch: int,
-    next_worker: Callable[[], WorkerAddress | None],
-    poke: Callable[[Collection[str]], None],
-) -> Building:
-    """Return the loop of a controller."""
-    builders = Builders(cluster, observed, epoch=epoch, next_worker=next_worker)
-    return Building(
-        builders,
-        state,
-        observed,
-        clock,
-        writer,
-        new_goal=lambda: f"{rng.getrandbits(128):032x}",
-        poke=poke,
-    )

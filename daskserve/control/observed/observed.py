@@ -467,17 +467,15 @@ class Observed:
 
     def forget_replica(self, tag: ReplicaTag) -> None:
         """Drop the observations of a replica whose record was removed."""
-        levels: tuple[dict[ReplicaTag, Any], ...] = (self.ready, self.failed, self.unhealthy, self.configured)
-        self.busy.pop(tag, None)
-        self.last_lines.pop(tag, None)
-        self.models.pop(tag, None)
-        self.multiplexed.forget_replica(tag)
-        self.routing_stats.forget_replica(tag)
-        for each in (*levels, self.reconfigure_failed, self.rank_infos):
-            each.pop(tag, None)
+        levels: tuple[dict[ReplicaTag, Any], ...] = (
+            *(self.ready, self.failed, self.unhealthy, self.last_lines, self.busy, self.models),
+            *(self.configured, self.reconfigure_failed, self.rank_infos),
+        )
+        for level in levels:
+            level.pop(tag, None)
+        for reports in (self.multiplexed, self.routing_stats, self.loads, self.live):
+            reports.forget_replica(tag)
         self.gone.discard(tag)
         self.terminating.discard(tag)
         if self.moving == tag:
             self.moving = None
-        self.loads.forget_replica(tag)
-        self.live.forget_replica(tag)

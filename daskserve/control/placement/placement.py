@@ -130,7 +130,7 @@ class TentativeUsage:
 
     def used_by_replicas(self, worker: WorkerAddress) -> Mapping[str, float]:
         """Return the part of `used` that Dask's tasks cannot use; it includes all changes."""
-        own, before = self._state.occupied.by_replicas.get(worker, {}), self._state.used(worker)
+        own, before = self._state.used_by_replicas(worker), self._state.used(worker)
         used = self._used.get(worker, {})
         return {**own, **{name: own.get(name, 0) + used[name] - before.get(name, 0) for name in used}}
 
@@ -353,10 +353,7 @@ def _free(state: ResourceUsage, worker: WorkerInfo, names: Iterable[str]) -> dic
     free = {name: offered.get(name, 0) - used.get(name, 0) for name in names}
     if worker.taken_by_tasks:
         # Tasks may be in bundles, which count as used already.
-        if isinstance(state, TentativeUsage):
-            own = state.used_by_replicas(worker.address)
-        else:
-            own = state.occupied.by_replicas.get(worker.address, {})
+        own = state.used_by_replicas(worker.address)
         for name in worker.taken_by_tasks.keys() & free.keys():
             left = offered.get(name, 0) - own.get(name, 0) - worker.taken_by_tasks[name]
             free[name] = min(free[name], left)

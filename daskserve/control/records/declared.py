@@ -99,17 +99,3 @@ class Declared:
         yield from self.configs.values()
         if self.last.number:
             yield self.last
-
-    def keep(self, record: ConfigRecord | DeclarationRecord) -> None:
-        """Add a record."""
-        if isinstance(record, ConfigRecord):
-            self.configs[record.name] = record
-        else:
-            self.last = record
-
-    def forget(self, kind: str, name: str) -> None:
-        """Remove a record."""
-        if kind == ConfigRecord.KIND:
-            self.configs.pop(name, None)
-        else:
-            self.last = DeclarationRecord()

@@ -145,8 +145,9 @@ class EventLog:
         else:
             bisect.insort(self._numbers, row.number)
 
-    def forget(self, number: int) -> None:
-        """Remove a row."""
+    def forget(self, name: str) -> None:
+        """Remove the row with a number."""
+        number = int(name)
         row = self._rows.pop(number, None)
         if row is not None:
             self.count -= len(row.entries)

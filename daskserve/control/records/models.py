@@ -45,6 +45,8 @@ class ModelsRecord:
     rollouts : dict
         The last rollout of each model, as plain values of a
         `daskserve.control.records.rollout.RolloutState`.
+    unloaded_by : str
+        Id of the last call that unloaded something, which distinguishes a retry from a second call.
     """
 
     KIND: ClassVar[str] = "models"
@@ -54,6 +56,7 @@ class ModelsRecord:
     defaults: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 0
     rollouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unloaded_by: str = ""
 
     @property
     def key(self) -> str:

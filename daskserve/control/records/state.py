@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from daskserve.common.types import (
     BackendTag,
@@ -36,8 +37,6 @@ from daskserve.control.records.records import (
 )
 from daskserve.control.records.revisions import RevisionRecord, Revisions
 
-_REPLICA = "replica/"
-
 
 class Codes(dict[str, CodeRecord]):
     """All code by name, with an index by backend.
@@ -57,7 +56,6 @@ class Codes(dict[str, CodeRecord]):
 
     def keep(self, code: CodeRecord) -> None:
         """Add a record."""
-        self.forget(code.name)
         self[code.name] = code
         self._of.setdefault(code.backend, {})[code.name] = None
         self.unused_bytes += self._unused(code.name)
@@ -185,6 +183,10 @@ class State:
         """Return the amounts that the replicas on a worker occupy, by resource."""
         return self.occupied.used.get(worker, {})
 
+    def used_by_replicas(self, worker: WorkerAddress) -> Mapping[str, float]:
+        """Return the part of `used` that Dask's tasks cannot use."""
+        return self.occupied.by_replicas.get(worker, {})
+
     def endpoints_of(self, backend: BackendTag) -> list[EndpointTag]:
         """Return the endpoints whose traffic or shadows name a backend."""
         return list(self._endpoints_of.get(backend, ()))
@@ -200,80 +202,68 @@ class State:
 
     def apply(self, change: Change) -> None:
         """Apply a change that is in the store."""
+        plain: Mapping[str, dict[str, Any]] = {
+            GoalRecord.KIND: self.goals,
+            ModelsRecord.KIND: self.models,
+            DeathsRecord.KIND: self.events.deaths,
+            ConfigRecord.KIND: self.declared.configs,
+        }
+        tables: Mapping[str, Any] = {
+            CodeRecord.KIND: self.codes,
+            AppRecord.KIND: self.apps,
+            ProxyRecord.KIND: self.proxies,
+            RevisionRecord.KIND: self.revisions,
+            EventsRecord.KIND: self.events,
+        }
         for key, record in change.items():
-            if key.startswith(_REPLICA):
-                self._replace_replica(key.removeprefix(_REPLICA), record)
-                continue
-            self._forget(key)
-            if record is not None:
+            kind, _, name = key.partition("/")
+            if kind == ReplicaRecord.KIND:
+                self._replace_replica(name, record)
+            elif kind in plain:
+                plain[kind].pop(name, None)
+                if record is not None:
+                    plain[kind][name] = record
+            elif kind in tables:
+                tables[kind].forget(name)
+                if record is not None:
+                    tables[kind].keep(record)
+            else:
+                self._forget(kind, name)
                 self._keep(record)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record | None) -> None:
         if isinstance(record, BackendRecord):
             self.backends[record.tag] = record
             self.codes.use(record.code_key)
             self.apps.add(record)
             if record.autoscaling is not None:
                 self.autoscaled.add(record.tag)
-        elif isinstance(record, CodeRecord):
-            self.codes.keep(record)
-        elif isinstance(record, AppRecord):
-            self.apps.keep(record)
-        elif isinstance(record, ConfigRecord | DeclarationRecord):
-            self.declared.keep(record)
-        elif isinstance(record, GoalRecord):
-            self.goals[record.goal_id] = record
-        elif isinstance(record, ProxyRecord):
-            self.proxies.keep(record)
-        elif isinstance(record, CapacityRecord):
-            self.capacity = record
-        elif isinstance(record, ModelsRecord):
-            self.models[record.backend] = record
-        elif isinstance(record, DeathsRecord):
-            self.events.deaths[record.backend] = record
-        elif isinstance(record, RevisionRecord):
-            self.revisions.keep(record)
-        elif isinstance(record, EventsRecord):
-            self.events.keep(record)
         elif isinstance(record, EndpointRecord):
             self.endpoints[record.name] = record
             if record.route is not None:
                 self._endpoint_by_route[record.route] = record.name
             for backend in (*record.traffic, *record.shadows):
                 self._endpoints_of.setdefault(backend, {})[record.name] = None
+        elif isinstance(record, DeclarationRecord):
+            self.declared.last = record
+        elif isinstance(record, CapacityRecord):
+            self.capacity = record
 
-    def _forget(self, key: str) -> None:
-        kind, _, name = key.partition("/")
-        if kind == "backend":
+    def _forget(self, kind: str, name: str) -> None:
+        if kind == BackendRecord.KIND:
             backend = self.backends.pop(name, None)
             if backend is not None:
                 self.apps.remove(backend)
                 self.codes.release(backend.code_key)
             self.autoscaled.discard(name)
-        elif kind == "code":
-            self.codes.forget(name)
-        elif kind == "app":
-            self.apps.forget(name)
-        elif kind == "goal":
-            self.goals.pop(name, None)
-        elif kind in (ConfigRecord.KIND, DeclarationRecord.KIND):
-            self.declared.forget(kind, name)
-        elif kind == "proxy":
-            self.proxies.forget(name)
-        elif kind == "capacity":
-            self.capacity = CapacityRecord()
-        elif kind == "models":
-            self.models.pop(name, None)
-        elif kind == DeathsRecord.KIND:
-            self.events.deaths.pop(name, None)
-        elif kind == "revision":
-            self.revisions.forget(name)
-        elif kind == "event":
-            self.events.forget(int(name))
-        elif kind == "endpoint":
+        elif kind == EndpointRecord.KIND:
             endpoint = self.endpoints.pop(name, None)
             if endpoint is not None:
                 self._unindex_endpoint(endpoint)
+        elif kind == DeclarationRecord.KIND:
+            self.declared.last = DeclarationRecord()
+        elif kind == CapacityRecord.KIND:
+            self.capacity = CapacityRecord()
 
     def _unindex_endpoint(self, endpoint: EndpointRecord) -> None:
         # Another endpoint may have taken the route earlier in the same change.

@@ -62,7 +62,7 @@ class _Item:
 
 RequestQueue = BatchQueue[_Item, Any]
 
-#: The attributes of coroutines, async generators and generators for their frame, and for what they await.
+#: The attributes of coroutines, async generators and generators for their frame, and for the awaited object.
 _FRAMES = ("cr_frame", "ag_frame", "gi_frame")
 _AWAITED = ("cr_await", "ag_await", "gi_yieldfrom")
 

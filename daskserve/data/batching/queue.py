@@ -284,7 +284,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
                 size = self._measure([entry.item for entry in entries[: key_queue.fitting + 1]], limit)
             except BaseException as error:  # SystemExit of user code, too: it must not end the loop
                 if key_queue.fitting:
-                    # Each item is valid alone, so the next one goes into another batch.
+                    # Each item is valid alone, so the next one belongs to another batch.
                     key_queue.is_full = True
                 else:
                     _settle([entries.pop(0)], [error])  # the limit was lowered meanwhile

@@ -1,1 +1,1 @@
-"""Model multiplexing: many models in few replicas, loaded when they are first asked for."""
+"""Model multiplexing: many models in few replicas, each loaded with its first request."""

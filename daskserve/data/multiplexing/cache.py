@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 ModelState: TypeAlias = Literal["queued", "loading", "loaded", "leaving"]
@@ -35,37 +36,24 @@ COMPARED: Final = 64
 REMEMBERED: Final = (10, 256, 10_000)
 
 
+@dataclass(eq=False, slots=True)
 class CachedModel:
     """One model, from its first request until it is unloaded."""
 
-    __slots__ = (
-        "count",
-        "counted_at",
-        "has_model",
-        "holders",
-        "id",
-        "model",
-        "size_bytes",
-        "state",
-        "used_at",
-        "waiting",
-    )
-
-    def __init__(self, model_id: str) -> None:
-        self.id = model_id
-        self.state: ModelState = QUEUED
-        #: The loaded object, which may be None, and whether there is one.
-        self.model: Any = None
-        self.has_model = False
-        self.size_bytes = 0
-        #: The numbers of the requests that use it.
-        self.holders: set[int] = set()
-        #: The number of callers that wait for its load.
-        self.waiting = 0
-        #: When it was last used, on the clock of the caller.
-        self.used_at = 0.0
-        self.count = 0.0
-        self.counted_at = 0
+    id: str
+    state: ModelState = QUEUED
+    #: The loaded object, which may be None, and whether there is one.
+    model: Any = None
+    has_model: bool = False
+    size_bytes: int = 0
+    #: The numbers of the requests that use it.
+    holders: set[int] = field(default_factory=set)
+    #: The number of callers that wait for its load.
+    waiting: int = 0
+    #: When it was last used, on the clock of the caller.
+    used_at: float = 0.0
+    count: float = 0.0
+    counted_at: int = 0
 
     def __repr__(self) -> str:
         return f"<{self.id} {self.state} holders={len(self.holders)} waiting={self.waiting}>"

@@ -39,7 +39,7 @@ class MultiplexedFunction(FunctionLike):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         if kwargs or len(args) != self._count:
-            args = self._signature.bind(*args, **kwargs).args  # raises what Python does
+            args = self._signature.bind(*args, **kwargs).args  # raises the same errors as a call
         return self._get(self._loader(args[0] if self._count > 1 else None), args)
 
     async def _get(self, loader: ModelLoader, args: tuple[Any, ...]) -> Any:

@@ -255,7 +255,7 @@ class ModelLoader:
         except asyncio.CancelledError as raised:
             # A cancellation that user code raised itself is an error like others.
             error = Again() if load.is_cancelled or is_cancelling() else raised
-        except BaseException as raised:  # SystemExit of user code, too, goes to the callers
+        except BaseException as raised:  # SystemExit of user code, too
             error = raised
         with self._lock:
             if self._loads.get(load.entry.id) is load:

@@ -20,7 +20,7 @@ UNLOAD_TIMEOUT_S = 30.0
 
 
 async def unload(model: Any, hook: Callable[[Any], Any] | None, *, name: str) -> None:
-    """Call what unloads a model: ``hook``, or its ``__del__``, ``aclose`` or ``close``.
+    """Unload a model by ``hook``, or else by its ``__del__``, ``aclose`` or ``close``.
 
     An async function is awaited, and a plain one runs in a new thread. Errors and timeouts are logged.
     """

@@ -13,7 +13,7 @@ from daskserve.data.replica.user_code.construction import Stage
 from daskserve.telemetry.table import MetricSample
 from daskserve.telemetry.user import UserSample
 
-if TYPE_CHECKING:  # a child process does not load what starts children
+if TYPE_CHECKING:  # a child process does not import this module
     from daskserve.cluster.worker.child import ChildProcess
 
 #: How long user code may take to handle its cancellation, and how long its threads may take to end. The

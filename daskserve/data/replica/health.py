@@ -92,7 +92,7 @@ class HealthWatch:
             await asyncio.wait([self._task])
 
     async def check(self) -> None:
-        """Probe once; raise what the probe raised, or `TimeoutError`."""
+        """Probe once; raise the error of the probe, or `TimeoutError`."""
         began = stopwatch()
         try:
             await self._clock.wait_for(self._probe(), self._timeout_s)
@@ -109,7 +109,7 @@ class HealthWatch:
             except TimeoutError:
                 self._fail(f"the probe did not return within {shown(self._timeout_s)} s")
             except Exception as error:
-                # Any error of user code or of a child process: finding these is what the probe is for.
+                # Any error of user code or of a child process is a failed probe.
                 self._fail(text_of(error))
             else:
                 self._failures, self._detail = 0, ""

@@ -285,7 +285,7 @@ class LocalCode:
         serving = self._serving
         if serving is None:
             raise self.slots.not_running()
-        kind: type[LocalRequest]
+        kind: Any
         if envelope.kind is EnvelopeKind.HTTP:
             kind = LocalHTTPRequest
         elif envelope.kind is EnvelopeKind.CALL:

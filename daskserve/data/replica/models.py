@@ -28,6 +28,7 @@ from daskserve.data.replica.execution.executor import UserExecutor
 from daskserve.data.replica.user_code.definitions import is_async
 from daskserve.data.replica.user_code.servable import Servable
 from daskserve.errors import BadRequestError, RequestTimeoutError
+from daskserve.loops.threads import in_daemon
 from daskserve.payload.model_files import file_system, fingerprint, list_models
 from daskserve.payload.packed_errors import packed_here
 
@@ -194,7 +195,7 @@ class ReplicaModels(Models):
         except TimeoutError as error:
             self._release(name, version)
             if self._clock.now() - self._loading[f"{name}/{version}"] < 0.99 * limit_s:
-                raise  # an error of the user's
+                raise  # an error of user code
             raise RequestTimeoutError(
                 f"{doing} after {shown(limit_s)} s, the load_timeout_s of model_repository."
             ) from error
@@ -255,7 +256,8 @@ def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:
 
 async def _fetched_within(limit_s: float, clock: Clock, *place: str) -> tuple[str, int | None]:
     """As `fetched`; raise `TimeoutError` if it takes longer. A download that ends later is not held."""
-    fetching = asyncio.ensure_future(asyncio.to_thread(fetched, *place))
+    # Not in a thread of the worker's pool, because the download may hang.
+    fetching = asyncio.ensure_future(in_daemon("daskserve-download", lambda _: fetched(*place)))
     try:
         return await clock.wait_for(asyncio.shield(fetching), limit_s)
     except BaseException:

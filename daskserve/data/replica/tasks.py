@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -231,7 +231,7 @@ class ReplicaTasks:
         elif self._adapter is not None:
             try:
                 self._adapter.pause_consumer()
-            except Exception:  # of an adapter of the user's
+            except Exception:  # of a user's adapter
                 logger.exception("Replica %s could not pause its consumer", short_tag(self._tag))
 
     async def close(self, grace_s: float) -> None:
@@ -243,15 +243,19 @@ class ReplicaTasks:
         # The other threads may wait for a queue that does not answer.
         closing = ThreadPoolExecutor(1, "daskserve-task-queue")
         call = partial(asyncio.get_running_loop().run_in_executor, closing)
+        stops: list[Callable[[], Awaitable[Any]]] = []
+        if self._consumer is not None:
+            stops.append(partial(self._consumer.close, grace_s))
+        elif adapter is not None:
+            stops.append(partial(call, adapter.stop_consumer, grace_s))
+        if adapter is not None:
+            stops.append(partial(call, adapter.shutdown))
         try:
-            if self._consumer is not None:
-                await self._consumer.close(grace_s)
-            elif adapter is not None:
-                await call(adapter.stop_consumer, grace_s)
-            if adapter is not None:
-                await call(adapter.shutdown)
-        except Exception:  # of an adapter of the user's
-            logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
+            for stop in stops:
+                try:
+                    await stop()
+                except Exception:  # of a user's adapter
+                    logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
         finally:
             for each in (self._threads, closing):
                 each.shutdown(wait=False)

@@ -17,6 +17,7 @@ from store_harness import commit, editing, in_thread, opened, sqlite_half
 from daskserve.cluster.protocols.base import InstanceStore, StoreChange
 from daskserve.cluster.store import sqlite as store_sqlite
 from daskserve.cluster.store.opening import StoreError, StoreUnavailableError, open_store
+from daskserve.cluster.store.sqlite_rows import scan
 
 
 def sqlite_store(path: Path | str, instance: str = "i") -> InstanceStore:
@@ -278,3 +279,11 @@ def test_errors_without_a_name_are_translated(path: Path) -> None:
     action: Callable[[], None] = fail
     with pytest.raises(StoreError, match="cannot be used: Nameless: what it was"):
         action()
+
+
+def test_only_damage_is_read_row_by_row() -> None:
+    with (
+        closing(sqlite3.connect(":memory:")) as db,
+        pytest.raises(sqlite3.OperationalError, match="no such table"),
+    ):
+        scan(db, "i")

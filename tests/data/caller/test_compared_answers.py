@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
-from daskserve.data.caller.routing.shadow import Answer, AnswerComparer
+from tables import case
+
+from daskserve.data.caller.routing.shadow import (
+    KEPT_DIFFERENCES,
+    MAX_COMPARED_BYTES,
+    MAX_PENDING,
+    Answer,
+    AnswerComparer,
+    HTTPAnswer,
+)
 from daskserve.payload.pickling import dump
 from daskserve.testing import wait_until
 
@@ -46,3 +56,92 @@ async def test_a_difference_that_cannot_be_shown_counts() -> None:
     await comparer.compare("call", old, Answer(), asyncio.create_task(asyncio.sleep(0)))
     assert (comparer.compared, comparer.different, comparer.failed) == (1, 1, 0)
     assert list(comparer.samples) == ["call: <Unshown> != []"]
+
+
+def answer(*messages: dict[str, Any], error: Exception | None = None) -> Answer:
+    made = Answer()
+    for each in messages:
+        made.note(each)
+    made.error = error
+    return made
+
+
+def http(status: int, *bodies: bytes, **headers: str) -> Answer:
+    named = [(name.encode(), value.encode()) for name, value in headers.items()]
+    start = {"type": "http.response.start", "status": status, "headers": named}
+    return answer(start, *({"type": "http.response.body", "body": each} for each in bodies))
+
+
+def call(*values: Any) -> Answer:
+    return answer(*({"type": "call.answer", "payload": dump(each)} for each in values))
+
+
+async def compared(comparer: AnswerComparer, old: Answer, new: Answer) -> None:
+    comparer.begin()
+    await comparer.compare("q", old, new, asyncio.create_task(asyncio.sleep(0)))
+
+
+async def test_answers_are_compared_by_their_values_and_errors_by_their_kind() -> None:
+    for old, new, difference in (
+        (call(1), call(1), ""),
+        (call(1), call(2), "q: 1 != 2"),
+        (call(1, 2), call(1, 2), ""),
+        (call(1, 2), call(1), "q: [1, 2] != 1"),
+        (call("a" * 1000), call("b"), None),
+        (http(200, b"a", b"b"), http(200, b"ab"), ""),
+        (http(200, b"a", x="1"), http(200, b"a", x="2"), ""),
+        (http(200, b"a"), http(201, b"a"), "q: 200 b'a' != 201 b'a'"),
+        (http(200, b"a"), http(200, b"b"), "q: 200 b'a' != 200 b'b'"),
+        (answer(error=KeyError("a")), answer(error=KeyError("b")), ""),
+        (answer(error=KeyError("a")), answer(error=ValueError("a")), "q: KeyError: 'a' != ValueError: a"),
+        (call(1), answer(error=KeyError("a")), "q: 1 != KeyError: 'a'"),
+    ):
+        with case(difference):
+            comparer = AnswerComparer(None)
+            await compared(comparer, old, new)
+            assert (comparer.compared, comparer.failed, comparer.trouble) == (1, 0, "")
+            assert comparer.different == (difference != "")
+            if difference is not None:
+                assert list(comparer.samples) == [each for each in [difference] if each]
+
+
+def by_header(old: HTTPAnswer, new: HTTPAnswer) -> bool:
+    return dict(old.headers) == dict(new.headers)
+
+
+def refuses(old: object, new: object) -> bool:
+    raise SystemExit("not comparable")
+
+
+async def test_a_function_of_the_user_compares_and_may_fail() -> None:
+    comparer = AnswerComparer(f"{__name__}:by_header")
+    await compared(comparer, http(200, b"a", x="1"), http(500, b"b", x="1"))
+    await compared(comparer, http(200, b"a", x="1"), http(200, b"a", x="2"))
+    assert comparer.plain() == [2, 1, ["q: 200 b'a' != 200 b'a'"], 0, ""]
+    failing = AnswerComparer(f"{__name__}:refuses")
+    await compared(failing, call(1), call(1))
+    assert failing.plain() == [0, 0, [], 1, f"{__name__}:refuses raised SystemExit: not comparable"]
+
+
+async def test_answers_that_are_too_large_or_never_came_are_not_compared() -> None:
+    comparer = AnswerComparer(None)
+    large = http(200, b"x" * (MAX_COMPARED_BYTES + 1))
+    assert not large.is_whole
+    for old, new in ((large, call(1)), (call(1), large)):
+        await compared(comparer, old, new)
+    assert http(200, b"x" * (MAX_COMPARED_BYTES // 2)).is_whole
+    copy = asyncio.create_task(asyncio.sleep(30))
+    copy.cancel()
+    comparer.begin()
+    await comparer.compare("q", call(1), call(2), copy)
+    assert comparer.plain() == [0, 0, [], 0, ""]
+    for _ in range(MAX_PENDING):
+        assert comparer.has_room
+        comparer.begin()
+    assert not comparer.has_room
+    comparer.skip()
+    assert comparer.has_room
+    for number in range(KEPT_DIFFERENCES + 1):
+        await compared(comparer, call(number), call(-1))
+    assert len(comparer.samples) == KEPT_DIFFERENCES
+    assert comparer.samples[0] == "q: 1 != -1"

@@ -18,6 +18,7 @@ import pytest
 import daskserve as serve
 from daskserve import errors
 from daskserve.client.client import Client
+from daskserve.data.caller.calls.broadcast import BroadcastResponse
 from daskserve.errors import (
     BadRequestError,
     ClosedError,
@@ -25,10 +26,12 @@ from daskserve.errors import (
     ReplicaStartError,
     ReplicaUnavailableError,
     RequestCancelledError,
+    RequestTimeoutError,
     ServeError,
     StreamOptionError,
     UserCodeError,
 )
+from daskserve.loops.pending_call import PendingCall
 from daskserve.testing import local_instance
 
 DEADLINE_S = 20.0
@@ -352,6 +355,15 @@ def test_a_broadcast_reaches_every_replica_even_a_full_one(client: Client) -> No
     assert sorted(each.result(DEADLINE_S) for each in waiting) == tags
 
 
+def test_a_broadcast_that_was_not_sent_raises_why() -> None:
+    """That may be a timeout, too, and is not one of the answers."""
+    future: PendingCall[Any] = PendingCall()
+    error = RequestTimeoutError("The controller sent no update.")
+    connection: Any = SimpleNamespace(runs_here=lambda: future.set_error(error))  # asked before the wait
+    with pytest.raises(RequestTimeoutError, match="sent no update"):
+        BroadcastResponse(future, connection, "id").results()
+
+
 def test_a_chosen_replica_keeps_a_slot_for_one_call(client: Client) -> None:
     client.deploy("chosen", Echo, config={"num_replicas": 2, "max_concurrent_queries": 1})
     handle = client.get_handle("chosen")
@@ -391,6 +403,20 @@ def test_a_chosen_replica_is_that_of_the_session_and_waits_with_its_priority(cli
             same = handle.options(session_id=session)
             async with same.choose_replica() as selection:
                 assert await same.who.dispatch(selection) == await same.who.remote()
+
+    run(main())
+
+
+def test_a_dispatched_call_ends_at_its_timeout_and_frees_the_slot(client: Client) -> None:
+    client.deploy("timed", Echo, config={"max_concurrent_queries": 1})
+    handle = client.get_handle("timed")
+
+    async def main() -> None:
+        async with handle.choose_replica() as selection:
+            late = handle.options(method_name="hang", timeout_s=0.05).dispatch(selection)
+            with pytest.raises(TimeoutError, match="was not answered before its deadline"):
+                await asyncio.wait_for(late, DEADLINE_S)
+            assert await handle.remote(1) == 1
 
     run(main())
 

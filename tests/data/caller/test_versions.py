@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from tables import each_case
 
 from daskserve.common.types import Envelope, EnvelopeKind, Message, Receive, Send
 from daskserve.data.caller.routing.versions import Versions
-from daskserve.errors import BackPressureError, BadRequestError, NotFoundError
+from daskserve.data.version_counts import is_fault, sent
+from daskserve.errors import (
+    BackPressureError,
+    BadRequestError,
+    NotFoundError,
+    RequestTimeoutError,
+    ServeError,
+    UnavailableError,
+)
+from daskserve.payload.packed_errors import pack_all, received_error
 
 VALUE = {"key": "r/0/0.25", "share": 0.25, "names": ["2", "1"], "sticky": None}
 
@@ -120,3 +130,79 @@ async def test_a_missed_deadline_is_a_failure_and_a_client_that_leaves_is_not() 
             await stage.send(deadline=deadline)
         found = stage.versions.plain()
         assert (None if found is None else found["new"][:2]) == expected
+
+
+# ---- how requests end for the version that served them
+
+
+class Refused(Exception):
+    status_code = 404
+
+
+class Broken(Exception):
+    status_code = 500
+
+
+@each_case(
+    ("error", "expected"),
+    [
+        (KeyError("a"), True),
+        (BadRequestError("a"), False),
+        (RequestTimeoutError("a"), False),
+        (UnavailableError("a"), True),
+        (ServeError("a"), True),
+        (Refused(), False),
+        (Broken(), True),
+    ],
+)
+def test_an_error_is_a_fault_of_the_version_unless_the_caller_made_a_mistake(
+    error: Exception, expected: bool
+) -> None:
+    assert is_fault(error) == expected
+    if type(error) is not Refused:
+        assert is_fault(received_error(pack_all(error).data)) == expected, "as it comes from a replica"
+
+
+async def ended_with(call: Any, kind: EnvelopeKind = EnvelopeKind.CALL, **head: Any) -> list[bool]:
+    """Return what is counted at the end of a request, at most one end."""
+    found: list[bool] = []
+    envelope = Envelope(kind, head, deadline=head.pop("deadline", None))
+
+    async def receive() -> Any:
+        return {}
+
+    async def send(message: Any) -> None: ...
+
+    with suppress(Exception, asyncio.CancelledError):
+        assert await sent(call, envelope, receive, send, found.append) == "value"
+    return found
+
+
+async def test_each_end_of_a_request_is_counted_once() -> None:
+    now = asyncio.get_running_loop().time()
+
+    def raising(error: BaseException) -> Any:
+        async def call(*_: Any) -> Any:
+            raise error
+
+        return call
+
+    def sending(*messages: Any) -> Any:
+        async def call(envelope: Any, receive: Any, send: Any) -> str:
+            for each in messages:
+                await send(each)
+            return "value"
+
+        return call
+
+    http = EnvelopeKind.HTTP
+    assert await ended_with(sending()) == [False]
+    assert await ended_with(sending({"status": 499}, {"body": b""}), http, type="http") == [False]
+    assert await ended_with(sending({"status": 500}, {"body": b""}), http, type="http") == [True]
+    assert await ended_with(sending({"status": 500}), http, type="websocket") == [False]
+    assert await ended_with(raising(KeyError("a"))) == [True]
+    assert await ended_with(raising(BadRequestError("a"))) == [False]
+    assert await ended_with(raising(ConnectionResetError("the client left"))) == []
+    assert await ended_with(raising(asyncio.CancelledError())) == []
+    assert await ended_with(raising(asyncio.CancelledError()), deadline=now + 60) == []
+    assert await ended_with(raising(asyncio.CancelledError()), deadline=now - 1) == [True]

@@ -406,11 +406,11 @@ def answer(servable: Servable, head: dict[str, Any], *args: Any, **kwargs: Any) 
     method = servable.method(head.get("method", CALL))
     arguments = pickling.dump((args, kwargs))
     if method.is_async:
-        return pickling.load(asyncio.run(servable.answer_call(method, head, arguments)))
+        return asyncio.run(servable.answer_call(method, head, arguments)).load()
     result = servable.answer_call_in_thread(method, head, arguments)
     if isinstance(result, Unfinished):
         result = asyncio.run(servable.finish_call(method, result.result))
-    return pickling.load(result)
+    return result.load()
 
 
 def describe(request: Any) -> Any:

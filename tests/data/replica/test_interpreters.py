@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dask.config
 import pytest
 from tables import case
 
-from daskserve.data.replica.environment.interpreters import find_interpreter
+from daskserve.data.replica.environment.interpreters import find_interpreter, interpreter_of
+from daskserve.data.replica.environment.packages import MARK, folder_of
 from daskserve.errors import BadRequestError
-from daskserve.options.environment import Interpreter
+from daskserve.options.environment import Environment, Interpreter
 
 
 def make_environment(prefix: Path, *, is_conda: bool = True) -> Path:
@@ -104,3 +109,19 @@ def test_the_error_about_an_unknown_conda_environment_lists_all_searched_places(
 
 
 # ---- as an option of a backend
+
+
+async def test_installations_that_are_given_up_take_no_threads_of_the_worker(tmp_path: Path) -> None:
+    text = Environment(packages=["some-package"]).to_text()
+    folder = folder_of(["some-package"], tmp_path)
+    folder.mkdir()
+    (folder / MARK).touch()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with (
+        dask.config.set({"daskserve.process.environments-folder": str(tmp_path)}),
+        open(tmp_path / f"{folder.name}.lock", "w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as if another process were installing the packages
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(interpreter_of(text, {}), 0.1)
+        await asyncio.wait_for(asyncio.to_thread(len, ""), 10)

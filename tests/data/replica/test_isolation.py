@@ -178,7 +178,7 @@ def test_large_arrays_cross_out_of_band(model: Bench) -> None:
         await model.replica.handle(envelope).respond(reply.receive, reply.send)
         answer = reply.sent[0]["payload"]
         assert len(answer.data) < 10_000
-        ((echoed,), _) = pickling.load(answer)
+        ((echoed,), _) = answer.load()
         assert np.array_equal(echoed, array)
 
     model.run(scenario())
@@ -298,7 +298,7 @@ async def call_patiently(replica: Hosted, left_s: float = 60.0) -> Any:
     reply = Reply()
     await replica.handle(envelope).respond(reply.receive, reply.send)
     first, answer = reply.sent
-    return pickling.load(answer["payload"]), first
+    return answer["payload"].load(), first
 
 
 def test_requests_with_patience_wait_in_line_for_a_slot(model: Bench) -> None:

@@ -8,11 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from replica_starts import replica_start
 from tables import each_case
 
 from daskserve.common.clock import LoopClock
+from daskserve.data.replica.process.code import ChildCode
+from daskserve.data.replica.process.listening import KEY as SHARED_KEY
 from daskserve.data.replica.process.listening import LEAVE_S, ListeningChildren, answers_itself, with_children
 from daskserve.errors import ActorLostError
+from daskserve.telemetry.replica import ReplicaMetrics
+from daskserve.testing import run_virtual
 
 ENDPOINT = {"traffic": {"b": 1.0}, "shadows": {}}
 BACKEND = {"replicas": [["b#1", "tcp://w:1", 1]]}
@@ -169,6 +174,18 @@ async def test_a_child_leaves_the_port_while_no_endpoint_is_its_own() -> None:
     await found.children.remove("b#1", 0)
 
 
+async def test_endpoints_and_backends_are_watched_while_a_proxy_is_open() -> None:
+    cluster = Published()
+    found = await opened(cluster)
+    assert set(cluster.watchers) == {"endpoint/e", "backend/b"}
+    await found.children.close(found.port, 0)
+    found.children.note(routes={**ROUTES, "/other": {"endpoint": "other", "methods": ["GET"]}})
+    assert cluster.watchers == {}
+    found.children.open("proxy", b"start", [7], found.left.append, lambda endpoint: None)
+    assert set(cluster.watchers) == {"endpoint/e", "endpoint/other", "backend/b"}
+    await found.children.remove("b#1", 0)
+
+
 async def test_changes_at_once_are_told_once() -> None:
     cluster = Published()
     found = await opened(cluster)
@@ -239,3 +256,22 @@ async def test_a_lost_child_holds_up_nothing() -> None:
     assert not found.left[-1]
     await found.children.close(found.port, 0)
     await found.children.remove("b#1", 0)
+
+
+def test_draining_takes_no_longer_than_the_grace_period() -> None:
+    class Slow(ListeningChildren):
+        async def remove(self, replica_tag: str, grace_s: float) -> None:
+            await asyncio.sleep(grace_s)
+
+    async def main() -> None:
+        clock, cluster = LoopClock(), Published()
+        cluster.shared[SHARED_KEY] = Slow(cluster)  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(clock=clock, cluster=cluster)
+        code = ChildCode(context, replica_start(len, concurrency=1), ReplicaMetrics())
+        code.slots.ongoing = 1
+        began = clock.now()
+        with pytest.raises(TimeoutError):
+            await code.drain(5.0)
+        assert clock.now() - began == 5.0
+
+    run_virtual(main)

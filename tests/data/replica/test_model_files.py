@@ -88,8 +88,10 @@ async def test_a_download_that_ends_after_its_timeout_is_not_held(
     wanted = {"m": {"versions": {"1": 0}, "default": "1"}}
     with pytest.raises(RequestTimeoutError, match="were not fetched after"):
         await models.start(object(), servable, wanted)  # type: ignore[arg-type]
+    (thread,) = [each for each in threading.enumerate() if each.name == "daskserve-download"]
     may_end.set()
-    await asyncio.get_running_loop().shutdown_default_executor()
-    await asyncio.sleep(0)
+    thread.join()
+    for _ in range(4):
+        await asyncio.sleep(0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held)

@@ -281,6 +281,23 @@ def test_a_batch_job_leaves_a_slot_of_several_to_live_requests() -> None:
     run_virtual(main)
 
 
+def test_an_http_request_with_the_priority_of_a_batch_job_gives_its_slot_back() -> None:
+    async def main() -> None:
+        holder, live = Holder(2), Envelope(EnvelopeKind.CALL, {})
+        batch = Envelope(EnvelopeKind.HTTP, {"type": "http"}, queue_timeout=QueueTimeout(9.0, 0.0, -60))
+        for _ in range(3):
+            assert holder.take_nowait(live)
+            assert holder.take_nowait(live)
+            waiting = asyncio.create_task(holder.take(batch, _note_nothing))
+            await asyncio.sleep(0)
+            holder.free(live)
+            holder.free(live)
+            await waiting
+            holder.free(batch)
+
+    run_virtual(main)
+
+
 def test_a_refusal_has_the_load_of_the_replica_but_none_if_it_is_kept_free_of_batch_jobs() -> None:
     """With a load, the router of a batch job would wait for that load to end."""
 

@@ -251,7 +251,7 @@ def test_the_result_of_a_call_comes_with_the_load_after_it(method: str, place: s
         assert replica.load() == Load(1, 0)
         message, load = await answers.end()
         assert message is not None
-        assert pickling.load(message["payload"]) == 7
+        assert message["payload"].load() == 7
         assert load == replica.load() == Load(0, 0)
         give_up()  # does nothing any more
         assert len(answers.ends) == 1

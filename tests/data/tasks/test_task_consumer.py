@@ -82,6 +82,64 @@ async def test_an_end_that_cannot_be_kept_stops_no_other(queue: SqliteQueue) -> 
     await made.close(1.0)
 
 
+async def test_a_fault_of_the_consumer_is_logged_and_one_of_the_queue_once_it_lasts(
+    queue: SqliteQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[Exception] = []
+
+    async def call(function: Any, *args: Any) -> Any:
+        if errors and function == queue.claim:
+            raise errors.pop(0)
+        return await inline(function, *args)
+
+    async def run(task: Task) -> bytes:
+        return b"r"
+
+    def none_left() -> bool:
+        return not errors
+
+    for given, fault, warned in (
+        ([KeyError("a fault")], True, False),
+        ([TaskQueueError("it is away")], False, False),
+        ([TaskQueueError("it is away")] * 2, False, True),
+    ):
+        caplog.clear()
+        errors += given
+        made = consumer(queue, run, call)
+        made.start()
+        await until(none_left)
+        task_id = f"a{len(given)}{fault}"
+        add(queue, task_id)
+        await until(lambda id=task_id: kept(queue, id).has_ended)
+        await made.close(1.0)
+        assert ("the consumer failed, and goes on" in caplog.text) == fault
+        assert ("it is away" in caplog.text) == warned
+
+
+async def test_tasks_whose_consumer_is_lost_go_to_another_one(
+    queue: SqliteQueue,
+) -> None:
+    ran: list[str] = []
+
+    async def run(task: Task) -> bytes:
+        ran.append(task.id)
+        return b"r"
+
+    add(queue, "a", "b", "c")
+    claimed = {each.id: each for each in queue.claim("q", "lost", 3, time.time(), 0.0)}
+    queue.write([Change(states.cancelled(claimed["c"], time.time(), RetryRules()))])
+    made = consumer(queue, run)
+    made.start()
+    await until(lambda: all(kept(queue, id).has_ended for id in "abc"))
+    await made.close(1.0)
+    assert sorted(ran) == ["a", "b"]
+    assert [(kept(queue, id).state, kept(queue, id).losses) for id in "abc"] == [
+        (TaskState.DONE, 1),
+        (TaskState.DONE, 1),
+        (TaskState.CANCELLED, 0),
+    ]
+
+
 class EarlyQueue(SqliteQueue):
     """Says that a task is there which its consumer does not see yet, as with clocks that differ."""
 

@@ -464,6 +464,7 @@ class Direct(TaskProcessorAdapter):
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
         self.calls.append("stop")
+        raise RuntimeError("The broker does not answer.")
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

@@ -96,3 +96,15 @@ def test_metrics_of_deleted_routes_are_dropped_beyond_a_limit() -> None:
         ("i", "/0", "e", "GET", "200"),
         ("i", "/a", "e", "GET", "200"),
     }
+
+
+def test_totals_add_up_all_routes_of_an_endpoint() -> None:
+    metrics = IngressMetrics()
+    for route in (ROUTE, Route("/b", "e", frozenset(("GET",))), Route("/c", "f", frozenset(("GET",)))):
+        for status in (200, 404, 500, 503):
+            metrics.observe(route, "GET", status, 0.01, "")
+    metrics.observe(NO_ROUTE, "GET", 502, 0.01, "")
+    found = metrics.totals()
+    assert (found["ended"], found["failed"]) == (13, 7)
+    assert found["endpoints"] == {"e": [8, 4], "f": [4, 2]}
+    assert sum(found["latency_counts"]) == 13

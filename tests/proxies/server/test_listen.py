@@ -13,6 +13,7 @@ import pytest
 from tables import each_case
 
 from daskserve.errors import BadRequestError, InstanceError, PortInUseError
+from daskserve.options.http import HTTPOptions, Location
 from daskserve.proxies.server import listen
 
 needs_reuse_port = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="no SO_REUSEPORT here")
@@ -177,3 +178,21 @@ def test_a_free_port_is_free_in_all_address_families() -> None:
                 assert len(sockets) == 2
                 port_of(sockets)
     assert len(asked) == 4
+
+
+def test_ports_are_checked_before_anything_starts_unless_nothing_will_listen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        listen.check_ports(HTTPOptions(host="127.0.0.1", port=0))
+        listen.check_ports(HTTPOptions(host="127.0.0.1", port=port, location=Location.NO_SERVER))
+        with pytest.raises(PortInUseError, match=rf"{port}"):
+            listen.check_ports(HTTPOptions(host="127.0.0.1", port=port))
+        with pytest.raises(PortInUseError, match="health_port"):
+            listen.check_ports(HTTPOptions(host="127.0.0.1", port=0, health_port=port))
+        with pytest.raises(PortInUseError, match="health_port"):
+            listen.check_ports(
+                HTTPOptions(host="127.0.0.2", port=0, health_port=port, health_host="127.0.0.1")
+            )
+    listen.check_ports(HTTPOptions(host="127.0.0.1", port=0, health_port=port))

@@ -55,13 +55,13 @@ def continuous_batch(
 
     It decorates the function or method that makes a step. Each caller calls it with its own arguments and
     gets an async iterator of its own outputs. The function itself gets the list of active requests
-    (`ActiveRequest`), makes one step for all of them, and returns one output per request, in order. In the
-    place of an output, None is no output in this step, ``StopIteration`` ends the request, and an exception
-    ends it with that error. ``request.finish()`` ends it with the output of this step.
+    (`ActiveRequest`), makes one step for all of them, and returns one output per request, in order. Instead
+    of an output, it may return None for no output in this step, ``StopIteration`` to end the request, or an
+    exception to end it with that error. ``request.finish()`` ends it with the output of this step.
 
     ``@name.prefill`` decorates a function that is called once for requests that join, before their first
-    step. It takes a list of them and returns a list of their states, which they have as ``request.state``.
-    ``@name.release`` decorates a function that frees what the model holds for requests that have left. It
+    step. It takes a list of them and returns a list of their states, which become ``request.state``.
+    ``@name.release`` decorates a function that frees the model's resources for requests that have left. It
     takes a list of them: they are done, have failed, were preempted, or their callers have left, timed out
     or were cancelled.
 
@@ -90,15 +90,15 @@ def continuous_batch(
         Takes the arguments of a call and returns its cost before its first step, such as the number of tokens
         of its prompt. Default: 0.
     cost_per_step : float
-        By how much the cost of an active request grows with each step.
+        The growth of the cost of an active request per step.
     priority_fn : callable, optional
         Takes the arguments of a call and returns a number. Calls with higher numbers join first, and are
         preempted last.
     user_fn : callable, optional
-        Takes the arguments of a call and returns whose it is. Users get equal shares of the steps while they
-        have calls of the same priority.
+        Takes the arguments of a call and returns its user, any hashable value. Users get equal shares of the
+        steps while they have calls of the same priority.
     max_outputs : int
-        A call with more outputs fails.
+        Maximum number of outputs of a call; a call with more fails.
     step_timeout_s : float, optional
         If a call of one of the functions takes longer, its requests get a `RequestTimeoutError`; those that
         wait, and new ones until it returns, get an `UnavailableError`. Default: no limit.

@@ -140,7 +140,7 @@ class Engine:
         return 0.0 if began is None else max(0.0, self._loop_calls.loop.time() - began)
 
     def add(self, request: ActiveRequest) -> None:
-        """Add a request; raise what `Slots.add` raises, and `UnavailableError` while a step is late."""
+        """Add a request; raise the errors of `Slots.add`, or `UnavailableError` while a step is late."""
         running_s = self.running_s()
         if self._step_timeout_s is not None and running_s >= self._step_timeout_s:
             raise UnavailableError(self._late_text(running_s))

@@ -166,7 +166,7 @@ class ContinuousFunction(InstanceFunction[_State], _Settings):
         return self._add("prefill", function)
 
     def release(self, function: FunctionT) -> FunctionT:
-        """Set the function that frees what the model holds for requests that have left; it takes a list."""
+        """Set the function that frees the model's resources for requests that have left; it takes a list."""
         return self._add("release", function)
 
     def _add(self, name: str, function: FunctionT) -> FunctionT:

@@ -29,14 +29,14 @@ MOVES: Mapping[str, tuple[frozenset[RequestState], RequestState]] = {
 
 
 class ActiveRequest:
-    """A request of a continuous batch: what ``prefill``, ``step`` and ``release`` get lists of.
+    """A request of a continuous batch; ``prefill``, ``step`` and ``release`` get lists of them.
 
     Attributes
     ----------
     args, kwargs : tuple, dict
         The arguments of the call.
     state : any
-        What ``prefill`` returned for it; user code may replace it. None before, and after ``release``.
+        The result of ``prefill`` for it; user code may replace it. None before, and after ``release``.
     outputs : list
         The outputs so far. In ``prefill``, there are some if the request was preempted, or continues a
         request of another replica: the next output then follows them. Do not change the list.
@@ -46,9 +46,9 @@ class ActiveRequest:
     cost : float
         Its share of ``max_cost`` so far.
     priority : float
-        What ``priority_fn`` returned; 0 without one.
+        The result of ``priority_fn``; 0 without one.
     user : hashable
-        What ``user_fn`` returned; None without one.
+        The result of ``user_fn``; None without one.
     request_id : str
         The id of the request to the replica that made the call; empty outside of requests.
     preemptions : int
@@ -110,7 +110,7 @@ class ActiveRequest:
         self.number = -1
         #: The error that ended it, with its traceback at the time; its caller gets it after the outputs.
         self.error: tuple[Exception, TracebackType | None] | None = None
-        #: How many outputs its caller has read, and what the caller waits on for the next.
+        #: The number of outputs that its caller has read, and the future on which it waits for the next.
         self.read = len(self.outputs)
         self.waiter: asyncio.Future[None] | None = None
         #: The span of its call, if that is sampled.

@@ -202,7 +202,7 @@ class Rounds:
         for request, result in zip(active, results, strict=True):
             if request.has_left:
                 continue
-            # Not isinstance(), which asks the object for its class, and so may run code of the user's.
+            # Not by `isinstance`, which may run user code: it reads the attribute ``__class__``.
             if issubclass(type(result), _SPECIAL) and self._note_special(request, result):
                 continue
             if result is not None:

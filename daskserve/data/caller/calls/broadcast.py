@@ -12,7 +12,7 @@ from daskserve.common.types import DONE, ActorAddress, Envelope, Message, Payloa
 from daskserve.data.caller.blocking import refuse_in_loop
 from daskserve.data.caller.calls.pending import waiter_for
 from daskserve.data.caller.calls.response import cancelled_error
-from daskserve.errors import RequestCancelledError, RequestTimeoutError
+from daskserve.errors import RequestTimeoutError
 from daskserve.loops.pending_call import PendingCall
 from daskserve.payload.packed_errors import unpacked
 from daskserve.payload.shown_errors import shown_in_notebook
@@ -51,12 +51,8 @@ class BroadcastResponse:
         """
         if not self._future.done():
             refuse_in_loop(self._connection, "results()", "await results_async()")
-            try:
-                self._future.result(timeout_s)
-            except TimeoutError:
-                raise self._timeout(timeout_s) from None
-            except RequestCancelledError:
-                pass
+            if not self._future.wait(timeout_s):
+                raise self._timeout(timeout_s)
         return self._values(return_exceptions)
 
     async def results_async(

@@ -264,7 +264,7 @@ class Handle(BatchCalls):
             )
         if choice.is_stream is not self._options.stream:
             raise StreamOptionError("Choose the replica with the same option `stream` as the call.")
-        request_id, _, facts = identity_of(self._options, self._facts, cluster, current)
+        request_id, deadline, facts = identity_of(self._options, self._facts, cluster, current)
         payload, values = pack(self._options, connection, args, kwargs)
         future: PendingCall[Any] = PendingCall()
         choice.claim(future, None if pipe is None else pipe.put)
@@ -273,7 +273,8 @@ class Handle(BatchCalls):
             head, filled = await self._settled(cluster, request_id, facts, payload, values, pipe is not None)
             return {"type": "call.dispatch", "head": head, "payload": filled}
 
-        choice.send(make_message())
+        late = late_text(request_id, self._endpoint, is_legacy=self._is_legacy)
+        choice.send(make_message(), deadline, late)
         if current is not None:
             current.add_call(future)
         return future, connection, request_id

@@ -18,6 +18,7 @@ from daskserve.common.types import DONE, Message, Receive, Send
 from daskserve.data.caller.calls.pending import start_call, waiter_for
 from daskserve.data.caller.calls.response import cancelled_error
 from daskserve.errors import ReplicaUnavailableError
+from daskserve.loops.deadlines import until
 from daskserve.loops.pending_call import PendingCall
 
 #: Sends the request of a choice and carries it to its end.
@@ -139,9 +140,15 @@ class ReplicaChoice:
         self._call, self._put = call, put
         call.on_cancel(holding.cancel)
 
-    def send(self, making: Coroutine[Any, Any, Message]) -> None:
-        """Send the replica the message with the arguments, once they exist."""
-        start_call(self._connection, self._send(making))
+    def send(self, making: Coroutine[Any, Any, Message], deadline: float | None, late: str) -> None:
+        """Send the replica the message with the arguments once they exist; at the deadline, the call fails.
+
+        ``late`` is the text of that failure.
+        """
+        carrying = self._carry(making)
+        start_call(
+            self._connection, self._send(carrying if deadline is None else until(deadline, carrying, late))
+        )
 
     def _lost(self, error: BaseException | None) -> ReplicaUnavailableError:
         selected = self._selected.result()
@@ -151,17 +158,22 @@ class ReplicaChoice:
 
     # ---- on the connection's loop
 
-    async def _send(self, making: Coroutine[Any, Any, Message]) -> None:
+    async def _send(self, carrying: Coroutine[Any, Any, None]) -> None:
         assert self._call is not None
         assert self._holding is not None
         try:
-            message = await making
+            await carrying
         except Exception as error:  # the caller gets it
             self._call.set_error(error)
             self._holding.cancel()
-            return
+
+    async def _carry(self, making: Coroutine[Any, Any, Message]) -> None:
+        """Send the message, and wait for the end of the call."""
+        assert self._holding is not None
+        message = await making
         if self._message is not None and not self._message.done():
             self._message.set_result(message)
+        await waiter_for(self._connection, self._holding)
 
     async def _hold(self) -> None:
         self._message = asyncio.get_running_loop().create_future()

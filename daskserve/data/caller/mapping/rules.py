@@ -87,7 +87,7 @@ class Rules:
     def after(self, error: BaseException, tries: Tries) -> Again | None:
         """Count a failure, and return when to try again; None if the item has failed for good."""
         if isinstance(error, BackPressureError):  # the call has not begun
-            return Again(max(error.retry_after_s or 0.0, LOST_PAUSE_S))
+            return Again(max(error.retry_after_s, LOST_PAUSE_S))
         if isinstance(error, UnavailableError) and error.is_retryable and not ends_all(error):
             if isinstance(error, ActorLostError) and (not error.begun or error.is_planned):
                 return Again(LOST_PAUSE_S)  # the item is not the cause

@@ -16,6 +16,7 @@ from pathlib import Path
 from daskserve.common import settings
 from daskserve.data.replica.environment.packages import install
 from daskserve.errors import BadRequestError
+from daskserve.loops.threads import in_daemon
 from daskserve.options.environment import Environment, Interpreter
 from daskserve.options.fields.secrets import read_secret
 
@@ -49,7 +50,8 @@ async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Inte
     environment = Environment.from_text(text)
     if environment.packages:
         root = settings.process().environments
-        found = await asyncio.to_thread(install, environment.packages, root, variables)
+        # Not in a thread of the worker's pool: a start that is given up may leave the thread waiting.
+        found = await in_daemon("daskserve-install", lambda _: install(environment.packages, root, variables))
     else:
         found = find_interpreter(environment.python, variables)
     if not environment.env_vars:

@@ -56,7 +56,7 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
     packages : sequence of str
         Requirements, as pip reads them.
     root : Path
-        The folder of all such environments.
+        The folder that contains these environments.
     variables : mapping
         This process's environment variables, which configure the installer.
 
@@ -70,7 +70,7 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
     with open(root / f"{folder.name}.lock", "w", opener=_for_this_user) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / MARK).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation left
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted installation
             folder.mkdir(0o700)
             _create(folder)
             # The installer inherits the lock, because it may outlive this process.

@@ -91,7 +91,7 @@ def unpack(archive: Any, root: Path) -> Path:
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was quicker
+            if not folder.is_dir():  # else another process has unpacked it meanwhile
                 raise
     mark_used(folder)
     delete_unused(folder, settings.process().environments_days)

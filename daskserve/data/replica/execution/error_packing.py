@@ -76,7 +76,7 @@ class _Packing:
 
     def __init__(self, error: BaseException | None, packed: asyncio.Future[PackedError]) -> None:
         self._error = error
-        #: The error as far as it is packed.
+        #: The result of the last step of packing.
         self._latest: PackedError | None = None
         self.packed = packed
         self.run: CodeRun | None = None
@@ -91,7 +91,7 @@ class _Packing:
                 self._latest = packed
                 if self._error is None:
                     return  # it took too long
-        except BaseException:  # of user code, which may raise anything; `_latest` is what there is
+        except BaseException:  # of user code; `_latest` has the result so far
             pass
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
@@ -102,7 +102,7 @@ class _Packing:
         self.deliver()
 
     def deliver(self) -> None:
-        """Deliver the error as far as it is packed; on the worker's loop."""
+        """Deliver the result so far; on the worker's loop."""
         if self._error is not None and not self.packed.done():
             self.packed.set_result(pack_without_code(self._error, self._latest))
         self._error = None  # a thread that is stuck must not keep it

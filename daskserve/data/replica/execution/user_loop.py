@@ -103,7 +103,7 @@ class LoopRun(CodeRun):
     async def _run(self) -> None:
         try:
             value = await self._function(*self._args)
-        except BaseException as error:  # SystemExit, too, goes to the caller: the loop runs other requests
+        except BaseException as error:  # SystemExit, too, because the loop runs other requests
             if os.getpid() != self._runner.pid:
                 end_fork()
             if self._runner.is_workers and not self.is_cancelled:

@@ -1,1 +1,1 @@
-"""User code in a child process, with an interpreter of its own."""
+"""User code in a child process, with its own interpreter."""

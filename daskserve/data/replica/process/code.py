@@ -411,14 +411,16 @@ class ChildCode:
 
     async def drain(self, grace_s: float) -> None:
         """Let the running requests finish for up to ``grace_s``."""
+        clock = self._context.clock
+        ends_at = clock.now() + grace_s
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
-        await listening_children(self._context.cluster).remove(self._start.replica_tag, grace_s)
         if not self.loss and grace_s > 0 and self._child is not None:
             await self.send_away()
             self._has_last_metrics = True
-        await self._context.clock.wait_for(self.slots.wait_until_idle(), grace_s)
+        await listening_children(self._context.cluster).remove(self._start.replica_tag, grace_s)
+        await clock.wait_for(self.slots.wait_until_idle(), max(0.0, ends_at - clock.now()))
 
     async def destruct(self, grace_s: float, *, is_planned: bool) -> None:
         """Cancel the requests that still run, and destruct the user's object; kill the child if cancelled."""

@@ -43,13 +43,12 @@ class ChildInspection:
         checked_seconds(seconds)
         self._child()
         asking = self._call("profile", seconds=seconds, memory=memory)
+        patience_s = MEMORY_S if memory else ANSWER_S
         try:
-            found: dict[str, Any] = await self._clock.wait_for(
-                asking, seconds + (MEMORY_S if memory else ANSWER_S)
-            )
+            found: dict[str, Any] = await self._clock.wait_for(asking, seconds + patience_s)
         except TimeoutError:
             raise InspectionError(
-                f"The process of {self._name} did not answer within {shown(ANSWER_S)} s: it is stopped, or "
+                f"The process of {self._name} did not answer within {shown(patience_s)} s: it is stopped, or "
                 "code in C holds its interpreter's lock; `daskserve stacks` shows where."
             ) from None
         return found

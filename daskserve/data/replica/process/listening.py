@@ -282,6 +282,7 @@ class ListeningChildren:
         self._rules_of = rules_of
         for child in self._children.values():
             self._watch_key(f"backend/{child.backend_tag}")
+        self._watch_endpoints()
         self._tell()
         return port
 
@@ -291,12 +292,15 @@ class ListeningChildren:
             return
         self._ports.remove(port)
         port.leave_to_others(False)
+        if not self._ports:
+            for key in list(self._watches):
+                self._unwatch(key)
         await asyncio.gather(*(child.leave(port, grace_s) for child in list(self._children.values())))
 
     def note(self, **facts: Any) -> None:
         """Record facts of the proxies, such as routes, in plain values."""
         self._facts.update(facts)
-        if "routes" in facts:
+        if self.is_open and "routes" in facts:
             self._watch_endpoints()
         self._tell()
 
@@ -348,7 +352,7 @@ class ListeningChildren:
             port.leave_to_others(any(port in child.accepts for child in self._children.values()))
 
     def _watch_endpoints(self) -> None:
-        keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts["routes"] or {}).values()}
+        keys = {f"endpoint/{fields['endpoint']}" for fields in (self._facts.get("routes") or {}).values()}
         for key in [each for each in self._watches if each.startswith("endpoint/") and each not in keys]:
             self._unwatch(key)
         for key in keys:

@@ -51,11 +51,7 @@ def _give_back(request: LocalRequest) -> None:
         give_back()
 
 
+@lru_cache(maxsize=32)
 def holding(kind: Any) -> Any:
     """Return the class of requests of a kind that hold models."""
-    return _holding(kind)
-
-
-@lru_cache(maxsize=32)
-def _holding(kind: Any) -> Any:
     return type(f"Holding{kind.__name__}", (HoldingRequest, kind), {"__slots__": ()})

@@ -186,7 +186,7 @@ class ReplicaRequest:
         self.answered()
         return slots.load()
 
-    # ---- what a kind of request defines
+    # ---- methods that each kind of request defines
 
     def needs_task(self) -> bool:
         """Return whether only a task can respond, because the request may have to wait."""
@@ -204,7 +204,7 @@ class ReplicaRequest:
         raise NotImplementedError
 
     def message(self, value: Any) -> Message | None:
-        """Return the last message to the caller, made from what user code returned."""
+        """Return the last message to the caller, given the result of user code."""
         raise NotImplementedError
 
     def release(self) -> None:

@@ -309,6 +309,8 @@ class Slots:
 
 def is_of_batch(envelope: Envelope) -> bool:
     """Return whether a request belongs to a batch job, which leaves a slot to live requests."""
+    if envelope.queue_timeout is not None:  # the router has read the priority, also from a header or a name
+        return envelope.queue_timeout.priority <= BATCH_PRIORITY
     facts = envelope.head.get("facts")
     priority = facts.get("priority") if facts else None
     return isinstance(priority, int) and priority <= BATCH_PRIORITY

@@ -7,6 +7,7 @@ so other requests have no costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from opentelemetry.trace import SpanKind
@@ -15,14 +16,6 @@ from daskserve.common.clock import stopwatch, wall_ns
 from daskserve.common.error_types import error_type
 from daskserve.common.types import Envelope, EnvelopeKind, split_deployment_tag
 from daskserve.context import current_replica, current_request
-from daskserve.data.replica.requests.calls import (
-    CallRequest,
-    PreparedCallRequest,
-    PreparedStreamRequest,
-    StreamRequest,
-)
-from daskserve.data.replica.requests.holding import holding
-from daskserve.data.replica.requests.http import LocalHTTPRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.serving import ServingCode
 from daskserve.data.replica.requests.slots import found_at
@@ -196,41 +189,17 @@ def _end_code(request: TracedRequest, span: RecordedSpan, value: Any = None) -> 
     span.end()
 
 
-class TracedCall(TracedRequest, CallRequest):
-    """A call with one result."""
-
-
-class TracedStream(TracedRequest, StreamRequest):
-    """A streaming call."""
-
-
-class TracedPreparedCall(TracedRequest, PreparedCallRequest):
-    """A call that waits for something before user code begins."""
-
-
-class TracedPreparedStream(TracedRequest, PreparedStreamRequest):
-    """A streaming call that waits for something before user code begins."""
-
-
-class TracedHTTP(TracedRequest, LocalHTTPRequest):
-    """An HTTP request or a WebSocket."""
-
-
-_KINDS: Mapping[type[LocalRequest], type[TracedRequest]] = {
-    CallRequest: TracedCall,
-    StreamRequest: TracedStream,
-    PreparedCallRequest: TracedPreparedCall,
-    PreparedStreamRequest: TracedPreparedStream,
-    LocalHTTPRequest: TracedHTTP,
-}
+@lru_cache(maxsize=64)
+def _traced(kind: Any) -> type[TracedRequest]:
+    """Return the class of requests of a kind with a trace context."""
+    return type(f"Traced{kind.__name__}", (TracedRequest, kind), {})
 
 
 def traced_request(
-    kind: type[LocalRequest], envelope: Envelope, serving: ServingCode, tracing: Tracing | None
+    kind: Any, envelope: Envelope, serving: ServingCode, tracing: Tracing | None
 ) -> LocalRequest:
     """Return a request of a kind, with its trace."""
-    made = _KINDS.get(kind) or _holding(kind)
-    request = made(envelope, serving.slots, serving.metrics)
+    request = _traced(kind)(envelope, serving.slots, serving.metrics)
     head = envelope.head
     request.carrier = carrier = head[TRACE]
     if tracing is None:
@@ -255,11 +224,6 @@ def traced_request(
         if slots.ongoing >= slots.concurrency or slots.waiting:
             request.wait = found_at(slots, lambda: _running(serving))
     return request
-
-
-def _holding(kind: type[LocalRequest]) -> type[TracedRequest]:
-    made: type[TracedRequest] = holding(_KINDS[kind.__mro__[2]])
-    return made
 
 
 def _begin_way(

@@ -63,7 +63,7 @@ def autoscaling_metrics(recorder: StatsRecorder) -> dict[str, Any]:
 
 
 class ChildStats:
-    """The values of a child process, read with its other metrics while the controller wants them."""
+    """The values of a child process, read with its other metrics while the controller reads them."""
 
     def __init__(self, clock: Clock) -> None:
         #: The statistics for routing.

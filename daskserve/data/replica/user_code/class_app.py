@@ -123,7 +123,7 @@ def ingress(app: Any) -> IngressDecorator:
     Raises
     ------
     TypeError
-        The argument is neither, or what is decorated is not a class.
+        The argument is neither, or the decorated object is not a class.
     ValueError
         The class has a ``__call__`` method.
 

@@ -92,7 +92,7 @@ class Construction:
     def _try_to_make(self) -> None:
         try:
             self._make()
-        except BaseException as error:  # SystemExit, too, goes to the caller: this thread runs the loop next
+        except BaseException as error:  # SystemExit, too, because this thread runs the loop next
             self._error = error
 
     def _belongs_on_loop(self) -> bool:

@@ -150,7 +150,11 @@ def _models(verb: str) -> Callable[[Asked], tuple[str, Message]]:
         if not isinstance(is_default, bool):
             raise BadRequestError(f"default must be true or false, got {is_default!r}")
         found["version"], found["by"] = version, asked.by
-        return verb, found | ({"is_default": is_default} if verb == "load_model" else {})
+        if verb == "load_model":
+            found["is_default"] = is_default
+        elif verb == "unload_model":
+            found["request_id"] = uuid.uuid4().hex
+        return verb, found
 
     return message
 
