@@ -151,7 +151,7 @@ def test_a_folder_whose_user_was_killed_or_is_elsewhere(
     with pytest.raises(AlreadyRunningError, match=r"on host .*, which may have ended since"):
         stores.restore(tmp_path / "b", url)
     monkeypatch.undo()
-    monkeypatch.setattr(store_fsspec, "_is_alive", lambda pid: False)
+    monkeypatch.setattr(store_fsspec, "pid_exists", lambda pid: False)
     stores.restore(tmp_path / "b", url)
 
 

@@ -93,8 +93,10 @@ class Checks:
         self._route(found, path)
         apart = ("name", "import_path", "route_prefix", "logging_config", "external_scaler_enabled")
         plain = {name: each for name, each in found.items() if name not in apart}
-        self._options(ApplicationConfig, {**plain, "import_path": "a:b"}, path)
-        self._options(BackendConfig, {name: found[name] for name in apart[-1:] if name in found}, path)
+        self._options(ApplicationConfig, {**plain, "import_path": "a:b"}, path, are_written=True)
+        scaled = found.get("external_scaler_enabled", False)
+        if not (isinstance(scaled, str) and has_references(scaled)):
+            self._options(BackendConfig, {"external_scaler_enabled": scaled}, path, are_written=True)
         self._part(found, "logging_config", LoggingConfig, {}, path)
         self._policy(found.get("autoscaling_policy"), (*path, "autoscaling_policy"))
         if deployments is not None:
@@ -186,7 +188,7 @@ class Checks:
             self._fault(path, "the application has no import_path")
             return
         value = found["import_path"]
-        if has_references(value):
+        if isinstance(value, str) and has_references(value):
             return
         if not isinstance(value, str) or not all(split_import_path(value)):
             self._fault(
@@ -220,7 +222,7 @@ class Checks:
 
     def _route(self, found: Mapping[str, Any], path: Path) -> None:
         where, route = (*path, "route_prefix"), found.get("route_prefix", "/")
-        if route is None or has_references(route):
+        if route is None or (isinstance(route, str) and has_references(route)):
             return
         try:
             check_route(route)
@@ -363,8 +365,10 @@ class Checks:
                 self._faults.add(place, f"{what} has no option {name!r}{nearest(name, known)}")
         return found
 
-    def _options(self, model: type[Options], values: Mapping[str, Any], path: Path) -> None:
-        for where, text in faults_of(model, values):
+    def _options(
+        self, model: type[Options], values: Mapping[str, Any], path: Path, *, are_written: bool = False
+    ) -> None:
+        for where, text in faults_of(model, values, are_written=are_written):
             place = self._document.key_at if " has no option " in text else self._document.at
             named = text if names(text, where) else f"{'.'.join(map(str, where))}: {text}"
             self._faults.add(place((*path, *where)), named)

@@ -19,15 +19,18 @@ _NOTHING: Any = object()
 _ALL_OPTIONS = re.compile(r"; \w+\.model_fields has all\.?$")
 
 
-def faults_of(model: type[Options], values: Mapping[str, Any]) -> list[tuple[Path, str]]:
+def faults_of(
+    model: type[Options], values: Mapping[str, Any], *, are_written: bool = False
+) -> list[tuple[Path, str]]:
     """Return all faults of options, each with the path of its value.
 
     Pydantic does not compare the values of a model with each other while one of them is invalid. So values
     with faults are removed, and the others are validated again. Values with references to variables are not
-    known yet: they are left out, and that they are missing is no fault.
+    known yet: they are left out, and that they are missing is no fault. A model of the options as they are
+    written (``are_written``) has them.
     """
     unknown: set[Path] = set()
-    left = _known(model, values, (), unknown)
+    left = dict(values) if are_written else _known(model, values, (), unknown)
     found: list[tuple[Path, str]] = []
     while True:
         try:

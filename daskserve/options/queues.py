@@ -68,9 +68,11 @@ class QueueOptions:
     def __post_init__(self) -> None:
         if not self.has_references:
             self._check_broker()
-        else:
-            _check_secret("broker_url", self.broker_url)
-            _check_secret("rabbitmq_management_url", self.rabbitmq_management_url)
+        for name in ("broker_url", "rabbitmq_management_url") if self.has_references else ():
+            try:
+                checked_secret(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
         self._check_rest()
 
     @property
@@ -232,13 +234,6 @@ def queue_options_of(policy: Any, arguments: Mapping[str, Any]) -> QueueOptions 
     if not isinstance(arguments, Mapping):
         raise ValueError(f"policy_kwargs is {masked(arguments)!r}; give a dict of keyword arguments")
     return QueueOptions.parse(arguments)
-
-
-def _check_secret(name: str, value: Any) -> None:
-    try:
-        checked_secret(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _split(name: str, url: Any) -> SplitResult:

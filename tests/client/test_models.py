@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,15 @@ import daskserve as serve
 from daskserve.cli import instance
 from daskserve.cli.main import main
 from daskserve.client.client import Client
+from daskserve.client.verbs.models import ModelVerbs
 from daskserve.control.backend import model_keeper
-from daskserve.errors import BadRequestError, DeployError, NotFoundError, ReplicaStartError
+from daskserve.errors import (
+    BadRequestError,
+    DeployError,
+    NotFoundError,
+    ReplicaStartError,
+    RequestTimeoutError,
+)
 from daskserve.testing import local_instance
 
 
@@ -185,3 +193,25 @@ def test_the_command_lists_loads_and_unloads(folder: Path, client: Client) -> No
     failed = command("load", "Adder", "three")
     assert (failed.exit_code, "could not be loaded" in failed.output) == (1, True)
     assert command("list", "Adder").exit_code == 1
+
+
+async def test_the_time_of_a_load_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes longer than it says if the controller is replaced meanwhile."""
+    now = 0.0
+
+    async def submit(verb: str, **_: Any) -> dict[str, Any]:
+        return {"version": "2"}
+
+    async def call(verb: str, **_: Any) -> dict[str, Any]:
+        nonlocal now
+        now += 60
+        return {"state": "LOADING", "reason": ""}
+
+    clock = SimpleNamespace(now=lambda: now)
+    connection: Any = SimpleNamespace(cluster_connection=SimpleNamespace(clock=clock))
+    verbs = ModelVerbs(connection, asynchronous=True)
+    monkeypatch.setattr(verbs, "_submit", submit)
+    monkeypatch.setattr(verbs, "_call", call)
+    with pytest.raises(RequestTimeoutError, match="not loaded within 30 s"):
+        await verbs.load_model("d", "m", timeout_s=30)
+    assert now == 60

@@ -71,13 +71,9 @@ def use_log_options(
     """
     import dask.config
 
-    given = {
-        "enable_access_log": values["access_log"],
-        "encoding": values["log_encoding"],
-        "logs_dir": values["logs_dir"],
-    }
+    names = {"access_log": "enable_access_log", "log_encoding": "encoding", "logs_dir": "logs_dir"}
     found = {**(settings.logging_defaults() or {}), **(in_file or {})}
-    found |= {name: value for name, value in given.items() if value is not None}
+    found |= {name: values[each] for each, name in names.items() if values[each] is not None}
     if is_access_log_on:
         found.setdefault("enable_access_log", True)
         if found.get("logs_dir"):

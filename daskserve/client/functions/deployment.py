@@ -196,15 +196,10 @@ class ClassicDeployment(Deployment):
 
         Only ``prev_version`` is not copied: it is a condition for one deploy.
         """
-        given = {
-            "definition": func_or_class,
-            "init_args": init_args,
-            "init_kwargs": init_kwargs,
-            "given_route": None if route_prefix is NAME_AS_ROUTE else route_prefix,
-        }
+        given = {"definition": func_or_class, "init_args": init_args, "init_kwargs": init_kwargs}
         changes = {name: value for name, value in given.items() if value is not None}
-        if route_prefix is None:
-            changes["given_route"] = None
+        if route_prefix is not NAME_AS_ROUTE:
+            changes["given_route"] = route_prefix
         ray = options.get("ray_actor_options")
         renews_env = "env" in options or (isinstance(ray, Mapping) and bool(ray.get("runtime_env")))
         if renews_env or set(CODE_FIELDS) - {"files"} <= set(changes):

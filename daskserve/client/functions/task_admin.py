@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from daskserve.client.client import Client
@@ -119,11 +119,8 @@ def opened_queue(queue: str, connect: Connect) -> Iterator[TaskAdmin]:
         with connect() as client:
             yield _admin(config, client)
         return
-    admin = _admin(config, None)
-    try:
+    with closing(_admin(config, None)) as admin:
         yield admin
-    finally:
-        admin.close()
 
 
 def queue_counts(connect: Connect) -> list[dict[str, Any]]:

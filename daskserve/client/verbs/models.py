@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -71,13 +72,13 @@ class ModelVerbs(Verbs):
             "load_model", name=deployment, model=model, version=version, is_default=default
         )
         chosen = str(answer["version"])
-        left_s = float("inf") if timeout_s is None else timeout_s
+        clock = self._connection.cluster_connection.clock
+        deadline = math.inf if timeout_s is None else clock.now() + timeout_s
         while True:
-            wait_s = max(0.0, min(WAIT_S, left_s))
+            wait_s = max(0.0, min(WAIT_S, deadline - clock.now()))
             found = await self._call(
                 "wait_for_model", name=deployment, model=model, version=chosen, timeout_s=wait_s
             )
-            left_s -= wait_s
             what = f"Version {chosen} of model {model!r}"
             if found["state"] in ("READY", "ROLLING_OUT"):
                 return chosen
@@ -87,7 +88,7 @@ class ModelVerbs(Verbs):
                 raise DeployError(f"{what} could not be loaded: {found['reason']}")
             if not found["state"]:
                 raise NotFoundError(f"{what} was unloaded before it was ready.")
-            if left_s <= 0:
+            if clock.now() >= deadline:
                 raise RequestTimeoutError(f"{what} was not loaded within {timeout_s} s; loading continues.")
 
     async def unload_model(self, deployment: str, model: str, version: str | None = None) -> None:

@@ -107,9 +107,9 @@ class Explanation:
             wants = "has not run yet" if self.policy_wants is None else f"wants {self.policy_wants}"
             policy = f"{self.policy}, of group '{self.group}'," if self.group else self.policy
             dry = " (dry run: decisions are not applied)" if self.is_dry_run else ""
+            reason = f": {self.reason}" if self.reason else ""
             lines.append(
-                f"  {policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}"
-                f"{': ' + self.reason if self.reason else ''}"
+                f"  {policy} {wants}, of {self.min_replicas} to {self.max_replicas} allowed{dry}{reason}"
             )
         if self.target_capacity is not None:
             direction = f", {self.target_capacity_direction}" if self.target_capacity_direction else ""

@@ -15,7 +15,7 @@ MAX_CHANGES = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Revision:
+class Revision(FromPlain):
     """One version of an application.
 
     Attributes

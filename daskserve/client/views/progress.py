@@ -129,14 +129,11 @@ def waits_for(status: Status, goal: GoalId) -> str:
     states = [each.state for each in status.replicas(name)]
     wanted = counted(backend.wanted, "replica runs", "replicas run")
     text = f"{short_tag(name)}: {backend.running} of {wanted}"
-    starting = states.count("STARTING")
     doing = {each.message for each in status.replicas(name) if each.state == "STARTING" and each.message}
-    unplaced = states.count("SHOULD_START")
-    stopping = sum(state in ("SHOULD_STOP", "STOPPING") for state in states)
     counts = (
-        (starting, f"starting ({doing.pop()})" if len(doing) == 1 else "starting"),
-        (unplaced, "waiting for a worker"),
-        (stopping, "stopping"),
+        (states.count("STARTING"), f"starting ({doing.pop()})" if len(doing) == 1 else "starting"),
+        (states.count("SHOULD_START"), "waiting for a worker"),
+        (states.count("SHOULD_STOP") + states.count("STOPPING"), "stopping"),
     )
     parts = [f"{count} {what}" for count, what in counts if count]
     message = backend.message.partition("\n")[0]
