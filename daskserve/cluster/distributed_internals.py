@@ -222,7 +222,7 @@ class WorkerOutcome(enum.Enum):
     STAYS = enum.auto()
     #: It closes, and its nanny, if it has one, starts another.
     RESTARTS = enum.auto()
-    #: It closes, and so does its nanny, as Dask wants.
+    #: It closes, and so does its nanny, as without daskserve.
     CLOSES = enum.auto()
 
 

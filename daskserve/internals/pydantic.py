@@ -6,7 +6,7 @@ from typing import Any
 
 from daskserve.internals.checking import needs
 
-with needs("pydantic", ">=2.7,<3") as check:
+with needs("pydantic", ">=2.8,<3") as check:
     import pydantic
     from pydantic._internal._model_construction import (
         build_lenient_weakvaluedict,

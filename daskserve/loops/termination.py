@@ -116,8 +116,8 @@ class Termination:
         self._waits_for.discard(begin)
         if not self._waits_for and not self._is_done:
             self._is_done = True
-            # Only the main thread may change handlers, so the handler runs there. If the default one is back,
-            # Dask's program is ending already, with its own exit status.
+            # Only the main thread may change handlers, so the handler runs there. If the default handler is
+            # installed again, Dask's program is already ending, with its own exit status.
             if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
                 os.kill(self._pid, signal.SIGTERM)
 

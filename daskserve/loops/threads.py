@@ -94,7 +94,7 @@ def _next_job(jobs: queue.SimpleQueue[JobT]) -> JobT:
 
 
 class _MainThreadJob:
-    """The job of the main thread, whose own name stays, because libraries rely on it."""
+    """A job of the main thread. The thread keeps its name, because libraries rely on it."""
 
     def __init__(self, name: str, function: Callable[[], object]) -> None:
         self.name = name

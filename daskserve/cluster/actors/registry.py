@@ -372,8 +372,9 @@ class ActorRegistry:
 
         Without an instance, the worker is about to end, so it starts no actors from now on.
 
-        Proxies stop before the replicas that answer their requests. Half of the time later, replicas stop
-        accepting requests even if proxies still have some.
+        The controller stops first, so that it does not replace the others. Proxies stop before the replicas
+        that answer their requests. Half of the time later, replicas stop accepting requests even if proxies
+        still have some.
         """
         self._is_ending |= instance is None
         ends_at = self._clock.now() + grace_s
@@ -389,13 +390,6 @@ class ActorRegistry:
         if proxies:
             await asyncio.wait(proxies, timeout=grace_s * PROXY_SHARE)
         await asyncio.gather(*proxies, *end(ActorKind.REPLICA))
-
-    async def end_instance(self, instance: InstanceName) -> None:
-        """Stop an instance's actors, the controller first so that it does not replace the others."""
-        mine = [entry for entry in self.entries.values() if entry.spec.instance == instance]
-        controllers = [entry for entry in mine if entry.spec.kind is ActorKind.CONTROLLER]
-        for together in (controllers, [entry for entry in mine if entry not in controllers]):
-            await asyncio.gather(*map(self._end, together))
 
     async def _end(self, entry: Entry, grace_s: float = 0) -> None:
         try:

@@ -28,6 +28,7 @@ from daskserve.cluster.dask.reconnect import identity_on, keep_connected
 from daskserve.cluster.dask.tasks import DaskTask, present_task
 from daskserve.cluster.dask.values import DaskTransfer
 from daskserve.cluster.distributed_internals import (
+    actors_on,
     call_before_close,
     call_when_closed,
     configured_security,
@@ -386,6 +387,12 @@ def connection_of(client: Client) -> DaskConnection:
         logger.debug("daskserve uses Dask client %s of %s", client.id, connection.scheduler_address)
         setattr(client, _ATTRIBUTE, connection)
     return connection
+
+
+def connection_on(worker: Any) -> DaskConnection | None:
+    """Return the connection of the Host on a worker of this process; None if there is none."""
+    found = (getattr(actor, "connection", None) for actor in actors_on(worker))
+    return next((each for each in found if isinstance(each, DaskConnection)), None)
 
 
 async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskConnection:

@@ -1,10 +1,11 @@
 """The workers of a local cluster that ends with its program, and their replacement when they die.
 
 Problem: such a worker is a plain subprocess of the program, which needs no ``__main__`` guard; Dask's nannies
-start theirs through multiprocessing, which does, and each is a process more. Without a nanny, a worker that
-dies is not replaced. Choice: a nanny in the program's own process, on the event loop of the cluster's
-scheduler, whose worker is a plain subprocess. Everything that Dask and daskserve do with nannies then works:
-``client.restart()``, retirement, nanny plugins, the restart of a worker that does not answer.
+start theirs through multiprocessing, which needs one, and each nanny is an additional process. Without a
+nanny, a worker that dies is not replaced. Choice: a nanny in the program's own process, on the event loop of
+the cluster's scheduler, whose worker is a plain subprocess. Everything that Dask and daskserve do with
+nannies then works: ``client.restart()``, retirement, nanny plugins, the restart of a worker that does not
+answer.
 
 A worker that dies again and again comes back at longer and longer intervals; see `RestartPace`.
 """

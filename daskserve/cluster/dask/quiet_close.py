@@ -1,7 +1,7 @@
 """Closing a Dask cluster without tracebacks of Dask, and within a limit.
 
-Problem: a worker that closes while the scheduler has not answered its heartbeat cuts that off, and logs a
-traceback. Choice: all heartbeats end before the workers do.
+Problem: a worker that closes before the scheduler has answered its heartbeat interrupts the heartbeat, and
+logs a traceback. Choice: all heartbeats end before the workers do.
 
 A program that ends must not wait for a cluster that does not close. The workers end with the program in any
 case; see `daskserve.cluster.dask.kept_worker`.

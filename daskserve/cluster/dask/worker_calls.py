@@ -9,8 +9,7 @@ from typing import Any
 
 from distributed import Worker
 
-from daskserve.cluster.dask.connection import DaskConnection
-from daskserve.cluster.distributed_internals import actors_on
+from daskserve.cluster.dask.connection import DaskConnection, connection_on
 from daskserve.common.types import WorkerAddress
 from daskserve.errors import ActorLostError, UnavailableError
 from daskserve.payload.packed_errors import dump_error, load_error
@@ -51,9 +50,7 @@ async def call_in_all_workers(
 async def _call_in_thread(
     function: Callable[..., Any], arguments: dict[str, Any], dask_worker: Worker
 ) -> dict[str, Any]:
-    connections = (getattr(actor, "connection", None) for actor in actors_on(dask_worker))
-    connection = next((each for each in connections if isinstance(each, DaskConnection)), None)
-
+    connection = connection_on(dask_worker)
     try:
         if connection is None:
             raise UnavailableError(f"Worker {dask_worker.address} does not run daskserve yet.")

@@ -99,7 +99,7 @@ class LocalHost:
 
     async def stop(self) -> None:
         """Stop all actors and the listener."""
-        await self.registry.end_instance(self.process.instance)
+        await self.registry.drain(0.0, self.process.instance)
         await self.process.stop_listening()
 
 

@@ -64,6 +64,8 @@ class Instance:
     better_since: float | None = None
     controller: ActorAddress | None = None
     controller_up: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Starts a controller again and again, after an attempt has failed.
+    retrying: asyncio.Task[None] | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: The wait for the workers' Hosts during the start.
     awaiting_hosts: asyncio.Task[None] | None = None
@@ -223,7 +225,7 @@ class ControllerKeeper:
             worker = best_worker(self._hosts.infos(), tried, entry.proxies, entry.system_workers)
             if worker is None:
                 if not is_first:
-                    self._spawn(self._start_later(entry))
+                    self._retry(entry)
                 return
             tried.add(worker)
             try:
@@ -233,7 +235,7 @@ class ControllerKeeper:
                 if is_first:
                     raise
                 logger.warning("The controller of %s waits for its store: %s", entry.name, error)
-                self._spawn(self._start_later(entry))
+                self._retry(entry)
                 return
             address = ActorAddress(f"{entry.name}/controller", worker, epoch)
             try:
@@ -338,9 +340,15 @@ class ControllerKeeper:
         spec = ActorSpec(ActorKind.CONTROLLER, address.name, address.incarnation, entry.name, entry.payload)
         await create_actor(self._hosts.call, spec, address.worker)
 
-    async def _start_later(self, entry: Instance) -> None:
-        await asyncio.sleep(START_RETRY_S)
-        await self.start(entry)
+    def _retry(self, entry: Instance) -> None:
+        # One task, because each worker that joins meanwhile makes an attempt, too.
+        if entry.retrying is None or entry.retrying.done():
+            entry.retrying = self._spawn(self._keep_starting(entry))
+
+    async def _keep_starting(self, entry: Instance) -> None:
+        while entry.controller is None and not entry.is_ending:
+            await asyncio.sleep(START_RETRY_S)
+            await self.start(entry)
 
     async def _answers(self, entry: Instance, address: ActorAddress) -> bool:
         condition = {"problems": dict(entry.store.problems()), "hold": entry.store.hold.value}

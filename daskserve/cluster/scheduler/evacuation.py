@@ -170,7 +170,7 @@ class Evacuations:
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s()) as limit:
-                # Workers that have already left are not reported any more.
+                # Controllers no longer report workers that have left.
                 while not self._is_closed and (here := {each for each in leaving if self._hosts.has(each)}):
                     if self._capacity.is_free(here, self._controllers.expected(here)):
                         break

@@ -128,7 +128,7 @@ class Supervisor(SchedulerPlugin):
         page = Page(scheduler, self._instances, access, api.feeds, guard, self._tasks.spawn)
         panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
         #: The changes of the scheduler while there are Hosts.
-        self._installed = (self._capacity, reserved, targets.route, api, page, panels)
+        self._installed = (self._capacity, reserved, targets.routes, api.routes, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
             self._instances,

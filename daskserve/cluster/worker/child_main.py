@@ -132,7 +132,7 @@ def _run(
         answer_with_stacks(dump)
     switch_interval_s = settings.process().switch_interval_s
     if switch_interval_s is not None:
-        # As in the worker, so that user code delays the channel less.
+        # The same interval as in the worker, so that user code delays the channel less.
         sys.setswitchinterval(switch_interval_s)
     CollectionPace(settings.process().gc_threshold).open()
     forks = ForkGuard()

@@ -188,7 +188,7 @@ class Host:
     async def end_instance(self, instance: InstanceName) -> None:
         """Stop an instance's actors and forget the instance."""
         self._reconnection.starts.pop(instance, None)
-        await self.registry.end_instance(instance)
+        await self.registry.drain(0.0, instance)
         await self._open_connection.drop_cluster(instance)
         PROCESS.forget(instance)
 

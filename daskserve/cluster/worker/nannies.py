@@ -1,8 +1,8 @@
 """SIGTERM to a nanny: its worker retires before the nanny ends it.
 
 Problem: a nanny that gets SIGTERM gives its worker a few seconds, and its process does not run daskserve.
-Choice: the worker has its nanny answer SIGTERM, by a function that runs there once. Then the nanny requests
-the retirement of the worker, waits, and ends like any nanny.
+Choice: the worker runs a function in its nanny's process once, which installs a handler of SIGTERM. Then the
+nanny requests the retirement of the worker, waits, and ends like any nanny.
 """
 
 from __future__ import annotations

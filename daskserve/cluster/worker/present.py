@@ -7,8 +7,7 @@ from typing import Any
 
 from distributed import Client, Worker, get_client, get_worker
 
-from daskserve.cluster.dask.connection import DaskConnection, connection_of
-from daskserve.cluster.distributed_internals import actors_on
+from daskserve.cluster.dask.connection import DaskConnection, connection_of, connection_on
 from daskserve.cluster.protocols.base import ClusterConnection
 from daskserve.cluster.worker.worker_view import WorkerView
 from daskserve.common.clock import LoopClock
@@ -72,10 +71,9 @@ def worker_connection() -> DaskConnection | None:
     if isinstance(worker, WorkerView) and worker.find_connection is not None:
         connection: DaskConnection = worker.find_connection()
         return connection
-    for actor in actors_on(worker):
-        found = getattr(actor, "connection", None)
-        if isinstance(found, DaskConnection):
-            return found
+    found = connection_on(worker)
+    if found is not None:
+        return found
     if not issubclass(type(worker), Worker):
         return None
     loop: Any = worker.loop

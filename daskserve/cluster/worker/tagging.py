@@ -67,20 +67,8 @@ def current_tags() -> Tags | None:
         return None
     application, deployment = _names(replica.backend_tag)
     request = current_request.get()
-    if request is None:
-        return Tags(
-            application, deployment, replica.replica_tag, component="replica", instance=replica.instance
-        )
-    return Tags(
-        application,
-        deployment,
-        replica.replica_tag,
-        request.request_id,
-        current_trace_id(),
-        request.route,
-        "replica",
-        replica.instance,
-    )
+    ids = ("", "", "") if request is None else (request.request_id, current_trace_id(), request.route)
+    return Tags(application, deployment, replica.replica_tag, *ids, "replica", replica.instance)
 
 
 class TaggedOutput(io.TextIOBase):

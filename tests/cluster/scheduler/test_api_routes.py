@@ -109,8 +109,8 @@ class Site:
         sock, self.port = bind_unused_port()
         server.add_socket(sock)
         self.client: AsyncHTTPClient = SimpleAsyncHTTPClient(force_instance=True)
-        self.api.install()
-        self.api.install()
+        self.api.routes.install()
+        self.api.routes.install()
         try:
             yield self
         finally:
@@ -293,8 +293,8 @@ async def test_an_instance_that_ends_during_the_request_gives_404(
 async def test_the_route_is_removed(site: Site) -> None:
     rules = site.application.default_router.rules
     count = len(rules)
-    site.api.uninstall()
-    site.api.uninstall()
+    site.api.routes.uninstall()
+    site.api.routes.uninstall()
     assert len(rules) < count
     assert (await site.send()).code == 404
 

@@ -13,8 +13,14 @@ import pytest
 from daskserve.cluster.actors.registry import ActorRegistry
 from daskserve.cluster.protocols.base import ActorSpec, Hosted, verb, verbs_of
 from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.cluster.scheduler.controllers import ControllerKeeper, Instance, best_worker
+from daskserve.cluster.scheduler.controllers import (
+    START_RETRY_S,
+    ControllerKeeper,
+    Instance,
+    best_worker,
+)
 from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore, open_store
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, ActorKind, WorkerAddress
@@ -186,6 +192,29 @@ async def test_a_lost_controller_is_replaced_once_another_cluster_has_taken_over
     assert others.hold is StoreOwnership.HELD
     for store in (ours, others):
         await store.close()
+
+
+@pytest.mark.virtual_time
+async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site()
+    await site.keeper.start(site.entry)
+    attempts: list[float] = []
+
+    async def fail() -> int:
+        attempts.append(asyncio.get_running_loop().time())
+        raise StoreUnavailableError("the store is away")
+
+    monkeypatch.setattr(site.entry.store, "claim_epoch", fail)
+    site.keeper.lose(site.entry)
+    for _ in range(20):  # as the supervisor does for each worker
+        await site.keeper.start(site.entry)
+    await asyncio.sleep(10 * START_RETRY_S)
+    assert len(attempts) <= 20 + 10
+    monkeypatch.undo()
+    await wait_until(lambda: site.entry.controller is not None)
+    await site.tasks.close()
 
 
 def test_a_controller_keeps_away_from_proxies() -> None:

@@ -103,18 +103,18 @@ def test_the_route_is_added_below_the_prefix_and_removed(prefix: str) -> None:
         return "TargetsHandler" in str(application.find_handler(request).handler_class)
 
     assert not is_found()
-    targets.route.install()
-    targets.route.install()
+    targets.routes.install()
+    targets.routes.install()
     assert is_found()
-    targets.route.uninstall()
-    targets.route.uninstall()
+    targets.routes.uninstall()
+    targets.routes.uninstall()
     assert not is_found()
     assert application.default_router.rules == rules
 
 
 async def test_pages_of_other_sites_do_not_read_the_list() -> None:
     scheduler = Scheduler()
-    made_targets(scheduler, lambda _: {}).route.install()
+    made_targets(scheduler, lambda _: {}).routes.install()
     server = HTTPServer(scheduler.http_application)
     sock, port = bind_unused_port()
     server.add_socket(sock)

@@ -30,7 +30,7 @@ class PageSite(Site):
     def __init__(self, prefix: str = "") -> None:
         super().__init__(prefix)
         self.tasks: list[asyncio.Task[Any]] = []
-        scheduler = self.api._routes[0]._scheduler
+        scheduler = self.api.routes._scheduler
         self.page = Page(scheduler, self.instances, self.api.access, self.api.feeds, self.guard, self._spawn)
         self.number = 0
         self.parts: dict[str, str] = {"instance": "{}"}

@@ -160,10 +160,16 @@ async def test_a_process_killed_while_it_marks_the_file_starts_again(path: Path)
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_a_copy_that_sqlite_makes_is_whole_at_any_time(path: Path) -> None:
+async def test_a_copy_that_sqlite_makes_is_whole_once_the_promise_is_kept(path: Path) -> None:
+    async def is_kept() -> bool:
+        marks = "SELECT value FROM daskserve_meta WHERE name IN ('promised', 'kept')"
+        with closing(sqlite3.connect(path)) as db:
+            return len(set(db.execute(marks))) == 1
+
     async with opened(store_at(path)) as store:
         await commit(store, 1, a=b"1")
         await until_refused(path)
+        await eventually(is_kept)
         await commit(store, 1, b=b"2")
         copies = [path.with_name("backup.db"), path.with_name("vacuum.db")]
         with closing(sqlite3.connect(path)) as db, closing(sqlite3.connect(copies[0])) as target:

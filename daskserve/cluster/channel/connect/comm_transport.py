@@ -134,7 +134,7 @@ def _written(found: Any) -> int:
 
 
 def _for_dask(value: Any) -> Any:
-    """Return frames with Dask's own marks for what travels out of band."""
+    """Return frames whose out-of-band values are marked for Dask."""
     kind = type(value)
     if kind is OutOfBand:
         return to_serialize(value.data)
@@ -145,21 +145,23 @@ def _for_dask(value: Any) -> Any:
     return value
 
 
-class StreamWire:
-    """A new comm over TCP, read as bytes: Dask's own `read` accepts any size, and unpickles."""
-
+class _CommWire:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self.peer_address = str(comm.peer_address)
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+
+class StreamWire(_CommWire):
+    """A new comm over TCP, read as bytes: Dask's own `read` accepts any size, and unpickles."""
 
     async def send(self, data: bytes) -> None:
         await self._stream.write(data)
 
     async def receive(self, size_bytes: int) -> bytes:
         return bytes(await self._stream.read_bytes(size_bytes))
-
-    def abort(self) -> None:
-        self._comm.abort()
 
     @property
     def _stream(self) -> Any:
@@ -169,12 +171,8 @@ class StreamWire:
         return stream
 
 
-class MessageWire:
+class MessageWire(_CommWire):
     """A new comm of another protocol, or within a process, which carries messages instead of bytes."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self.peer_address = str(comm.peer_address)
 
     async def send(self, data: bytes) -> None:
         await self._comm.write(data)
@@ -184,9 +182,6 @@ class MessageWire:
         if not isinstance(found, bytes) or len(found) != size_bytes:
             raise ValueError("it has sent something else than a handshake")
         return found
-
-    def abort(self) -> None:
-        self._comm.abort()
 
 
 def wire_of(comm: Any) -> Wire:

@@ -1,7 +1,7 @@
 """The handshake at the start of a channel: each end proves that it knows a secret of the Dask cluster.
 
-Problem: the frames of a channel run code, and may be large. A stranger who reaches a worker's port must not
-be able to send any. Choice: four messages of fixed sizes come before the first frame. The secret itself is
+Problem: the frames of a channel run code, and may be large. A stranger who can reach a worker's port must not
+be able to send frames. Choice: four messages of fixed sizes come before the first frame. The secret itself is
 not sent. Until both ends have proved that they know it, neither reads or unpickles anything else::
 
     dialler    hello: magic, marks of the secrets that it knows, challenge     68 bytes

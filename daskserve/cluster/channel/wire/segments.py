@@ -1,9 +1,10 @@
 """Segments: memory that one process writes and other processes of the machine map read-only (Linux).
 
-Problem: 100 MiB through a socket are copied four times, and most of that time the kernel clears fresh pages.
-Shared memory with a name stays behind when processes are killed. Choice: anonymous files (``memfd_create``),
-which others open through ``/proc/PID/fd`` and which the kernel frees with their last user. The writer keeps a
-segment for a moment to reuse it, and the reader keeps its mapping. Reuse takes a fifth of the time.
+Problem: 100 MiB that cross a socket are copied four times, and the kernel spends most of that time clearing
+fresh pages. Shared memory with a name stays behind when processes are killed. Choice: anonymous files
+(``memfd_create``), which others open through ``/proc/PID/fd`` and which the kernel frees with their last
+user. The writer keeps a segment for a moment to reuse it, and the reader keeps its mapping. Reuse takes a
+fifth of the time.
 
 A segment can be written again once its content is no longer in use. For each received buffer, a reader
 opens the segment once more and locks that file, shared, until the buffer's last user drops it. The kernel

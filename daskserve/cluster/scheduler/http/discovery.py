@@ -20,7 +20,7 @@ from distributed.comm import get_address_host
 
 from daskserve.cluster.dask.connection import dial
 from daskserve.cluster.metrics_path import METRICS_PATH, metrics_path
-from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import WorkerAddress
 from daskserve.loops.blocking import finish
@@ -84,7 +84,8 @@ class Targets:
     ) -> None:
         self._scheduler: Any = scheduler
         self._facts_of = facts_of
-        self.route = SchedulerRoute(scheduler, PATH, TargetsHandler, {"targets": self, "guard": guard})
+        arguments = {"targets": self, "guard": guard}
+        self.routes = SchedulerRoutes(scheduler, (PATH, TargetsHandler, arguments))
 
     def current(self) -> list[Target]:
         """Return all current targets, the scheduler first."""

@@ -1,4 +1,4 @@
-"""A route of daskserve on the scheduler's HTTP server."""
+"""Routes of daskserve on the scheduler's HTTP server."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ class GuardedHandler(RequestHandler):
         self.finish(json.dumps(body))
 
 
-class SchedulerRoute:
-    """The route of one handler, below the scheduler's URL prefix.
+class SchedulerRoutes:
+    """Routes below the scheduler's URL prefix.
 
     Parameters
     ----------
-    path : str
-        A regular expression for the whole path.
-    arguments : mapping
-        Arguments of the handler's ``initialize``, the guard included.
+    routes : tuple
+        Each has a regular expression for the whole path, the handler, and the arguments of the handler's
+        ``initialize``, the guard included.
     """
 
     def __init__(
-        self, scheduler: Scheduler, path: str, handler: type[GuardedHandler], arguments: Mapping[str, Any]
+        self, scheduler: Scheduler, *routes: tuple[str, type[GuardedHandler], Mapping[str, Any]]
     ) -> None:
         self._scheduler: Any = scheduler
-        self._path = path
-        self._handler = handler
-        self._arguments = dict(arguments)
-        self._rule: Any = None
+        self._routes = routes
+        self._rules: list[Any] = []
 
     def install(self) -> None:
-        """Add the route; idempotent, and does nothing if the scheduler has no HTTP server."""
+        """Add the routes; idempotent, and does nothing if the scheduler has no HTTP server."""
         application = getattr(self._scheduler, "http_application", None)
-        if application is None or self._rule is not None:
+        if application is None or self._rules:
             return
-        path = metrics_path(application).removesuffix(METRICS_PATH) + self._path
-        self._rule = add_route(application, path, self._handler, self._arguments)
+        prefix = metrics_path(application).removesuffix(METRICS_PATH)
+        self._rules = [
+            add_route(application, prefix + path, handler, arguments)
+            for path, handler, arguments in self._routes
+        ]
 
     def uninstall(self) -> None:
-        """Remove the route; idempotent."""
-        rule, self._rule = self._rule, None
-        if rule is not None:
-            remove_route(self._scheduler.http_application, rule)
+        """Remove the routes; idempotent."""
+        rules, self._rules = self._rules, []
+        for each in rules:
+            remove_route(self._scheduler.http_application, each)

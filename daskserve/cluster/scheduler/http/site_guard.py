@@ -1,6 +1,6 @@
 """Refuses what browsers send to the scheduler's HTTP server on behalf of other sites.
 
-A page of any site can have its visitor's browser send requests to the scheduler, which has no authentication:
+A page of any site can make its visitor's browser send requests to the scheduler, which has no authentication:
 
 1. From the page itself: the browser names the page's site in ``Origin``, and in ``Sec-Fetch-Site``.
 2. From a page whose own name was given the scheduler's address after it was loaded (DNS rebinding). To the

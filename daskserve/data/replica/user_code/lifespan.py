@@ -67,11 +67,10 @@ class Lifespan:
     async def _ask(self, kind: str) -> Message:
         """Send a message to the application, and return the answer or the end of its lifespan."""
         self._to_app.put_nowait({"type": kind})
-        while True:
-            answer = await self._from_app.get()
-            # The answer to the start-up may still come after that was cancelled.
-            if answer["type"].startswith((kind, "lifespan.gone")):
-                return answer
+        answer = await self._from_app.get()
+        if kind == "lifespan.shutdown" and answer["type"].startswith("lifespan.startup"):
+            answer = await self._from_app.get()  # that was the answer to a start-up which was cancelled
+        return answer
 
     async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}

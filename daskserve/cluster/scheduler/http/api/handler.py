@@ -24,7 +24,7 @@ from daskserve.cluster.scheduler.http.api.openapi import (
 from daskserve.cluster.scheduler.http.api.operations import Operation, by_path, may_take_s
 from daskserve.cluster.scheduler.http.api.page import page
 from daskserve.cluster.scheduler.http.api.requests import NUMBER, Asked, Document
-from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.cluster.scheduler.http.site_guard import BODY, SiteGuard
 from daskserve.common import settings
 from daskserve.errors import BadRequestError, BodyTooLargeError, ServeError, UnavailableError, http_status_of
@@ -61,28 +61,19 @@ class Api:
         self.access = access
         self.streams = 0
         self.feeds = LiveFeeds(access)
-        arguments = {"api": self, "guard": guard}
-        self._routes = [
-            SchedulerRoute(
-                scheduler,
-                next(iter(operations.values())).pattern,
-                ApiHandler,
-                {**arguments, "operations": operations},
-            )
-            for operations in by_path().values()
-        ]
-        for path in (f"{PAGE_PATH}/?", re.escape(DOCUMENT_PATH), re.escape(RAY_VERSION_PATH)):
-            self._routes.append(SchedulerRoute(scheduler, path, DocumentHandler, {"guard": guard}))
-
-    def install(self) -> None:
-        """Add the routes; idempotent."""
-        for each in self._routes:
-            each.install()
-
-    def uninstall(self) -> None:
-        """Remove the routes; idempotent."""
-        for each in self._routes:
-            each.uninstall()
+        documents = (f"{PAGE_PATH}/?", re.escape(DOCUMENT_PATH), re.escape(RAY_VERSION_PATH))
+        self.routes = SchedulerRoutes(
+            scheduler,
+            *(
+                (
+                    next(iter(operations.values())).pattern,
+                    ApiHandler,
+                    {"api": self, "guard": guard, "operations": operations},
+                )
+                for operations in by_path().values()
+            ),
+            *((path, DocumentHandler, {"guard": guard}) for path in documents),
+        )
 
 
 @stream_request_body

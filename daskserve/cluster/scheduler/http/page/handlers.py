@@ -24,7 +24,7 @@ from daskserve.cluster.scheduler.http.api.access import ControllerAccess
 from daskserve.cluster.scheduler.http.api.live import LiveFeeds
 from daskserve.cluster.scheduler.http.page.feed import Feed, Feeds
 from daskserve.cluster.scheduler.http.page.menu import add_to_menu, remove_from_menu
-from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import InstanceName
 
@@ -81,26 +81,22 @@ class Page:
         self._feeds = Feeds(access, live, spawn)
         arguments = {"guard": guard, "sources": Sources(instances, self._feeds)}
         names = "|".join(each.replace(".", r"\.") for each in _FILES)
-        self._routes = [
-            SchedulerRoute(scheduler, path, handler, arguments)
-            for path, handler in (
-                (f"{PATH}/?", PageHandler),
-                (f"{PATH}/(?P<name>{names})", PageHandler),
-                (f"{PATH}/instances", InstancesHandler),
-                (f"{PATH}/(?P<instance>[^/]+)/stream", StreamHandler),
-            )
-        ]
+        self._routes = SchedulerRoutes(
+            scheduler,
+            (f"{PATH}/?", PageHandler, arguments),
+            (f"{PATH}/(?P<name>{names})", PageHandler, arguments),
+            (f"{PATH}/instances", InstancesHandler, arguments),
+            (f"{PATH}/(?P<instance>[^/]+)/stream", StreamHandler, arguments),
+        )
 
     def install(self) -> None:
         """Add the routes and the link; idempotent."""
-        for each in self._routes:
-            each.install()
+        self._routes.install()
         add_to_menu(self._scheduler, _MENU)
 
     def uninstall(self) -> None:
         """Remove the routes and end the streams; idempotent."""
-        for each in self._routes:
-            each.uninstall()
+        self._routes.uninstall()
         remove_from_menu(self._scheduler, _MENU)
         self._feeds.close()
 

@@ -123,7 +123,7 @@ class ReplicaPanel:
 
 
 def _figure(**options: Any) -> Any:
-    """Return a figure; bokeh's types do not tell of which kind its ranges are."""
+    """Return a figure; bokeh's types do not say which kind of range a figure has."""
     return figure(**options)
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from distributed import Scheduler
 
+from daskserve.cluster.scheduler.http.dashboard import template_variables
 from daskserve.cluster.scheduler.http.panels.feed import PanelFeed
 from daskserve.cluster.scheduler.http.panels.series import PATH
-from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoute
+from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRoutes
 from daskserve.common.clock import LoopClock
 from daskserve.errors import LibraryVersionError
 
 logger = logging.getLogger("daskserve.scheduler")
-
-#: The module of the dashboard, which is imported if bokeh is installed and the dashboard is wanted.
-_DASHBOARD = "distributed.dashboard.scheduler"
 
 
 class NoPanelsHandler(GuardedHandler):
@@ -51,34 +48,32 @@ class Panels:
         self._make_feed = lambda: PanelFeed(instances, ask, LoopClock())
         self._feed = self._make_feed()
         self._pages: Any = None
-        self._none = SchedulerRoute(scheduler, PATH, NoPanelsHandler, {})
+        self._none = SchedulerRoutes(scheduler, (PATH, NoPanelsHandler, {}))
         self._plots: list[dict[str, str]] = []
 
     def install(self) -> None:
         """Add the panels; without a dashboard, add a page that explains this. Idempotent."""
-        dashboard: Any = sys.modules.get(_DASHBOARD)
-        applications = getattr(getattr(self._scheduler, "http_application", None), "applications", None)
         if self._pages is not None:
             return
-        if dashboard is None or not applications:
+        variables = template_variables(self._scheduler)
+        if variables is None:
             self._none.install()
             return
         try:
-            self._add(dashboard, applications)
+            self._add(variables)
         except (ImportError, LibraryVersionError, AttributeError, TypeError, KeyError) as error:
             # A newer bokeh or dashboard may raise any of these. An instance must start even without panels.
             logger.warning("Dask's dashboard has no panels of daskserve: %s", error)
             self.uninstall()
 
-    def _add(self, dashboard: Any, applications: Collection[Any]) -> None:
+    def _add(self, variables: dict[str, Any]) -> None:
         # Only now, because schedulers without a dashboard need no bokeh.
         from daskserve.cluster.scheduler.http.panels.documents import documents
         from daskserve.internals.bokeh import AddedPages, server_among
 
-        server = server_among(applications)
+        server = server_among(self._scheduler.http_application.applications)
         if server is None:
             return
-        variables = dashboard.template_variables(self._scheduler)
         self._feed = self._make_feed()  # a new one, because old sessions still call `leave` of theirs
         pages = documents(self._feed, {"prefix": server.prefix or "/", **variables})
         self._pages = AddedPages(server, pages)
@@ -98,7 +93,7 @@ class Panels:
         if pages is not None:
             pages.remove()
         plots, self._plots = self._plots, []
-        dashboard: Any = sys.modules.get(_DASHBOARD)
-        if dashboard is not None and plots:
-            listed = dashboard.template_variables(self._scheduler)["plots"]
+        variables = template_variables(self._scheduler)
+        if variables is not None and plots:
+            listed = variables["plots"]
             listed[:] = [each for each in listed if not any(each is plot for plot in plots)]
