@@ -328,6 +328,12 @@ def test_an_entry_applies_until_the_time_of_another_one() -> None:
     assert (saturday.replicas, saturday.reason) == (2, '2 by the schedule entry "0 18 * * *"')
 
 
+def test_of_entries_with_equal_times_the_last_one_is_in_force() -> None:
+    noon = datetime(2024, 3, 8, 12, tzinfo=UTC)
+    lines = {"0 8 * * *": 4, "0  8 * * *": 5, "0 7 * * *": 6}
+    assert scheduled(noon, schedule=lines).replicas == 5
+
+
 def test_a_schedule_uses_its_time_zone() -> None:
     zone = ZoneInfo("Europe/Berlin")
     for day in (datetime(2024, 3, 28, 8, tzinfo=zone), datetime(2024, 4, 2, 8, tzinfo=zone)):

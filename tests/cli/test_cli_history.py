@@ -163,7 +163,7 @@ def test_a_revision_is_a_line_with_what_it_changed_and_why_it_cannot_return() ->
         ({"origin": {"git": "a" * 90}}, "a" * 90, ""),
         ({"origin": {"git": "a" * 91}}, "a" * 87 + "...", ""),
     ):
-        number, state, _, by, shown, why = Revision.of({**values, **changed}).row()
+        number, state, _, by, shown, why = Revision(**{**values, **changed}).row()
         assert (number, state, by) == ("3", changed.get("state", "RAN"), "ann")
         assert (shown, why) == (changes, reason), changed
     assert str(History("shop", None, ())) == "shop: no revisions"
