@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from dask_processes import fetch, poll_for
 from gates import Gates, anew_for_each_test
+from ports import free_port
 
 from daskserve.client.client import Client
 from daskserve.cluster.local.cluster import LocalCluster
@@ -51,9 +51,7 @@ def proxies(client: Client) -> dict[str, str]:
 @pytest.mark.parametrize("location", [Location.HEAD_ONLY, Location.EVERY_WORKER])
 def test_a_proxy_that_leaves_ends_with_its_last_request(location: Location) -> None:
     """Others on its ports take new connections, and a second order to stop, as by a new controller, waits."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        health_port = free.getsockname()[1]
+    health_port = free_port()
     options = HTTPOptions(port=0, location=location, health_port=health_port)
     with local_instance(http_options=options) as client, ThreadPoolExecutor() as pool:
         cluster: LocalCluster = client._connection.cluster_connection._world  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from blocking_websocket import WebSocketClient
 from distributed.security import Security
+from ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -49,12 +50,6 @@ def build() -> Starlette:
         await websocket.close()
 
     return Starlette(routes=[Route("/info", info, methods=["GET", "POST"]), WebSocketRoute("/chat", chat)])
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def configuration(folder: Path, front: int, back: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import socket
 import textwrap
 import time
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from dask_processes import ExternalCluster, fetch, is_listening, poll_for
 from distributed import Client
+from ports import free_port
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,12 +35,6 @@ class AddHeader:
             await send(message)
 
         await self.app(scope, receive, send_more)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def proxies_of(client: serve.Client) -> int:

@@ -21,6 +21,7 @@ import pytest
 from clusters import Load
 from dask_processes import Program, dask_command, dask_worker, fetch, poll_for
 from distributed import Client
+from ports import free_port
 
 import daskserve as serve
 from daskserve.config_file.reading import read
@@ -61,9 +62,7 @@ class Stage:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._port = sock.getsockname()[1]
+        self._port = free_port()
         (folder / "pair_app.py").write_text(MODULE)
         self._scheduler = self._start_scheduler()
         stack.callback(lambda: self._scheduler.kill())

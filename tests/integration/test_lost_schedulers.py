@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import pytest
 from clusters import Load, serve_pids
 from dask_processes import Program, Reply, dask_command, dask_worker, fetch, poll_for
 from distributed import Client
+from ports import free_port
 
 import daskserve as serve
 from daskserve.cluster.dask.connection import connection_of
@@ -36,9 +36,7 @@ def end(scheduler: Program, how: signal.Signals) -> None:
 @contextmanager
 def cluster(folder: Path, workers: int, **options: Any) -> Iterator[tuple[int, Program, list[Program]]]:
     """Yield a scheduler's port, the scheduler, and workers."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         scheduler = start_scheduler(port, folder)
         stack.callback(scheduler.kill)

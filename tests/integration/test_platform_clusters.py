@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from dask_processes import Program, fetch, poll_for
+from ports import free_port
 
 PLATFORMS = Path(__file__).parents[2] / "docs/platforms"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -27,12 +28,6 @@ app = hello.bind()
 """
 
 pytestmark = pytest.mark.nightly
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def programs(page: str) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 from dask_processes import ExternalCluster, Program, fetch, poll_for, wait_until_gone
+from ports import free_port
 
 README = Path(__file__).parent.parent.parent / "README.md"
 GREETINGS = ["Hello, Python!", "Hello, HTTP!"]
@@ -16,9 +16,7 @@ GREETINGS = ["Hello, Python!", "Hello, HTTP!"]
 @pytest.fixture(scope="module")
 def port() -> int:
     """Return a free port; the default port may be taken on this machine."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import pytest
 from clusters import nannied_cluster
 from dask_processes import Program, dask_command, dask_worker, poll_for
 from distributed import Client
+from ports import free_port
 from redis_servers import RedisServer
 
 import daskserve as serve
@@ -147,9 +147,7 @@ def test_tasks_run_on_after_the_scheduler_was_killed(kind: str, tmp_path: Path) 
         kept = serve.tasks.SQLiteAdapterConfig(path=str(tmp_path / "tasks.sqlite"), lease_s=LEASE_S)
     store = f"sqlite:///{tmp_path}/serve.db" if kind == "instance" else "memory://"
     config = serve.tasks.TaskProcessorConfig(queue_name="q", adapter_config=kept)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     arguments = ["--no-dashboard", "--host", "127.0.0.1", "--port", str(port)]
     address = f"tcp://127.0.0.1:{port}"
     with ExitStack() as stack:

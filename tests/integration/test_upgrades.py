@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 from clusters import Load, nannied_cluster, pid_of_replica, pids, running, worker_of
 from dask_processes import HERE, Program, fetch, poll_for, within
 from distributed import Client, LocalCluster
+from ports import free_port
 
 import daskserve as serve
 from daskserve.errors import PortInUseError, StoreTakenError
@@ -31,13 +31,6 @@ def dask_cluster() -> Iterator[Client]:
     with LocalCluster(n_workers=1, threads_per_worker=4, **options) as cluster:
         with Client(cluster, set_as_default=False) as client:
             yield client
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def answer(request: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 from dask_processes import PATIENCE_S, poll_for
+from ports import free_port
 
 SECRET = "s3cr3t"
 
@@ -22,9 +22,7 @@ class RedisServer:
     def __init__(self, folder: Path) -> None:
         if shutil.which("redis-server") is None:
             pytest.skip("needs Debian's package redis-server")
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._port = sock.getsockname()[1]
+        self._port = free_port()
         self._folder = folder
         self.url = f"redis://:{SECRET}@127.0.0.1:{self._port}/0"
         self.start()

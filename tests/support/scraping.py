@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from urllib.parse import quote
 import pytest
 from dask_processes import PATIENCE_S, fetch, poll_for
 from distributed import Client
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 #: Skips tests without Prometheus; Debian's package ``prometheus`` includes promtool.
@@ -152,9 +152,7 @@ class Prometheus:
 @contextmanager
 def prometheus(configuration: str, folder: Path) -> Iterator[Prometheus]:
     """Run Prometheus on a loopback port with its data in a folder, until the block ends."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     (folder / "prometheus.yml").write_text(configuration)
     command = [
         "prometheus",

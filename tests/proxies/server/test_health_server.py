@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from http_harness import connected, hello, make_server, request
+from ports import free_port
 from tables import each_case
 
 from daskserve.common.types import Envelope, Receive, Send
@@ -21,13 +21,6 @@ from daskserve.proxies.server.health import health_server
 from daskserve.proxies.server.life import HTTPServer
 
 ROUTES = RouteTable({"/": {"endpoint": "e", "methods": ["GET"]}})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def make_ingress(table: RouteTable | None) -> IngressApp:
