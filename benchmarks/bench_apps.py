@@ -76,6 +76,14 @@ CASES = [
         for listens in ("", "listens")
         for name in ("plain", "async")
     ),
+    Case(
+        'FastAPI, async, isolation="process", event_loop="worker", replicas_listen',
+        APP,
+        "/async",
+        "image",
+        config={"isolation": "process", "event_loop": "worker"},
+        http={"replicas_listen": True},
+    ),
     Case("FastAPI, pydantic 1 KB", APP, "/item", "item"),
     *(
         Case(f"daskserve run --workers {workers}, {name}", APP, f"/{name}", kind, workers=workers)
