@@ -185,7 +185,7 @@ def test_a_cancelled_request_gives_its_model_back(handle: serve.Handle) -> None:
 
 
 def test_the_status_and_the_metrics_have_the_models(client: serve.Client, handle: serve.Handle) -> None:
-    for number in range(3):
+    for number in range(2):  # wherever they are loaded, older ones make room
         handle.options(multiplexed_model_id=f"s{number}").remote().result(DEADLINE_S)
 
     def shown() -> dict[str, Any]:
@@ -194,10 +194,10 @@ def test_the_status_and_the_metrics_have_the_models(client: serve.Client, handle
 
     deadline = threading.Event()
     for _ in range(100):
-        if {"s0", "s1", "s2"} <= shown().keys():
+        if {"s0", "s1"} <= shown().keys():
             break
         deadline.wait(0.05)
-    assert {"s0", "s1", "s2"} <= shown().keys()
+    assert {"s0", "s1"} <= shown().keys()
 
 
 def test_a_stopped_replica_unloads_its_models(client: serve.Client) -> None:
