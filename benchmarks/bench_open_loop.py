@@ -6,7 +6,7 @@ under ``uvicorn --workers 2``; the two take turns. For each this prints the medi
 p99 and p99.9, and of the CPU time of a request, which includes what the processes do between requests.
 
 It needs ``pip install fastapi uvicorn httptools uvloop scikit-learn``. Run:
-``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5]``.
+``python benchmarks/bench_open_loop.py [--rate 500] [--seconds 8] [--rounds 5] [--event-loop worker]``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ def measure(system: System, path: str, rate: float, seconds: float) -> Tail:
     return Tail(p50, p99, p999, cpu_s / count * 1e6)
 
 
-def compare(name: str, path: str, server: str, *, rate: float, seconds: float, rounds: int) -> None:
+def compare(
+    name: str, path: str, server: str, event_loop: str, *, rate: float, seconds: float, rounds: int
+) -> None:
     """Print a line for each figure of an endpoint."""
     with ExitStack() as stack:
-        us = stack.enter_context(ours(Case(name, APP, path, "image"), server))
+        case = Case(name, APP, path, "image", config={"event_loop": event_loop})
+        us = stack.enter_context(ours(case, server))
         them = stack.enter_context(uvicorn(2))
         pairs = []
         for number in range(rounds + 1):
@@ -73,12 +76,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--server", choices=("tornado", "asyncio"), default="asyncio")
+    parser.add_argument("--event-loop", choices=("own", "worker"), default="own", help="that of the replicas")
     given = parser.parse_args()
     end_on_sigterm()
     os.environ.update(ENVIRONMENT)
     sys.path.append(str(PROGRAMS))  # which the workers inherit
     for name, path in PATHS.items():
-        compare(name, path, given.server, rate=given.rate, seconds=given.seconds, rounds=given.rounds)
+        how = {"rate": given.rate, "seconds": given.seconds, "rounds": given.rounds}
+        compare(name, path, given.server, given.event_loop, **how)
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ class Bench:
         table = RouteTable({"/b": {"endpoint": "e", "methods": ["GET", "POST"]}})
         return IngressApp(
             options=HTTPOptions(),
-            routes=lambda: table,
+            routes=table,
             dispatch=dispatch,
             rng=random.Random(0),
             is_direct=True,

@@ -136,7 +136,7 @@ class HTTPListener:
             middlewares = [*await asyncio.to_thread(middlewares_from, options.proxy_callback), *middlewares]
         self.ingress = ingress = IngressApp(
             options=options,
-            routes=lambda: self._routes,
+            routes=self._routes,
             dispatch=requests.send,
             rng=self._rng,
             is_direct=not middlewares,
@@ -210,6 +210,7 @@ class HTTPListener:
         """Use these routes from now on."""
         self._routes = RouteTable(value)
         if self.ingress is not None:
+            self.ingress.routes = self._routes
             self.ingress.metrics.keep(self._routes.endpoints())
         for fields in value.values():
             self._requests.prepare(fields["endpoint"])

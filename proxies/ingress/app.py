@@ -87,8 +87,8 @@ class IngressApp:
     ----------
     options : HTTPOptions
         ``root_path``, ``request_timeout_s``, ``debug``, ``list_routes`` and ``model_id_parameter``.
-    routes : callable
-        Returns the current `RouteTable`, or None before the first one is received.
+    routes : RouteTable, optional
+        None before the first one is received; see the attribute.
     dispatch : callable
         ``await dispatch(endpoint, envelope, receive, send)`` answers the request. The envelope's head
         is the ASGI scope with ``extensions["daskserve"]`` of ``request_id``, ``shard_key`` and ``route``.
@@ -109,6 +109,8 @@ class IngressApp:
 
     Attributes
     ----------
+    routes : RouteTable or None
+        The current routes. The listener replaces them.
     ongoing : int
         Requests in flight.
     unanswered : int
@@ -121,7 +123,7 @@ class IngressApp:
         self,
         *,
         options: HTTPOptions,
-        routes: Callable[[], RouteTable | None],
+        routes: RouteTable | None,
         dispatch: CallBackend,
         rng: random.Random,
         is_direct: bool = False,
@@ -140,7 +142,7 @@ class IngressApp:
         self._root_bytes = self._root.encode()
         self._timeout_s = options.request_timeout_s
         self._options = options
-        self._routes = routes
+        self.routes = routes
         self._dispatch = dispatch
         self._is_direct = is_direct
         self._request_ids = RequestIds(rng)
@@ -220,7 +222,7 @@ class IngressApp:
         if own_path.startswith("/-/") and own_path in SYSTEM_ROUTES:
             request.route = SYSTEM_ROUTES[own_path]
             return self._answer_system(request, own_path, method)
-        table = self._routes()
+        table = self.routes
         if table is None:
             request.cause = "no_routes_yet"
             return self._refuse(request, 503, NOT_POPULATED, ((b"retry-after", b"1"),))
@@ -244,7 +246,7 @@ class IngressApp:
 
     def endpoint_of(self, path: str) -> str | None:
         """Return the endpoint that answers requests for a path; None if there is none."""
-        table = self._routes()
+        table = self.routes
         route = None if table is None else table.match(self._split_root(path)[1] if self._root else path)
         return None if route is None else route.endpoint
 
@@ -255,7 +257,7 @@ class IngressApp:
         if method not in ("GET", "HEAD"):
             await self._refuse_method(request, method, ("GET", "HEAD"))
             return
-        table = self._routes()
+        table = self.routes
         if table is None:
             await self._refuse(request, 503, NOT_POPULATED)
         elif path == "/-/routes":

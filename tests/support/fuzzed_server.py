@@ -101,7 +101,7 @@ class FuzzedServer:
         )
         self._ingress = IngressApp(
             options=HTTPOptions(),
-            routes=lambda: table,
+            routes=table,
             dispatch=_dispatch,
             rng=random.Random(1),
         )

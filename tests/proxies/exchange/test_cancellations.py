@@ -151,7 +151,7 @@ class Plant:
         table = RouteTable({f"/{tag}": {"endpoint": tag, "methods": ["GET", "POST"]} for tag in BACKENDS})
         self.ingress = IngressApp(
             options=HTTPOptions(),
-            routes=lambda: table,
+            routes=table,
             dispatch=self._dispatch,
             rng=random.Random(3),
         )

@@ -45,7 +45,7 @@ class Backend:
     def ingress(self, *, is_direct: bool = True, **options: Any) -> IngressApp:
         return IngressApp(
             options=HTTPOptions(**options),
-            routes=lambda: TABLE,
+            routes=TABLE,
             dispatch=self,
             rng=random.Random(1),
             is_direct=is_direct,

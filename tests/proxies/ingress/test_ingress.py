@@ -66,7 +66,7 @@ def make_ingress(
 ) -> IngressApp:
     return IngressApp(
         options=HTTPOptions(**options),
-        routes=lambda: table,
+        routes=table,
         dispatch=routers,
         rng=random.Random(1),
         is_direct=is_direct,

@@ -27,7 +27,7 @@ def make_ingress(table: RouteTable | None) -> IngressApp:
     async def dispatch(endpoint: str, envelope: Envelope, receive: Receive, send: Send) -> None:
         raise AssertionError("no request of the health port goes to user code")
 
-    return IngressApp(options=HTTPOptions(), routes=lambda: table, dispatch=dispatch, rng=random.Random(1))
+    return IngressApp(options=HTTPOptions(), routes=table, dispatch=dispatch, rng=random.Random(1))
 
 
 def make_health(app: ASGIApp, *, claims_port: bool = True, port: int = 0) -> HTTPServer:

@@ -352,7 +352,7 @@ async def test_the_ingress_over_http() -> None:
     )
     ingress = IngressApp(
         options=HTTPOptions(),
-        routes=lambda: table,
+        routes=table,
         dispatch=dispatch,
         rng=random.Random(1),
     )
