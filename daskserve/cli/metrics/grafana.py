@@ -17,6 +17,17 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it
 """
 
 
+#: How often Prometheus scrapes.
+interval_option = click.option(
+    "--interval",
+    "interval_s",
+    type=click.IntRange(1),
+    default=15,
+    show_default=True,
+    help="Seconds between two scrapes.",
+)
+
+
 @click.command()
 @click.option(
     "--output",
@@ -35,14 +46,7 @@ Prometheus: add "rule_files: [{rules}/*.yaml]" to prometheus.yml, then reload it
     "--dashboards-path",
     help="Folder in which Grafana finds the dashboards, if not in the output folder.",
 )
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.IntRange(1),
-    default=15,
-    show_default=True,
-    help="Seconds between two scrapes.",
-)
+@interval_option
 @click.option(
     "--error-ratio",
     type=click.FloatRange(0, 1, min_open=True),

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import dask.config
 
-from daskserve.cli.metrics.grafana import grafana
+from daskserve.cli.metrics.grafana import grafana, interval_option
 from daskserve.cli.output import json_option, print_json, writing
 from daskserve.common.formatting import shown
 from daskserve.errors import ServeError
@@ -113,14 +113,7 @@ def rules() -> None:
 @metrics.command("scrape-config")
 @click.argument("scheduler", default="")
 @click.option("--file", "file", type=click.Path(dir_okay=False), help="Read targets from this file instead.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.IntRange(1),
-    default=15,
-    show_default=True,
-    help="Seconds between two scrapes.",
-)
+@interval_option
 def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
     """Print the section of prometheus.yml that scrapes a whole cluster.
 

@@ -322,5 +322,5 @@ def _short(value: Any) -> str:
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"
     try:
         return repr(value)[:MAX_SHOWN]
-    except BaseException:  # of user code; the difference counts even if it cannot be shown
+    except Exception:  # of user code; the difference counts even if it cannot be shown
         return f"<{type(value).__name__}>"
