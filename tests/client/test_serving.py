@@ -44,16 +44,13 @@ def when(condition: Callable[[], Any], *numbers: signal.Signals) -> threading.Th
 
 
 class Waits:
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
     def __call__(self, request: Any) -> str:
         begun.set()
-        self.go.wait(30)
+        may_end.wait(30)
         return "done"
 
 
-begun = threading.Event()
+begun, may_end = threading.Event(), threading.Event()
 
 
 def test_an_end_without_requests_waits_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +94,7 @@ def test_an_end_says_what_it_waits_for_and_a_second_signal_ends_it(
         assert time.monotonic() - began < 10
         with pytest.raises(serve.errors.ServeError):
             response.result(10)
+        may_end.set()  # its thread would hold the request for 30 s, in the tests that follow
     (line,) = [each for each in lines if "Stopping" in each]
     assert line.partition(" ")[2] == (
         "Stopping (SIGTERM): waiting up to 20 s for open requests and streams (1 of 'shop'). "
