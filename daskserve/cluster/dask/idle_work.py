@@ -1,8 +1,8 @@
-"""Dask's periodic work in processes that serve, made slower.
+"""Makes Dask's periodic background work less frequent in processes that serve.
 
 Dask's profiler, its check of blocked event loops, and its monitors of memory and of the machine wake each
 process about a hundred times a second. A worker that serves 500 requests per second spends a tenth of its
-time on that. On the clusters that daskserve starts, they run less often, unless you have set them yourself.
+time on that. On clusters that daskserve starts, they run less often, unless you have configured them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import dask.config
 
-#: The options of Dask, and their values in a cluster that serves.
+#: The Dask options, and their values in a cluster that serves.
 QUIET: Mapping[str, Any] = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "500ms",

@@ -56,7 +56,7 @@ def wire_payload(payload: Payload | None) -> Any:
         return None
     data: Any = payload.data
     if len(data) >= OUT_OF_BAND_BYTES:
-        data = OutOfBand(memoryview(data))  # arrives as a buffer, which saves a copy
+        data = OutOfBand(memoryview(data))  # the receiver gets a buffer, which saves a copy
     return (data, tuple(map(OutOfBand, payload.buffers)) if payload.buffers else ())
 
 
@@ -84,7 +84,7 @@ def unwire_message(message: Message) -> Message:
 
 
 def in_parts(message: Message) -> Iterable[Message]:
-    """Return a message of a body as several if it is large: the reader then joins them as they come."""
+    """Split a large body message into several, so that the reader can join them as they arrive."""
     body = message.get("body")
     return (message,) if body is None or len(body) <= PART_BYTES else _parts_of(message, body)
 
@@ -152,9 +152,9 @@ def pack(
     try:
         return msgpack.packb(frames, default=noted), large
     except UnicodeEncodeError:
-        # The name of a file may have surrogates. This is a second attempt, because it takes longer for each
-        # text.
-        begun = iter(tuple(made))  # what is shared already must not be shared again
+        # File names may contain surrogates. They are handled in a second attempt, because that takes longer
+        # for each text.
+        begun = iter(tuple(made))  # buffers that are already shared must not be shared again
 
         def made_or_refer(value: Any) -> msgpack.ExtType:
             return next(begun, None) or refer(value)
