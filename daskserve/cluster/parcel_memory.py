@@ -35,7 +35,7 @@ class ParcelMemory:
 
     @classmethod
     def opened(cls, place: Sequence[int], digest: str) -> Self | None:
-        """Return the content that a process of this machine holds; None if the process is on another machine."""
+        """Return the content that a process holds; None if the process is on another machine."""
         if not HAS_SEGMENTS:
             return None
         try:

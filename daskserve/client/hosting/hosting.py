@@ -191,7 +191,7 @@ class _Hosting:
             self._kept = {name: await copy_application(self._verbs, name) for name in running}
 
     async def run_first(self, built: Sequence[BuiltApplication] | None) -> None:
-        """Run the applications on an instance that this call has started, and end it if nothing else uses it."""
+        """Run the applications on an instance that this call has started; end it if nothing else uses it."""
         is_left = False
         try:
             await self._deploy(await self._built() if built is None else built)

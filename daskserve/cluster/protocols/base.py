@@ -67,7 +67,7 @@ class ActorSpec:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the controller that created the actor, or of the actor itself if it is a controller."""
+        """The epoch of the controller that created the actor, or that the actor itself is."""
         return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
 
 

@@ -179,9 +179,7 @@ class Capacity:
         )
 
     def _unneeded(self) -> int:
-        """Return how many workers may leave so that the others have room for twice the data, as Dask
-        requires.
-        """
+        """Return how many workers may leave, so that the others can hold twice the data, as Dask requires."""
         workers = list(self._scheduler.workers.values())
         room = sum(worker.memory_limit or math.inf for worker in workers)
         data = sum(worker.nbytes for worker in workers)

@@ -332,7 +332,7 @@ class ControllerKeeper:
             return known[worker].matches(entry.system_workers), worker not in entry.proxies
 
         now, then = rank(here), rank(best)
-        # A controller on a system worker does not keep the worker in the cluster.
+        # Moving to a system worker is always allowed, because it stays in the cluster in any case.
         if then <= now or not (then[0] > now[0] or self._may_move()):
             return None
         return best, "shares its worker with a proxy" if then[0] == now[0] else "is on no system worker"

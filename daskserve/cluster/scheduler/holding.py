@@ -97,9 +97,7 @@ class Mirror:
 
 
 def holding(store: MemoryStore | ThreadedStore, start_id: str) -> InstanceStore:
-    """Return the store for an instance that is starting, given the id of the start and the place of the
-    records.
-    """
+    """Return the store of an instance that is starting, given the start's id and the records' place."""
     if isinstance(store, MemoryStore):
         return store  # no other cluster can use it
     return HeldStore(store, f"{start_id or uuid.uuid4().hex}.{uuid.uuid4().hex[:8]}", LoopClock())

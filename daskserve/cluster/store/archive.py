@@ -1,5 +1,4 @@
-"""Whole stores, for operators: reads all instances without changing the store, and writes backups to one
-file.
+"""Whole stores, for operators: reads all instances of a store, and writes backups to one file.
 
 A backup is an object as `daskserve.cluster.store.journal` encodes it: a header that names the instances and
 their epochs, then every record with its checksum. It does not depend on the kind of the store.

@@ -20,7 +20,7 @@ POLL_S = 0.01
 
 
 class DrainingVerbs:
-    """The supervisor or the local cluster calls them once, at the end of the instance."""
+    """The verbs of draining. The supervisor or the local cluster calls them once, at the end of the instance."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -67,7 +67,7 @@ class DrainingVerbs:
         return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
 
     async def _is_overtaken(self) -> bool:
-        """Return whether another cluster has taken over. Its proxies share the port and serve on."""
+        """Return whether another cluster has taken over. Its proxies share the port and continue to serve."""
         core = self._core
         empty = StoreChange(must_last=False)
         try:
@@ -79,7 +79,7 @@ class DrainingVerbs:
         return core.cluster.store.hold is StoreOwnership.TAKEN
 
     async def _drain(self) -> None:
-        """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""
+        """Stop the proxies, which complete their requests, then the replicas, callers first."""
         core = self._core
         await core.loop.close_proxies(departure.grace_s(core.state))
         async with core.writer:

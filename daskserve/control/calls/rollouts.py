@@ -17,7 +17,8 @@ from daskserve.control.views.rollouts import model_rollout_status, rollout_statu
 
 
 class RolloutVerbs(DecidingVerbs):
-    """A deployment is named as in `daskserve.control.calls.changing.ChangingVerbs.scale`.
+    """The verbs for rollouts. `daskserve.control.calls.changing.ChangingVerbs.scale` describes how to name a
+    deployment.
 
     With ``model``, the verbs are about the rollout of that model of its ``model_repository``. Each verb
     returns the state of the rollout after it.

@@ -12,7 +12,7 @@ _DASHBOARD = "distributed.dashboard.scheduler"
 
 
 def template_variables(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Return the dictionary with which all pages of a dashboard are rendered; None if there is no dashboard."""
+    """Return the variables with which all pages of a dashboard are rendered; None without a dashboard."""
     dashboard: Any = sys.modules.get(_DASHBOARD)
     application = getattr(scheduler, "http_application", None)
     # For a scheduler without a dashboard, the lookup would create a dictionary that is never freed.

@@ -69,9 +69,7 @@ class Operation:
     is_stream: bool = False
 
     def check(self, query: Mapping[str, str]) -> None:
-        """Raise `BadRequestError` for an unknown parameter of a change, which might be intended to limit the
-        change.
-        """
+        """Raise `BadRequestError` for an unknown parameter of a change, which might limit the change."""
         unknown = [each for each in query if each not in self.query]
         if unknown and self.changes:
             wrong = unknown[0][:MAX_SHOWN]
