@@ -62,7 +62,7 @@ class LoopClock:
 
 
 class OneLoopClock(LoopClock):
-    """The clock of one event loop. It takes an eighth of the time of `LoopClock`, which matters per request."""
+    """The clock of one event loop, which takes an eighth of the time of `LoopClock` for each reading."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time  # type: ignore[method-assign]

@@ -72,7 +72,7 @@ class _QueuedRecord(NamedTuple):
 
 
 class _Drain(NamedTuple):
-    """In the queue: lines of the access log wait, or an actor has stopped, all of whose records came before."""
+    """In the queue: lines of the access log wait, or an actor has stopped after logging all its records."""
 
     gone: tuple[Any, ...]
 

@@ -94,7 +94,7 @@ class ModelKeeper:
         self._observed.folders.close()
 
     async def step(self) -> None:
-        """Write the changes that follow from the folders and the replicas' reports, then call the replicas."""
+        """Write the changes that follow from folders and replicas' reports, then call the replicas."""
         self._note_phases()
         if self._changes():
             async with self._writer:

@@ -118,7 +118,7 @@ def _left_s(inputs: StepInputs, goal: GoalRecord, limit_s: float, replicas: Iter
     began_at = goal.opened_at
     if goal.timeout_s is None:
         began_at = max([began_at, *(each.moved_at for each in replicas)])
-    # versions before this one did not record times
+    # older versions of daskserve did not record times
     if goal.goal_id not in inputs.observed.inherited or not began_at:
         return limit_s
     # The controllers' clocks may differ.

@@ -298,9 +298,7 @@ class _Stepper:
         return surge if notes.full_since is None else 0
 
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
-        """Stop as few old replicas as possible if a new one does not fit next to them, or if no surge is
-        allowed.
-        """
+        """Stop as few old replicas as possible, if no surge is allowed or a new one does not fit."""
         inputs, notes = self.inputs, self.notes
         if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(inputs.now):
             return

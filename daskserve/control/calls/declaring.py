@@ -157,7 +157,7 @@ class DeclaringVerbs(DecidingVerbs):
         by: str = "",
         request_id: str = "",
     ) -> dict[str, Any]:
-        """Replace the replicas of an application, or of one deployment, with new replicas of the same code."""
+        """Replace the replicas of an application, or of one deployment; the code stays the same."""
         request_id = request_id or self._goal_id()
         async with self._deciding([request_id]):
             outcome = restart_verb.restart(

@@ -20,7 +20,7 @@ POLL_S = 0.01
 
 
 class DrainingVerbs:
-    """The verbs of draining. The supervisor or the local cluster calls them once, at the end of the instance."""
+    """The verbs of draining, called once at the instance's end by the supervisor or local cluster."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core

@@ -52,9 +52,7 @@ class ModelVerbs(DecidingVerbs):
     async def load_model(
         self, name: str, model: str, version: str | None = None, is_default: bool = True, by: str = ""
     ) -> dict[str, Any]:
-        """Make all replicas load a version, by default the newest; return its name before they have loaded
-        it.
-        """
+        """Make all replicas load a version, by default the newest; return its name before they have."""
         _, repository = self._find(name)
         self._check_explicit(repository)
         versions = (await self._read(repository)).get(model, [])

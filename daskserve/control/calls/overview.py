@@ -32,8 +32,7 @@ class OverviewVerbs:
     async def next_overview(
         self, after: int = 0, events_after: int | None = None, timeout_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return the changes of the overview and the events since ``after``; nothing if there are none in
-        time.
+        """Return the overview's changes and the events since ``after``; nothing if there are none in time.
 
         Parameters
         ----------

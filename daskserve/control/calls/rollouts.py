@@ -17,8 +17,7 @@ from daskserve.control.views.rollouts import model_rollout_status, rollout_statu
 
 
 class RolloutVerbs(DecidingVerbs):
-    """The verbs for rollouts. `daskserve.control.calls.changing.ChangingVerbs.scale` describes how to name a
-    deployment.
+    """The verbs for rollouts. Deployments are named as in `ChangingVerbs.scale`.
 
     With ``model``, the verbs are about the rollout of that model of its ``model_repository``. Each verb
     returns the state of the rollout after it.

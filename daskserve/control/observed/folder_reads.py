@@ -19,9 +19,7 @@ MAX_THREADS = 8
 
 
 class FolderReads:
-    """The threads of one controller. Each folder blocks at most one thread, however often reading it times
-    out.
-    """
+    """The threads of one controller. Each folder blocks at most one thread, even if reads time out."""
 
     def __init__(self) -> None:
         # Created at the first reading, because most controllers have no models.

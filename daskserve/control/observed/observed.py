@@ -195,9 +195,7 @@ _LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
 
 @cache
 def _values_of_notes(but: frozenset[str]) -> tuple[Callable[[Notes], Any], Any]:
-    """Return a function that reads all fields except some, and the initial values of the fields that it
-    reads.
-    """
+    """Return a function that reads all fields except some, and the initial values of those it reads."""
     values = attrgetter(*(each.name for each in fields(Notes) if each.name not in but))
     return values, values(Notes())
 

@@ -47,9 +47,7 @@ class RouterTroubles:
         return new
 
     def text_of(self, tag: BackendTag, now: float) -> str:
-        """Return the error of a backend's router, and in how many processes it occurs; empty without an
-        error.
-        """
+        """Return the error of a backend's router, and its number of processes; empty without an error."""
         found = [each for each in self._known.get(tag, {}).values() if _is_fresh(each, now)]
         if not found:
             return ""

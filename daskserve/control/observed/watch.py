@@ -280,7 +280,7 @@ class WorkerWatch:
             if actor["kind"] == ActorKind.CONTROLLER:
                 is_ours = address.incarnation < self._epoch
             elif actor["kind"] == ActorKind.BUILDER:
-                # A controller removes itself and has no record.
+                # The builder's controller removes it; a builder has no record.
                 is_ours = address.incarnation < self._epoch << EPOCH_BITS
             else:
                 is_ours = address.incarnation < self._newest_incarnation

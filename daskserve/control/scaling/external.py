@@ -28,7 +28,7 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
 
 
 def taken_back(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
-    """Return the record to restore after a failed change, with the number set during the change."""
+    """Return the record to restore after a failed change, with the number that was set during the change."""
     if failed.scaled_to is None or not failed.is_scaled_externally:
         return previous
     return replace(previous, scaled_to=failed.scaled_to, scalings=failed.scalings)
