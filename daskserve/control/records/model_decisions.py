@@ -152,9 +152,7 @@ def unloaded(record: ModelsRecord, name: str, version: str | None) -> ModelsReco
 
 
 def with_default(record: ModelsRecord, name: str, version: str) -> ModelsRecord:
-    """Return the record with another default version; raise `NotFoundError` unless all replicas have loaded
-    it.
-    """
+    """Return the record with another default version, which all replicas must have loaded."""
     known = record.models.get(name, {}).get(version)
     if known is not None and known["state"] == ModelState.ROLLING_OUT:
         record = changed(record, name, version, {**known, "state": ModelState.READY.value})

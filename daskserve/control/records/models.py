@@ -94,7 +94,5 @@ class ModelReport:
 
 
 def rollout_tag(backend: BackendTag, model: str) -> BackendTag:
-    """Return the name under which the requests of a model's rollout are counted; it differs from the tags of
-    all backends.
-    """
+    """Return the name under which the requests of a model's rollout are counted; never a backend's tag."""
     return f"{backend}#model/{model}"

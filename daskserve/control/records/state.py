@@ -167,7 +167,7 @@ class State:
         return [each for each in self.replicas_of(backend) if each.state is ReplicaState.RUNNING]
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return the number of bundles on a worker, of one backend or of all; most replicas have one bundle."""
+        """Return the number of bundles on a worker, of one backend or of all; most replicas have one."""
         if backend is None:
             return self._bundles_on.get(worker, 0)
         return self._workers_of.get(backend, {}).get(worker, 0)

@@ -120,7 +120,7 @@ class PolicyLoader(Generic[T]):
         return self.call is not None or self._clock.now() >= self.retry_at
 
     async def load(self, function: Callable[..., T], *args: Any) -> T | None:
-        """Start to call a function that loads the policy, or take its result; None while there is no policy."""
+        """Start a call of a function that loads the policy, or take its result; None until it has loaded."""
         if self.call is None:
             self.call = PolicyCall(self._clock, self._name, function, *args)
         try:
@@ -212,7 +212,7 @@ def problem_of(error: TimeoutError | UserCodeError) -> str:
 
 
 class _DaemonThreadExecutor(Executor):
-    """Runs one function in a daemon thread. Unlike a thread pool, it does not delay the interpreter's exit."""
+    """Runs one function in a daemon thread, which does not delay the interpreter's exit."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -73,9 +73,7 @@ def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float
 
 
 def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
-    """Keep the number in a dry run without ``num_replicas``; at least 1, because nothing would scale it up
-    from 0.
-    """
+    """Keep the number in a dry run without ``num_replicas``; at least 1, to avoid being stuck at 0."""
     fixed = replace(backend, scaled_to=None, scalings=())
     wanted = max(1, before.full_replicas)
     return (

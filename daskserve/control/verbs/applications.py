@@ -291,7 +291,7 @@ def _check_unused(state: State, app: AppRecord, members: Sequence[BackendRecord]
 
 
 def check_separate(state: State, tag: BackendTag) -> None:
-    """Raise `BadRequestError` if a backend is part of an application, which can only be deleted as a whole."""
+    """Raise `BadRequestError` if a backend is part of an application, which is only deleted as a whole."""
     backend = state.backends.get(tag)
     if backend is not None and state.apps.get(backend.application) is not None:
         name = split_deployment_tag(tag)[1]

@@ -331,9 +331,7 @@ def _access_log_of(state: State, endpoint: EndpointRecord) -> bool | None:
 
 
 def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table for proxies, with the pending routes of applications that start for the first
-    time.
-    """
+    """Return the route table for proxies, with the pending routes of applications that first start."""
     table = routes(state)
     for app in state.apps:
         endpoint = state.endpoints.get(app.ingress)

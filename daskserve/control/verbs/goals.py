@@ -173,7 +173,7 @@ def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
 def _release(
     state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
 ) -> None:
-    """Move the other backends of superseded goals to the new goal; backends that the change drops get none."""
+    """Move the other backends of superseded goals to the new goal; dropped ones get none."""
     for old in superseded:
         for tag in state.apps.members(old.application):
             current = state.backends[tag]

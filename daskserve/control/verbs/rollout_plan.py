@@ -66,7 +66,7 @@ def _probability(config: RolloutConfig) -> float:
 
 
 def planned_share(rollout: RolloutState, config: RolloutConfig) -> float:
-    """Return the planned share of the served step. The actual share differs while a version has no replica."""
+    """Return the planned share of the served step; the actual one differs while a version has no replica."""
     return percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
 
 

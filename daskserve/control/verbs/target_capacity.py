@@ -14,8 +14,7 @@ from daskserve.options.start_messages import ControllerStart
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
-    """Return the change that sets the target capacity of every backend; None means all replicas and no
-    direction.
+    """Return the change that sets the target capacity of every backend; None resets it.
 
     The client has checked the percentage. The specs in the records stay the same, so they apply again when
     the capacity is reset.
