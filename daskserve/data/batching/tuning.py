@@ -77,9 +77,7 @@ class ServiceTimes:
         return max(0.0, self._mean_t + self._slope * (size - self._mean_n))
 
     def largest(self, limit_s: float) -> float:
-        """Return the size that takes ``limit_s``, or, if one item takes longer, the size that takes twice its
-        time.
-        """
+        """Return the size that takes ``limit_s``, or twice the time of one item if that takes longer."""
         if not self._weight:
             return 1.0
         one = self.predict(1)

@@ -20,9 +20,7 @@ class BatchTurns:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Wait until the request may be sent; call `give_back` once the request has a slot at the replica, or
-        is refused.
-        """
+        """Wait until the request may be sent; call `give_back` once it has a slot or is refused."""
         if self._sent < MAX_SENT:
             self._sent += 1
             return

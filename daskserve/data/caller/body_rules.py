@@ -12,9 +12,7 @@ from daskserve.common.types import BodyUse
 def combined(
     rules: Iterable[tuple[BodyUse | None, int | None]], default_max_bytes: int
 ) -> tuple[BodyUse, int] | None:
-    """Return the rules for a request to any of several backends; None if those of one backend are not known
-    yet.
-    """
+    """Return the rules for a request to any of several backends; None until those of all are known."""
     uses, limits = set[BodyUse](), list[int]()
     for use, max_bytes in rules:
         if use is None:

@@ -62,9 +62,7 @@ class TrafficPolicy:
         return self._backends[min(index, len(self._backends) - 1)]
 
     def shadows(self, rng: random.Random) -> list[BackendTag]:
-        """Return the backends that get a copy of a request, each drawn independently of the others and of
-        `draw`.
-        """
+        """Return the backends that get a copy of a request; each is drawn independently."""
         return [tag for tag, proportion in self._shadows if rng.random() < proportion]
 
 

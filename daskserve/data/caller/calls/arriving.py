@@ -72,9 +72,7 @@ class ArrivingRequest:
         return self._future.done()
 
     def wake_when_done(self) -> asyncio.Future[None]:
-        """Return a future of the running loop that completes when the body has been read, or reading it has
-        failed.
-        """
+        """Return a future of the running loop that completes when the body is read, or reading it fails."""
         return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:

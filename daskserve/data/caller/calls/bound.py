@@ -25,7 +25,7 @@ def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
 
 
 def stand_in(handle: Handle, instance: InstanceName) -> Any:
-    """Return `reduce_handle` of a handle of an instance; `NotImplemented` for a handle of another instance."""
+    """Return `reduce_handle` of a handle of an instance; `NotImplemented` if it is of another instance."""
     if handle._instance not in ("", instance):
         return NotImplemented
     return reduce_handle(handle._endpoint, handle._options)

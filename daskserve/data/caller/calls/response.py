@@ -190,7 +190,7 @@ class Response:
         return cancelled_error(self.request_id) if future.cancelled() else future.exception()
 
     async def settled(self, connection: ClusterConnection, *, by_reference: bool) -> Payload | KeptPayload:
-        """Return the result of a successful call, or the place of the result; runs on the connection's loop."""
+        """Return the result of a successful call, or the result's place; runs on the connection's loop."""
         found = self._future.result()
         if type(found) is not KeptPayload or (by_reference and connection is self._connection):
             return found
