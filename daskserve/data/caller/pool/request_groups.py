@@ -33,7 +33,7 @@ class RequestGroups:
         self._pace_s = GROUP_S
 
     def next(self, now: float) -> PooledReplica | None:
-        """Return the replica of the present group; None if the group is complete, or the replica has no room."""
+        """Return the replica of the present group; None if the group is complete, or the replica is full."""
         replica = self._replica
         is_open = self._left > 0 and now - self._began_at < GROUP_S
         if is_open and replica is not None and replica.index >= 0 and not replica.is_full:

@@ -375,7 +375,7 @@ class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
     def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas on this host at a request's first call, and of all replicas later."""
+        """Return the ids of the replicas on this host at a request's first call, later those of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
             near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}

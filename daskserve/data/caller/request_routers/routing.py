@@ -362,7 +362,7 @@ class RequestRouting:
 
 
 def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
-    """Return the session of a request if only the session decides which replicas may get it; otherwise empty."""
+    """Return the session of a request if it alone decides which replicas may get it; otherwise empty."""
     is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
     return routing.request_of(envelope).metadata.session_id if is_by_session else ""
 

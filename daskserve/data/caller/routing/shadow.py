@@ -276,9 +276,7 @@ class AnswerComparer:
         self.trouble = trouble[:MAX_SAMPLE]
 
     def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
-        """Return the difference between two answers, and the reason if they cannot be compared; or empty
-        texts.
-        """
+        """Return the difference between two answers, and why they cannot be compared; empty texts if none."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)

@@ -90,9 +90,7 @@ class Versions:
     def send(
         self, version: str | None, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Send a request to the version that was drawn, or that the request names; only drawn ones are
-        counted.
-        """
+        """Send a request to the version that was drawn or named; only drawn requests are counted."""
         if version is None:
             return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)

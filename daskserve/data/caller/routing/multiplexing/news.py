@@ -25,9 +25,7 @@ MAX_TOLD = 1000
 
 
 class ModelNews:
-    """Reports replicas to the controller, one call at a time, without retries, because the controller polls
-    all replicas later.
-    """
+    """Reports replicas to the controller, one call at a time, without retries: it polls them later."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster

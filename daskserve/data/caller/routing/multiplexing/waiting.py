@@ -221,9 +221,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self._ranked.put(waiter, self._order.priority_of(envelope), envelope.deadline)
 
     def lower_than(self, envelope: Envelope) -> asyncio.Future[PooledReplica] | None:
-        """Return the last of the requests with the lowest priority, if it is lower than a given request's
-        priority.
-        """
+        """Return the last request of the lowest priority, if that is below a given request's priority."""
         priority = self._order.priority_of(envelope)
         if self._ranked is None:
             last = next(reversed(self)) if priority > 0 and self else None

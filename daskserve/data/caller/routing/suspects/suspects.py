@@ -120,8 +120,7 @@ class SuspectTrial:
         )
 
     def _rank(self, entry: PooledReplica) -> int:
-        """Return the risk of a replica's worker: it also runs a proxy or the controller, or its host had
-        losses.
+        """Return the risk of a replica's worker: it has a proxy or the controller, or its host had losses.
 
         When a machine dies, its workers are lost one after the other.
         """
