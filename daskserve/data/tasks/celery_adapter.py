@@ -263,9 +263,7 @@ class _Letters:
     def unknown(
         self, sender: Any = None, name: str = "", id: str = "", message: Any = None, exc: Any = None, **_: Any
     ) -> None:
-        """Send the dead letter of a task without a handler; the signal comes from all workers of this
-        process.
-        """
+        """Send the dead letter of a task without a handler; all workers of this process send the signal."""
         if sender is not None and sender.app is self._app:
             parts = [name, id, str(message.body), str(exc), {}]
             self._send(name, self._config.unprocessable_task_queue_name, parts)

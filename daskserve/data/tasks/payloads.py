@@ -104,9 +104,7 @@ def error_parts(text: str) -> tuple[str, str]:
 
 
 class DeadLetter:
-    """The arguments of a dead letter. The arguments of the failed task are unpickled only where the dead
-    letter is handled.
-    """
+    """The arguments of a dead letter; those of the failed task are unpickled only where it is handled."""
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts

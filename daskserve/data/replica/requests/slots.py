@@ -298,7 +298,7 @@ class Slots:
             self._idle.set()
 
     def _is_kept_free(self, envelope: Envelope) -> bool:
-        """Return whether this request belongs to a batch job and the replica is kept free of such requests."""
+        """Return whether this request is of a batch job, and the replica is kept free of such requests."""
         room = self._batch_room
         return room is not None and is_of_batch(envelope) and room.is_kept_free(self.rank_info, stopwatch())
 

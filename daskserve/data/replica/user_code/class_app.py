@@ -349,7 +349,7 @@ def without_others(cls: type[Any], substitution: Callable[[], Substitute] | None
 
     def reduce(value: Any) -> Any:
         if isinstance(value, BaseRoute):
-            if hasattr(value, "original_router"):  # drops the router that keeps the routes
+            if hasattr(value, "original_router"):  # pickled without the routes that it caches
                 return type(value), (value.original_router, value.include_context)  # type: ignore[attr-defined]
             owner = getattr(_function(getattr(value, "endpoint", None)), OWNER, cls)
             if owner not in cls.__mro__:

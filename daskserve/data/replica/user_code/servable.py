@@ -171,7 +171,7 @@ class Servable:
         return callable(getattr(hook, "__func__", hook))
 
     def check_batching(self, max_batch_size: int | None) -> None:
-        """Raise `BadRequestError` if the batch size requires batches and the callable does not accept them."""
+        """Raise `BadRequestError` if the batch size requires batches, but the callable takes none."""
         if max_batch_size is not None and max_batch_size > 1 and not self.facts.accepts_batches:
             raise BadRequestError(
                 f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
@@ -196,7 +196,7 @@ class Servable:
         self.construct_in_thread()
         if self.is_ending:  # the constructor has blocked the loop
             with suppress(asyncio.CancelledError):
-                await pause()  # wait: the destructor must not get the object
+                await pause()  # takes up the cancellation, which the destructor must not get
             await self.close()
 
     async def _construct(self) -> None:

@@ -28,7 +28,7 @@ def task_of(values: Sequence[Any]) -> Task:
 
 
 def plain_change(change: Change) -> list[Any]:
-    """Return a change as plain values, without the fields that transitions do not change, which may be large."""
+    """Return a change as plain values, without large fields that no transition changes."""
     values = plain_task(change.task)
     values[PAYLOAD], values[PROGRESS] = b"", None
     return [values, None if change.letter is None else plain_task(change.letter)]

@@ -110,8 +110,7 @@ class WaitingQueue(Protocol):
     """A queue that wakes idle consumers, which otherwise poll."""
 
     async def wait(self, queue: str, interval_s: float) -> None:
-        """Return once there may be a task; the queue is checked for tasks that become due every
-        ``interval_s``.
+        """Return once there may be a task; checks every ``interval_s`` for tasks that become due.
 
         Raises
         ------
