@@ -340,7 +340,7 @@ class TaskConsumer:
         self._has_room.set()
 
     async def _end_changed(self, key: Key, after: Task) -> None:
-        """End a task that has changed in the queue: as cancelled if it was cancelled; otherwise drop it here."""
+        """End a task that has changed in the queue: as cancelled if it was cancelled; otherwise drop it."""
         (kept,) = await self._call(self._queue.get, self._name, [after.id])
         if kept is None or not self._is_held(key, kept) or kept.state is not TaskState.RUNNING:
             _log_discarded(after)
@@ -409,7 +409,7 @@ class TaskConsumer:
             await self._clock.sleep(UPKEEP_S)
 
     async def _follow(self, name: str, schedule: Any) -> None:
-        """Create the tasks of a schedule; their ids contain their times, so that each is created only once."""
+        """Create the tasks of a schedule; their ids contain their times, so each is created only once."""
         at = last_time(schedule, self._clock.wall() - schedule.catch_up_s, self._clock.wall())
         while True:
             now = self._clock.wall()
