@@ -22,8 +22,8 @@ from daskserve.errors import NotFoundError, NotRunningError
 def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
     """Set the number of replicas of a deployment, or of an application's ingress.
 
-    The number lasts until the deployment is deployed with other options; write it into the file to keep it. A
-    deployment that is autoscaled cannot be scaled.
+    The number lasts until the deployment is deployed with other code or options; write it into the file to
+    keep it. A deployment that is autoscaled cannot be scaled.
     """
     application, deployment = split_target(target)
     with connected(at) as client:
