@@ -160,7 +160,7 @@ def run(
     """Serve the application TARGET, given as module:name, or those of a configuration file, until Ctrl-C.
 
     TARGET names a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that
-    builds one of these from the arguments KEY=VALUE. Modules are found in the current directory, or in
+    builds one of these from a dict of KEY=VALUE. Modules are found in the current directory, or in
     --app-dir.
 
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
