@@ -17,7 +17,7 @@ import click
 import dask.config
 
 from daskserve.cli.metrics.grafana import grafana, interval_option
-from daskserve.cli.output import CommandError, ExitCode, json_option, print_json, writing
+from daskserve.cli.output import CommandError, ExitCode, FiniteRange, json_option, print_json, writing
 from daskserve.common.formatting import shown
 from daskserve.errors import NotRunningError, ServeError
 from daskserve.telemetry.table import SECTIONS
@@ -139,7 +139,7 @@ def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=5.0,
     show_default=True,
     help="Seconds between two updates.",
@@ -185,7 +185,7 @@ def _follow(address: str, file: Path, interval_s: float) -> None:
             if problem != reported:  # report a lasting problem once
                 click.echo(f"Trying again every {shown(interval_s)} s: {problem}", err=True)
             reported = problem
-        if ended.wait(interval_s):
+        if ended.wait(min(interval_s, threading.TIMEOUT_MAX)):
             return
 
 

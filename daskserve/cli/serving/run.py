@@ -15,7 +15,7 @@ import dask.config
 
 from daskserve.cli.completion import complete_files
 from daskserve.cli.instance import address_option
-from daskserve.cli.output import errors_as_messages, options
+from daskserve.cli.output import FiniteRange, errors_as_messages, options
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import (
     env_file_option,
@@ -134,7 +134,7 @@ reload_options = options(
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Time in seconds after which a change that is not complete is rolled back.",
 )
 @reload_options

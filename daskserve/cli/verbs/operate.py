@@ -8,7 +8,7 @@ import click
 
 from daskserve.cli.completion import complete_applications
 from daskserve.cli.instance import InstanceAddress, connected, instance_options, split_target
-from daskserve.cli.output import is_terminal, json_option, print_json
+from daskserve.cli.output import FiniteRange, is_terminal, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
 from daskserve.errors import NotFoundError, NotRunningError
@@ -79,7 +79,7 @@ def delete(
 @click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Time in seconds after which the rollback, if it is not complete, is taken back.",
 )
 @json_option

@@ -121,8 +121,8 @@ def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Applicatio
     if len(parameters) != 1 or parameters[0].kind in _BY_KEYWORD:
         raise TypeError(
             f"Application builder {name} must have exactly one parameter, for the dict of its arguments, but "
-            f"its signature is {inspect.signature(builder)}. For a function that builds an ASGI application in each replica, run "
-            "serve.deployment(serve.ingress(function)()).bind()."
+            f"its signature is {inspect.signature(builder)}. For a function that builds an ASGI application in "
+            "each replica, run serve.deployment(serve.ingress(function)()).bind()."
         )
     model = _model_of(builder, parameters[0])
     return _bound(builder(dict(args) if model is None else model(**args)), builder=name)
@@ -148,8 +148,8 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
     if annotation in _NO_ARGUMENTS:
         raise TypeError(
             f"Application builder {builder.__qualname__} gets a dict of all its arguments, but its parameter "
-            f"{parameter.name!r} is annotated as {annotation.__name__}. Annotate it as dict, or as a pydantic "
-            f"model with the field {parameter.name!r}."
+            f"{parameter.name!r} is annotated as {annotation.__name__}. Annotate it as dict, or as a "
+            f"pydantic model with the field {parameter.name!r}."
         )
     is_model = isinstance(annotation, type) and issubclass(annotation, tuple(models))
     return annotation if is_model else None
