@@ -225,6 +225,22 @@ async def test_a_builder_that_fails_itself_is_tried_again_with_pauses(stage: Sta
     await stage.until(lambda: versions(stage) == {"shop": "1"})
 
 
+@staged()
+async def test_a_result_that_cannot_be_written_is_named_and_built_again_with_longer_and_longer_pauses(
+    stage: Stage,
+) -> None:
+    await stage.call("apply_config", config=instance_config(config("shop")))
+    stage.store.failures = 10**6
+    await stage.clock.sleep(120)
+    assert 2 <= len(stage.script.built) <= 12
+    found = (await stage.call("status"))["applications"]["shop"]
+    assert found["message"] == (
+        "It is built, but the result could not be written: the store cannot be reached"
+    )
+    stage.store.failures = 0
+    await stage.until(lambda: versions(stage) == {"shop": "1"})
+
+
 @staged(workers=4)
 async def test_an_import_that_ends_its_worker_fails_after_some_workers(stage: Stage) -> None:
     lost: list[str] = []

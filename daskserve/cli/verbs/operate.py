@@ -7,17 +7,11 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import InstanceAddress, connected, instance_options
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, split_target
 from daskserve.cli.output import is_terminal, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
 from daskserve.errors import NotFoundError, NotRunningError
-
-
-def split_target(target: str) -> tuple[str, str | None]:
-    """Return the application and the deployment of ``APP`` or ``APP/DEPLOYMENT``."""
-    application, _, deployment = target.partition("/")
-    return application, deployment or None
 
 
 @click.command()
