@@ -120,9 +120,9 @@ def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Applicatio
     ]
     if len(parameters) != 1 or parameters[0].kind in _BY_KEYWORD:
         raise TypeError(
-            f"Application builder {name} must have exactly one parameter, for the dict of its arguments, but "
-            f"its signature is {inspect.signature(builder)}. For a function that builds an ASGI application in "
-            "each replica, run serve.deployment(serve.ingress(function)()).bind()."
+            f"Application builder {name} must have exactly one parameter, for the dict of its arguments, "
+            f"but its signature is {inspect.signature(builder)}. For a function that builds an ASGI "
+            "application in each replica, run serve.deployment(serve.ingress(function)()).bind()."
         )
     model = _model_of(builder, parameters[0])
     return _bound(builder(dict(args) if model is None else model(**args)), builder=name)
