@@ -115,6 +115,7 @@ def test_a_file_is_deployed_shown_changed_and_deleted(client: serve.Client, fold
     shown = yaml.safe_load(call("config").output)
     written = yaml.safe_load((folder / "serve.yaml").read_text())["applications"]
     assert shown == {"applications": [written[1], written[0]]}
+    assert json.loads(call("config", "--json").stdout) == shown, "it deploys, too"
     assert client.get_config("shop")["git_version"] == "abc"
 
     # Another number of replicas, other code, and an application less.

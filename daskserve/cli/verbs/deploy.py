@@ -231,7 +231,7 @@ def config(at: InstanceAddress, application: str | None, as_json: bool) -> None:
     apps = [each["config"] for each in found["applications"].values()]
     whole = without_places({**({} if application else found["instance"]), "applications": apps})
     if as_json:
-        print_json({**whole, "version": found["version"]})
+        print_json(whole)
     else:
         click.echo(to_yaml(whole), nl=False)
 
