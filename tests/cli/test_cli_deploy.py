@@ -185,6 +185,19 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert json.loads(result.stderr)["error"]["type"] == "NotFoundError"
 
 
+@pytest.mark.parametrize("command", ["deploy", "diff"])
+def test_what_belongs_to_an_import_path_is_refused_beside_a_file(folder: Path, command: str) -> None:
+    for given, text in (
+        (("--name", "shop"), "--name belongs to an import path; the file 'serve.yaml' has its own"),
+        (("--route-prefix", "/x"), "--route-prefix belongs to an import path"),
+        (("a=1",), "The file 'serve.yaml' has its own args; leave a=1 out"),
+    ):
+        assert text in call(command, "serve.yaml", *given, code=2).stderr
+    assert (
+        "--name belongs to an import path; the file '-'" in call(command, "-", "--name", "x", code=2).stderr
+    )
+
+
 def test_a_file_that_cannot_be_read_is_wrong_usage(folder: Path) -> None:
     (folder / "binary.yaml").write_bytes(b"\xff\xfe")
     assert (
