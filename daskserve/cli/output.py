@@ -7,6 +7,7 @@ its errors as ``{"error": {"type": ..., "message": ...}}`` on standard error.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,17 @@ class CommandError(click.ClickException):
             super().show(file)
             return
         click.echo(json.dumps({"error": {"type": self.kind, "message": self.message}}), file=file, err=True)
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. To click's own, nan lies in every range, and infinity in those without an end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail with a message."""
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 def options(*decorators: Decorator) -> Decorator:

@@ -1,4 +1,4 @@
-"""``--json`` of all commands."""
+"""``--json``, and the ranges of numbers, of all commands."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def test_every_command_that_prints_data_has_it() -> None:
         name for name, each in commands(main) if not any("--json" in option.opts for option in each.params)
     }
     assert without == WITHOUT
+
+
+def test_no_range_of_numbers_has_nan_or_infinity_in_it() -> None:
+    ranges = [
+        option.type
+        for _, each in commands(main)
+        for option in each.params
+        if isinstance(option.type, click.FloatRange)
+    ]
+    assert len(ranges) >= 10
+    for each in ranges:
+        for text in ("nan", "inf"):
+            with pytest.raises(click.BadParameter):
+                each.convert(text, None, None)
 
 
 def test_all_metrics_are_listed() -> None:

@@ -523,12 +523,19 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
 
 
 @staged()
-async def test_an_operator_scales_what_is_not_autoscaled_until_its_options_change(stage: Stage) -> None:
+async def test_an_operator_scales_what_is_not_autoscaled_until_its_code_or_options_change(
+    stage: Stage,
+) -> None:
     await declare(stage, config("shop"))
     with pytest.raises(ExternalScalerDisabledError):
         await stage.call("scale", name="", application="shop", number=3)
     assert await stage.call("scale", name="", application="shop", number=3, by="ann") == 3
     await stage.until(lambda: len(stage.running) == 3)
+    await declare(stage, config("shop"))
+    await stage.clock.sleep(10)
+    assert len(stage.running) == 3
+    await declare(stage, config("shop", "2"))
+    await stage.until(lambda: len(stage.running) == 1)
     await declare(stage, config("shop", num_replicas=2))
     await stage.until(lambda: len(stage.running) == 2)
     auto = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}

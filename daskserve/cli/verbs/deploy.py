@@ -16,6 +16,7 @@ from daskserve.cli.instance import InstanceAddress, connected, instance_options,
 from daskserve.cli.output import (
     CommandError,
     ExitCode,
+    FiniteRange,
     coloured,
     json_option,
     options,
@@ -124,7 +125,7 @@ def declaration(target: str, arguments: tuple[str, ...], application: str, route
 @click.option("--wait", is_flag=True, help="Return once all applications run, or have failed.")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="With --wait: how long, in seconds. The deploy then continues.",
 )
 @click.option("--version", metavar="GIT_SHA", default="", help="Version of the file, for the history.")
