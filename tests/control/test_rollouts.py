@@ -34,6 +34,7 @@ from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
 from daskserve.control.verbs.history.events import events_of
+from daskserve.control.verbs.scale import scale
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError
@@ -190,6 +191,18 @@ def test_a_lost_replica_of_the_old_version_is_replaced_by_one_of_the_old_version
     bench.settle()
     assert bench.running() == {"1": 4, "2": 1}
     assert lost.tag not in bench.state.replicas
+
+
+def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_stays() -> None:
+    bench = RolloutBench()
+    bench.state.apply(scale(bench.state, "b", 10, bench.wall, by="ann"))
+    bench.settle()
+    assert bench.running() == {"1": 10, "2": 1}
+    bench.state.apply(rollouts.abort(bench.state, bench.state.backends["b"], bench.wall, "ann"))
+    bench.settle()
+    assert (bench.running(), bench.phase) == ({"1": 10}, P.ABORTED)
+    bench.to_version("3")
+    assert bench.running() == {"1": 10, "3": 1}, "the new version begins with the number of its options"
 
 
 def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:

@@ -20,7 +20,7 @@ import daskserve as serve
 from daskserve._version import PROTOCOL, __version__
 from daskserve.cluster.channel.connect.dialling import CHANNEL_OP, READY, SPLICE_OP
 from daskserve.cluster.channel.wire import sharing
-from daskserve.cluster.channel.wire.frames import OPEN, pack
+from daskserve.cluster.channel.wire.frames import OPEN, FramePacker
 from daskserve.cluster.channel.wire.parts import HEAD, SIZE
 from daskserve.cluster.channel.wire.transport import MAGIC
 from daskserve.cluster.dask.connection import connection_of
@@ -125,7 +125,7 @@ async def ping_as_a_stranger(address: str, message: dict[str, Any], actor: Actor
         assert answer == READY or "error" not in answer
         head = {"verb": "ping", "message": {}}
         ping = (OPEN, 0, actor.name, actor.incarnation, "control", head, None, False, None, None)
-        body, _ = pack([ping])
+        body, _ = FramePacker().pack([ping])
         await comm.stream.write(HEAD.pack(MAGIC, 1) + SIZE.pack(len(body)) + body)
         with pytest.raises(OSError):
             await comm.stream.read_bytes(1)

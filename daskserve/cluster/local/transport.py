@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from daskserve.cluster.channel.wire.frames import pack, unpack
+from daskserve.cluster.channel.wire.frames import unpack
 from daskserve.cluster.channel.wire.parts import Buffer
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import Outbox, Receiver, Refuser, Traffic
@@ -81,7 +81,7 @@ class MemoryTransport(Outbox):
         return self._lost is not None and not self._is_aborted and not self._peer._is_aborted
 
     def _send(self, frames: list[Any]) -> None:
-        body, large = pack(frames)
+        body, large = self._packer.pack(frames)
         message = [body, *(bytearray(view) for view in large)]
         self.traffic.sent_bytes += sum(map(len, message))
         self._when_awake(self._depart, message)

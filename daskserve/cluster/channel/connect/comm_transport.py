@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from daskserve.cluster.channel.connect.handshake import Wire
-from daskserve.cluster.channel.wire.frames import pack, unpack
+from daskserve.cluster.channel.wire.frames import FramePacker, unpack
 from daskserve.cluster.channel.wire.parts import OutOfBand
 from daskserve.cluster.channel.wire.segments import Segments
 from daskserve.cluster.channel.wire.transport import (
@@ -121,7 +121,7 @@ class CommTransport:
     async def _send(self, frames: Sequence[Any]) -> None:
         if self.peer_address.startswith("inproc://"):
             # Such a comm passes objects on unchanged, including marked buffers and the sender's memory.
-            body, large = pack(frames)
+            body, large = FramePacker().pack(frames)
             frames = unpack([body, *map(bytearray, large)])
         else:
             frames = [_for_dask(frame) for frame in frames]

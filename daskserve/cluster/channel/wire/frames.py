@@ -109,27 +109,87 @@ def is_last(message: Message) -> bool:
 #: that becomes a writable buffer, a buffer that is too small for its own part, and references to shared
 #: memory that become immutable bytes or a read-only buffer.
 _BYTES, _BUFFER, _SMALL, _SHARED_BYTES, _SHARED_BUFFER = 1, 2, 3, 4, 5
+#: After a larger part 0, a packer gives its memory back.
+_MAX_KEPT_BYTES = 256 * 1024
 
 
-def pack(
-    frames: Sequence[Any], share: Callable[[memoryview], bytes | None] | None = None
-) -> tuple[bytes, list[memoryview]]:
-    """Return part 0 and the large parts.
+class FramePacker:
+    """Packs frames for one connection, and keeps the memory of msgpack's packer between messages.
 
-    Parameters
-    ----------
-    share
-        Returns a reference to shared memory for a buffer of at least `SHARED_BYTES`, or None to send it.
-
-    Raises
-    ------
-    TypeError, ValueError, OverflowError
-        A frame holds a value that cannot be sent.
+    Each ``msgpack.packb`` takes 256 KiB. With ``MALLOC_TRIM_THRESHOLD_``, which Dask sets for its workers,
+    the C library maps and unmaps memory of that size each time: 10 µs for each message.
     """
-    large: list[memoryview] = []
-    made: list[msgpack.ExtType] = []
 
-    def refer(value: Any) -> msgpack.ExtType:
+    def __init__(self) -> None:
+        self._values = _Values()
+        self._packer = msgpack.Packer(default=self._values.pack)
+        self._is_packing = False
+
+    def pack(
+        self, frames: Sequence[Any], share: Callable[[memoryview], bytes | None] | None = None
+    ) -> tuple[bytes, list[memoryview]]:
+        """Return part 0 and the large parts.
+
+        Parameters
+        ----------
+        share
+            Returns a reference to shared memory for a buffer of at least `SHARED_BYTES`, or None to send it.
+
+        Raises
+        ------
+        TypeError, ValueError, OverflowError
+            A frame holds a value that cannot be sent.
+        """
+        if self._is_packing:  # a finalizer sends something meanwhile
+            return FramePacker().pack(frames, share)
+        values = self._values
+        values.begin(share)
+        self._is_packing = True
+        try:
+            body = self._packer.pack(frames)
+        except UnicodeEncodeError:
+            # The name of a file may have surrogates. This is a second attempt, because it takes longer for
+            # each text.
+            values.repeat()
+            body = msgpack.packb(frames, default=values.pack, unicode_errors="surrogatepass")
+        finally:
+            large = values.end()
+            self._is_packing = False
+        if len(body) > _MAX_KEPT_BYTES:
+            self._packer = msgpack.Packer(default=values.pack)
+        return body, large
+
+
+class _Values:
+    """Packs the values of one message that msgpack does not know."""
+
+    def __init__(self) -> None:
+        self._share: Callable[[memoryview], bytes | None] | None = None
+        self._large: list[memoryview] = []
+        self._made: list[msgpack.ExtType] = []
+        #: What an earlier attempt made: what is shared already must not be shared again.
+        self._repeated: Iterator[msgpack.ExtType] = iter(())
+
+    def begin(self, share: Callable[[memoryview], bytes | None] | None) -> None:
+        self._share = share
+
+    def repeat(self) -> None:
+        self._repeated, self._made = iter(self._made), []
+
+    def end(self) -> list[memoryview]:
+        large = self._large
+        self._share, self._large, self._made, self._repeated = None, [], [], iter(())
+        return large
+
+    def pack(self, value: Any) -> msgpack.ExtType:
+        found = next(self._repeated, None)
+        if found is None:
+            found = self._refer(value)
+            self._made.append(found)
+        return found
+
+    def _refer(self, value: Any) -> msgpack.ExtType:
+        large, share = self._large, self._share
         if not isinstance(value, OutOfBand):
             raise TypeError(f"a {type(value).__name__} cannot cross a channel")
         view = memoryview(value.data)
@@ -144,22 +204,6 @@ def pack(
         large.append(view)
         code = _BYTES if is_bytes else _BUFFER
         return msgpack.ExtType(code, len(large).to_bytes(4, "little"))
-
-    def noted(value: Any) -> msgpack.ExtType:
-        made.append(refer(value))
-        return made[-1]
-
-    try:
-        return msgpack.packb(frames, default=noted), large
-    except UnicodeEncodeError:
-        # The name of a file may have surrogates. This is a second attempt, because it takes longer for each
-        # text.
-        begun = iter(tuple(made))  # what is shared already must not be shared again
-
-        def made_or_refer(value: Any) -> msgpack.ExtType:
-            return next(begun, None) or refer(value)
-
-        return msgpack.packb(frames, default=made_or_refer, unicode_errors="surrogatepass"), large
 
 
 def unpack(

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from daskserve.cluster.channel.wire.frames import CONNECTION, MEMORY, pack, unpack
+from daskserve.cluster.channel.wire.frames import CONNECTION, MEMORY, FramePacker, unpack
 from daskserve.cluster.channel.wire.parts import HEAD, MAX_MESSAGE_BYTES, SIZE, Buffer, PartReader
 from daskserve.cluster.channel.wire.readiness import Readiness
 from daskserve.cluster.channel.wire.segments import Segments
@@ -122,6 +122,7 @@ class Outbox:
         self.is_closed = False
         #: Set by `Transport.run`, before anything is sent.
         self._refuse: Refuser | None = None
+        self._packer = FramePacker()
         self.unsent: list[Any] = []
         self._work = 0
         self._is_flushing = False
@@ -285,7 +286,7 @@ class SocketTransport(Outbox):
 
     def _queue(self, frames: list[Any]) -> None:
         try:
-            body, large = pack(frames, self._sharing.lend)
+            body, large = self._packer.pack(frames, self._sharing.lend)
         finally:
             message_segments, self._sharing.message_segments = self._sharing.message_segments, None
         if large and len(body) + sum(map(len, large)) > MAX_MESSAGE_BYTES:
@@ -318,7 +319,7 @@ class SocketTransport(Outbox):
             self.traffic.sent_bytes += message_segments.size_bytes
         except OSError as error:
             logger.warning("Sending a large value over the connection: no shared memory (%s)", str(error))
-            pieces = self._message(*pack(message_segments.frames))
+            pieces = self._message(*self._packer.pack(message_segments.frames))
         self._pieces.popleft()
         self._pieces.extendleft(reversed(pieces))
         return True

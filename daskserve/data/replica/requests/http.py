@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from daskserve.data.replica.user_code.responses import (
     finish,
     finish_in_thread,
 )
+from daskserve.loops.tasks import within
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.batches import span_of_item
 
@@ -157,7 +157,7 @@ class LocalHTTPRequest(LocalRequest):
         elif needs_whole:
             first = await receive()
         else:
-            first = await _first_part(receive)
+            first = await within(FIRST_PART_S, receive())
         if first is None:
             set_context(self)
             self._begin(None, None)
@@ -215,18 +215,6 @@ def _open_pipe(request: LocalHTTPRequest, first: Message | None) -> MessagePipe:
     pipe.is_body_assumed = first is not None and not request.envelope.has_body
     pipe.on_message = request.partial
     return pipe
-
-
-async def _first_part(receive: Receive) -> Message | None:
-    """Return the first part of a body; None if it does not come soon."""
-    soon = asyncio.timeout(FIRST_PART_S)
-    try:
-        async with soon:
-            return await receive()
-    except TimeoutError:
-        if not soon.expired():
-            raise
-        return None
 
 
 def _no_body() -> Message:

@@ -68,7 +68,8 @@ class Asked:
             return None
         if not NUMBER.fullmatch(value):
             raise BadRequestError(
-                f"The parameter {name}={value[:MAX_SHOWN]!r} must be a whole number, of at most 18 digits."
+                f"The parameter {name}={value[:MAX_SHOWN]!r} must be a whole number from 0, "
+                "of at most 18 digits."
             )
         return int(value)
 
