@@ -131,8 +131,11 @@ class _SocketPipe(MessagePipe):
             self._has_disconnect = True
         return message
 
+    def _has_left(self) -> bool:
+        return self._is_closed or self._has_disconnect
+
     async def send(self, message: Message) -> None:
-        if self._is_closed or self._has_disconnect:
+        if self._has_left():
             # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
             await LoopClock().sleep(0)
             if message["type"] == "websocket.send":
