@@ -101,7 +101,7 @@ class _SocketPipe(MessagePipe):
         self._is_direct = envelope.is_direct
         #: Exists from the accept on.
         self._place: UserPlace | WorkerPlace | None = None
-        self._has_disconnect = False  # of the client; user code may not have received it yet
+        self._has_disconnect = False  # user code has received it
 
     def _make_place(self) -> UserPlace | WorkerPlace:
         raise NotImplementedError
@@ -113,6 +113,8 @@ class _SocketPipe(MessagePipe):
         message = await self._receive_message()
         if message["type"] == "websocket.receive":
             self._turn_began = stopwatch()
+        else:
+            self._has_disconnect = message["type"] == "websocket.disconnect"
         return message
 
     async def _receive_message(self) -> Message:
@@ -124,12 +126,6 @@ class _SocketPipe(MessagePipe):
                 return await super().receive()
             except _MovedError:
                 pass
-
-    async def _receive_next(self) -> Message:
-        message = await super()._receive_next()
-        if message["type"] == "websocket.disconnect":
-            self._has_disconnect = True
-        return message
 
     def _has_left(self) -> bool:
         return self._is_closed or self._has_disconnect
