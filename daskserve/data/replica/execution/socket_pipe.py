@@ -127,11 +127,8 @@ class _SocketPipe(MessagePipe):
             except _MovedError:
                 pass
 
-    def _has_left(self) -> bool:
-        return self._is_closed or self._has_disconnect
-
     async def send(self, message: Message) -> None:
-        if self._has_left():
+        if self.is_closed or self._has_disconnect:
             # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
             await LoopClock().sleep(0)
             if message["type"] == "websocket.send":
