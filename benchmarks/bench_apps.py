@@ -76,14 +76,18 @@ CASES = [
         for listens in ("", "listens")
         for name in ("plain", "async")
     ),
-    Case(
-        'FastAPI, async, isolation="process", event_loop="worker", replicas_listen',
-        APP,
-        "/async",
-        "image",
-        config={"isolation": "process", "event_loop": "worker"},
-        http={"replicas_listen": True},
+    *(
+        Case(
+            f'FastAPI, async, isolation="process", event_loop="worker"{listens and ", replicas_listen"}',
+            APP,
+            "/async",
+            "image",
+            config={"isolation": "process", "event_loop": "worker"},
+            http={"replicas_listen": bool(listens)},
+        )
+        for listens in ("", "listens")
     ),
+    Case('FastAPI, async, event_loop="worker"', APP, "/async", "image", config={"event_loop": "worker"}),
     Case("FastAPI, pydantic 1 KB", APP, "/item", "item"),
     *(
         Case(f"daskserve run --workers {workers}, {name}", APP, f"/{name}", kind, workers=workers)

@@ -308,8 +308,7 @@ class RequestContext:
     interrupted, so its later calls are cancelled as well.
     """
 
-    # One object is created per request. For speed it is not frozen, and its set of calls is created on the
-    # first call.
+    # One object is created per request: for speed it is not frozen, and the first call creates its set.
     request_id: str = ""
     route: str = ""
     #: The deadline, on the clock of the replica's event loop; None for no deadline.
@@ -330,13 +329,11 @@ class RequestContext:
     is_shown: ClassVar[bool] = False
     #: The versions of models that the request is assigned; None before the first is drawn.
     drawn: ClassVar[Drawn | None] = None
-    #: The functions that release the request's multiplexed models, called at its end; None if nothing calls
-    #: them.
+    #: The functions that release its multiplexed models, called at its end; None if there are none.
     held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
     #: The id, name, queue and attempt, if the request is a queued task; see `daskserve.data.tasks.current`.
     task: ClassVar[Sequence[Any] | None] = None
-    #: The request's Dask tasks (`daskserve.cluster.worker.request_tasks.RequestTasks`); None before the
-    #: first.
+    #: Its Dask tasks (`daskserve.cluster.worker.request_tasks.RequestTasks`); None before the first.
     dask_tasks: ClassVar[Any] = None
     _calls: ClassVar[Set[PendingCall[Any]]] = frozenset()
     _is_cancelled: ClassVar[bool] = False

@@ -15,6 +15,7 @@ from daskserve.cli.output import CommandError, ExitCode, errors_as_messages
 from daskserve.client.client import Client
 from daskserve.client.definitions.specs import check_name
 from daskserve.client.functions.finding import connect, unanswered
+from daskserve.common.types import name_in
 from daskserve.errors import ServeError, UnavailableError
 
 #: Time within which a controller answers a command that changes nothing.
@@ -110,3 +111,13 @@ def known(address: str | None) -> str:
             "Give --address, or set scheduler-address in Dask's configuration (DASK_SCHEDULER_ADDRESS)."
         )
     return found
+
+
+def split_target(target: str) -> tuple[str, str | None]:
+    """Return the application and the deployment of ``APP`` or ``APP/DEPLOYMENT``.
+
+    Characters of the names that part them are written as the status shows them: ``a%2Fb/model`` is the
+    deployment ``model`` of the application ``a/b``.
+    """
+    application, _, deployment = target.partition("/")
+    return name_in(application), name_in(deployment) or None

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import yaml
 
-from daskserve.cli.output import json_option, print_json, writing
+from daskserve.cli.output import FiniteRange, json_option, print_json, writing
 from daskserve.common.clock import seeded_rng
 from daskserve.options.autoscaling import AutoscalingConfig
 from daskserve.simulation.fleet import Service, SimulationResult
@@ -99,7 +99,7 @@ def simulate() -> None:
     metavar="POLICY",
     help="Another policy to compare with, or knative. May be repeated.",
 )
-@click.option("--price", type=float, default=0.0, help="Price of one replica per hour.")
+@click.option("--price", type=FiniteRange(0), default=0.0, help="Price of one replica per hour.")
 @click.option("--starts-at", help="Time of day of the trace's first second, ISO 8601, for schedules.")
 @click.option("--exact", is_flag=True, help="Simulate single requests instead of a fluid.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")

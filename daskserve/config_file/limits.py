@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from daskserve.common import settings
+from daskserve.config_file.places import Path
+from daskserve.options.fields.base import WHOLE_NUMBERS
 
 
 def excess(applications: Iterable[Any]) -> str:
@@ -24,3 +26,16 @@ def excess(applications: Iterable[Any]) -> str:
                 "configuration of Dask"
             )
     return ""
+
+
+def outsized_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield the path of each whole number that cannot be stored, and the number."""
+    if isinstance(value, int):
+        if value not in WHOLE_NUMBERS:
+            yield path, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from outsized_in(each, (*path, name))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from outsized_in(each, (*path, index))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.config_file.checking import Checks, places_of_references
 from daskserve.config_file.json_text import parse_json
-from daskserve.config_file.limits import excess
+from daskserve.config_file.limits import excess, outsized_in
 from daskserve.config_file.model import InstanceConfig
 from daskserve.config_file.option_checks import shortened
 from daskserve.config_file.places import Document, Faults, Place
@@ -64,6 +64,10 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     parts = [(index, checks.instance(value, (index,))) for index, value in enumerate(document.values)]
     if not parts and not faults.found:
         faults.add(Place(1, 1), "the file is empty; it must have the key 'applications'")
+    for path, number in outsized_in(document.values):
+        faults.add(
+            document.at(path), f"{shortened(number)} has more than 64 bits; write it in quotes, as text"
+        )
     for path, given in not_references_in(document.values):
         why = "a reference is ${NAME} or ${NAME:-default}; $${ is the text ${"
         faults.warn(document.at(path), f"{shortened(given)} stays as it is: {why}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from daskserve.config_file.option_checks import shortened
 from daskserve.config_file.places import MAX_DEPTH, MAX_VALUES, Document, Faults, Path, Place
 
 _TAG = "tag:yaml.org,2002:"
@@ -102,7 +103,7 @@ class _Building:
         except (ValueError, LookupError, yaml.YAMLError):
             pass  # such as !!int with a text, or without one
         self._faults.add(
-            place, f"{node.value!r} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
+            place, f"{shortened(node.value)} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
         )
         return None
 

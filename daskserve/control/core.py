@@ -255,8 +255,7 @@ class ControllerCore:
         return ProxyStart(
             options=self.http.model_copy(update={"port": port or proxy.port}),
             middlewares=self.start_message.middlewares,
-            # Set wherever the system supports it, so that during an upgrade the new instance can listen on
-            # the same port.
+            # Set wherever possible, so that during an upgrade the new instance can listen on the same port.
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not (self.http.take_over or ports),
             may_move=proxy.may_move and not ports,

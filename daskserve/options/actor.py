@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -22,9 +23,14 @@ class ActorOptions(Options):
     place: ClassVar[str] = "actor_options"
 
     num_cpus: Amount = Field(
-        0.1, ge=0, description="Share of a worker's threads. The default lets ten replicas share one."
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="Share of a worker's threads. The default lets ten replicas share one.",
     )
-    num_gpus: Amount = Field(0, ge=0, description="Amount of the worker resource ``GPU``.")
+    num_gpus: Amount = Field(
+        0, ge=0, allow_inf_nan=False, description="Amount of the worker resource ``GPU``."
+    )
     memory: ByteCount = Field(
         0, ge=0, description='Bytes of the worker\'s memory limit: a number, or a text such as ``"2GB"``.'
     )
@@ -55,8 +61,19 @@ class ActorOptions(Options):
     @classmethod
     def _amounts_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
         for name, amount in value.items():
-            if not amount >= 0:
-                raise ValueError(f"resource {name!r} asks for {amount}; an amount is a number from 0")
+            if not name:
+                raise ValueError(
+                    f"a resource that asks for {amount} has no name; give that which workers declare"
+                )
+            if not 0 <= amount < math.inf:
+                raise ValueError(f"resource {name!r} asks for {amount}; an amount is a finite number from 0")
+        return value
+
+    @field_validator("workers")
+    @classmethod
+    def _allow_some(cls, value: list[str] | None) -> list[str] | None:
+        if value == []:
+            raise ValueError("there are no workers; give at least one, or None, which allows all")
         return value
 
     def demand(self) -> dict[str, float]:

@@ -82,6 +82,19 @@ class Environment(Options):
     def _is_a_name_or_path(cls, value: Any) -> Any:
         return None if value is None else _python(value)
 
+    @field_validator("env_vars")
+    @classmethod
+    def _can_be_set(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, text in value.items():
+            if not name or "=" in name or "\0" in name:
+                raise ValueError(
+                    f"{name!r} is not the name of an environment variable: it must have a character "
+                    "at least, and neither '=' nor a null character"
+                )
+            if isinstance(text, str) and "\0" in text:
+                raise ValueError(f"the value of {name} has a null character, which no variable can have")
+        return value
+
     @field_validator("packages", mode="before")
     @classmethod
     def _as_a_list(cls, value: Any) -> Any:

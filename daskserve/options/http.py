@@ -137,7 +137,7 @@ class HTTPOptions(Options):
         90.0,
         gt=0,
         description="Time in seconds without incoming data after which an idle connection is closed, between "
-        "requests or within an incomplete one.",
+        "requests or within a body. The head of a request must be complete that long after its first byte.",
     )
     max_header_bytes: ByteCount = Field(
         64 << 10,

@@ -67,7 +67,7 @@ class Service:
             wrong = f"duration_cv is {self.duration_cv}; give 0 or more"
         elif not 0 <= self.start_up_s < math.inf:
             wrong = f"start_up_s is {self.start_up_s}; give seconds, 0 or more"
-        elif self.limits.max_queued < 0 or not self.limits.deadline_s > 0:
+        elif not self.limits.max_queued >= 0 or not self.limits.deadline_s > 0:
             wrong = (
                 f"max_queued is {self.limits.max_queued} and deadline_s is {self.limits.deadline_s}; give 0 "
                 "or more, and a number above 0"

@@ -19,10 +19,10 @@ from daskserve.common.formatting import counted, shown
 from daskserve.common.types import Envelope, EnvelopeKind, Receive, Send
 from daskserve.errors import ActorLostError, RequestTimeoutError
 from daskserve.loops.deadlines import until
-from daskserve.payload.packed_errors import is_logged, known_of
+from daskserve.payload.packed_errors import is_logged, known_of, note_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.access import AccessLog
-from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused
+from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused, kept
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.request import (
@@ -231,7 +231,7 @@ class IngressApp:
             request.cause = "no_route"
             return self._refuse_path(request, scope, path)
         request.route = route
-        if method not in route.methods:
+        if method not in route.methods and not route.takes_any_method:
             request.cause = "method_not_allowed"
             return self._refuse_method(request, method, route.methods)
         return self._call(request, route.endpoint, self._head(request, scope, path, route), receive)
@@ -333,8 +333,10 @@ class IngressApp:
                 request.timeout, limit_s=timeout_s, is_trusted=request.has_trusted_timeout
             )
         gathering = None
-        if request.has_body and self._bodies is not None and not is_socket:
-            gathering = self._bodies.enter(endpoint, receive)
+        if request.has_body and not is_socket:
+            if self._bodies is not None:
+                gathering = self._bodies.enter(endpoint, receive)
+            receive = kept(receive)
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
@@ -402,6 +404,7 @@ class IngressApp:
             # The headers are sent: only a closed connection shows the client that the response is incomplete.
             if not is_logged(error, request_id):
                 log.warning("Request %s failed after its response had begun: %r", request_id, error)
+                note_logged(error, request_id)  # the server would log it again
             raise error
         response.drop_start()
         reply = reply_to(error, request_id, debug=self._options.debug)

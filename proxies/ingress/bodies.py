@@ -6,11 +6,12 @@ not at all, then holds a connection and no slot of a replica. The endpoint also 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from weakref import ref
 
-from daskserve.common.types import BodyUse, Receive, Send
+from daskserve.common.types import BodyUse, Message, Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request.body import RequestBody
 
@@ -42,6 +43,37 @@ def is_refused(receive: Receive) -> bool:
     """Return whether the server has ended a request because of its body."""
     body = _body_of(receive)
     return body is not None and body.is_refused
+
+
+class KeptReceive:
+    """A middleware's ``receive`` whose calls may be cancelled: the next call returns what was then read.
+
+    `RequestBody.receive` loses nothing if it is cancelled. A middleware may, and may need that each of its
+    calls ends in the task in which it began.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._reading: asyncio.Future[Message] | None = None
+
+    async def __call__(self) -> Message:
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._receive())
+            self._reading.add_done_callback(_note_error)
+        message = await asyncio.shield(self._reading)
+        self._reading = None
+        return message
+
+
+def _note_error(reading: asyncio.Future[Message]) -> None:
+    # Without this, asyncio logs an error that nobody waits for any more.
+    if not reading.cancelled():
+        reading.exception()
+
+
+def kept(receive: Receive) -> Receive:
+    """Return a ``receive`` whose calls may be cancelled."""
+    return receive if isinstance(receive, RequestBody) else KeptReceive(receive)
 
 
 class BodyGate:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from daskserve.common.types import ALL_HTTP_METHODS
 from daskserve.options.routing.route_variables import SegmentPattern, has_variables, names_of, shape_of
 
 
@@ -39,6 +40,11 @@ class Route:
     prefix: str = ""
     path_params: Mapping[str, Any] | None = None
     access_log: bool | None = None
+
+    @property
+    def takes_any_method(self) -> bool:
+        """Whether it has all usual methods; then it takes others, too, such as those of WebDAV."""
+        return self.methods.issuperset(ALL_HTTP_METHODS)
 
 
 class RouteTable:

@@ -15,7 +15,8 @@ from tables import each_case
 
 import daskserve as serve
 from daskserve.cli.main import main
-from daskserve.cli.views import inspecting
+from daskserve.cli.verbs import models, operate, rollout
+from daskserve.cli.views import history, inspecting
 from daskserve.cli.views import logs as log_view
 from daskserve.client.client import Client
 from daskserve.testing import local_instance
@@ -43,7 +44,9 @@ def connected(shop: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         yield shop
 
     monkeypatch.setattr(inspecting, "reading", connect)
-    monkeypatch.setattr(log_view, "reading", connect)
+    for module in (log_view, history, models, rollout):
+        monkeypatch.setattr(module, "reading", connect)
+    monkeypatch.setattr(operate, "connected", connect)
 
 
 def call(*arguments: str) -> Result:
@@ -86,6 +89,23 @@ def test_logs_are_found_by_the_names_of_the_status_and_by_all_filters_together(s
     for name in ("a%2Fb", "a%2Fb/model", replica):
         (found,) = json.loads(call("logs", name, *filters).stdout)
         assert (found["message"], found["application"], found["replica"]) == ("too large: 8", "a/b", replica)
+    shop.delete_application("a/b")
+
+
+def test_commands_take_the_names_of_deployments_as_the_status_shows_them(shop: Client) -> None:
+    shop.run(serve.deployment(lambda: None, name="c#d").bind(), name="a/b", route_prefix=None)
+    for target in ("a%2Fb", "a%2Fb/c%23d"):
+        assert "a%2Fb/c%23d: 1 of 1 wanted replicas run" in call("explain", target).stdout
+        assert call("scale", target, "1").exit_code == 0
+        assert call("restart", target).exit_code == 0
+        assert (
+            "There is no rollout of deployment 'c#d' of application 'a/b'"
+            in call("rollout", "status", target).stderr
+        )
+    assert (
+        "model_repository of deployment 'c#d' of application 'a/b'"
+        in call("models", "list", "a%2Fb/c%23d").stderr
+    )
     shop.delete_application("a/b")
 
 

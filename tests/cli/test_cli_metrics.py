@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -100,9 +101,16 @@ def test_targets_are_written_to_a_world_readable_file(scheduler: Scheduler, tmp_
 def test_a_server_without_targets_is_an_error_with_its_address(scheduler: Scheduler, answer: Any) -> None:
     scheduler.answer = answer
     result = run("targets", scheduler.url)
-    assert result.exit_code == 1
+    assert result.exit_code == (3 if answer[0] == 404 else 1)
     assert f"{scheduler.url} did not return a list of targets" in result.output
     assert ("no instance of daskserve runs there" in result.output) == (answer[0] == 404)
+
+
+def test_a_scheduler_that_does_not_answer_is_not_running() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        result = run("targets", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert (result.exit_code, "did not return a list of targets" in result.output) == (3, True)
 
 
 def test_a_truncated_response_is_an_error(scheduler: Scheduler) -> None:

@@ -11,7 +11,7 @@ from tables import each_case
 import daskserve as serve
 from daskserve.client.client import Client
 from daskserve.common.types import described, name_in, split_deployment_tag, tag_part
-from daskserve.errors import MethodNotFoundError, NotFoundError
+from daskserve.errors import BadRequestError, MethodNotFoundError, NotFoundError
 from daskserve.options.specs import deployment_tag
 from daskserve.testing import local_instance
 
@@ -25,6 +25,12 @@ def test_a_part_of_a_tag_stands_for_one_name(name: str) -> None:
     for application in NAMES:
         assert split_deployment_tag(deployment_tag(application, name)) == (application, name)
     assert described(deployment_tag("x/y", name)) == f"deployment {name!r} of application 'x/y'"
+
+
+@each_case("name", ["a\nb", "\x1b[31m", "\x85", "\ud800"])
+def test_a_name_that_would_act_on_a_terminal_or_cannot_be_stored_is_refused(name: str) -> None:
+    with pytest.raises(BadRequestError, match="name must not have control characters"):
+        serve.deployment(name=name)(len)
 
 
 def test_names_without_these_characters_are_as_they_are() -> None:

@@ -105,6 +105,10 @@ def local_annotation() -> Any:
     return builder
 
 
+def of_text(currency: str = "EUR") -> serve.Application:
+    return Model.bind(currency)
+
+
 class WSGIApp:
     def __call__(self, environ: Any, start_response: Any) -> list[bytes]:
         return []
@@ -120,8 +124,11 @@ class WSGIApp:
             r"is a WSGI application; .* serve `a2wsgi.WSGIM",
         ),
         (WSGIApp(), r"WSGIApp object .* is a WSGI application; .* Wrap it"),
-        (lambda: BUILT, "exactly one parameter, for its arguments, but has 0"),
-        (lambda a, b: BUILT, "exactly one parameter, for its arguments, but has 2"),
+        (lambda: BUILT, r"exactly one parameter, for the dict of its arguments, but its signature is \(\)"),
+        (lambda a, b: BUILT, r"exactly one parameter, .* but its signature is \(a, b\)"),
+        (lambda *, a: BUILT, r"exactly one parameter, .* but its signature is \(\*, a\)"),
+        (lambda **a: BUILT, r"exactly one parameter, .* but its signature is \(\*\*a\)"),
+        (of_text, "gets a dict of all its arguments, but its parameter 'currency' is annotated as str"),
         (lambda args: Model, r"must return what .bind\(\) returns, .* which is not bound: call its bind"),
         (lambda args: 3, r"must return what .bind\(\) returns, or an ASGI application, got 3"),
         (local_annotation(), r"annotation 'Local' .* cannot be resolved"),

@@ -112,6 +112,8 @@ def app(*lines: str, deployment: str = "") -> str:
         (app("autoscaling_policy: {}"), "f.yaml:3:23: autoscaling_policy has no policy_function"),
         (app("args: {x: &a [*a]}"), "f.yaml:3:13: this value contains itself, by an alias"),
         (app("args: {x: !!python/name:os.system ''}"), "f.yaml:3:13: '' cannot have the tag"),
+        (app("args: {x: [9223372036854775808]}"), "f.yaml:3:14: 9223372036854775808 has more than 64 bits"),
+        (app('name: "a\\e[1m"'), "f.yaml:3:9: name must not have control characters, got 'a\\x1b[1m'"),
         (app("args: {a: 1, a: 2}"), "f.yaml:3:16: the key 'a' is here already, in line 3"),
         (app("args: {a: !!int ''}"), "f.yaml:3:13: '' cannot have the tag !!int; leave the tag out"),
         (app(deployment="num_replica: 2"), "f.yaml:5:5: a deployment has no option 'num_replica'; did you"),

@@ -215,6 +215,27 @@ def test_the_user_config_changes_only_if_it_is_given() -> None:
     assert backend_of(update(state, {}, user_config=None, sets_user_config=True)).user_config is None
 
 
+@each_case(
+    ("policy", "arguments", "match"),
+    [
+        ("schedule", {"schedule": {"99 * * * *": 1}}, "'99 \\* \\* \\* \\*' is not a cron expression"),
+        ("schedule", {"schedule": {"0 8 * * *": 1}, "timezone": "Nowhere"}, "timezone is 'Nowhere'"),
+        ("schedule", {"schedule": {"0 8 * * *": 1}, "policy": "latency"}, "missing a required argument"),
+        ("latency", {"objective_s": -1}, "objective_s is -1"),
+        ("latency", {"objective_s": "1"}, "not supported"),
+        ("classic", {"target": 1}, "does not accept policy_kwargs"),
+    ],
+)
+def test_arguments_that_a_built_in_policy_does_not_accept_are_refused(
+    policy: str, arguments: dict[str, Any], match: str
+) -> None:
+    config = {"max_replicas": 3, "policy": policy, "policy_kwargs": arguments}
+    with pytest.raises(BadRequestError, match=f"autoscaling_config of backend 'b' cannot be used: .*{match}"):
+        created(spec(autoscaling_config=config))
+    with pytest.raises(BadRequestError, match=f"autoscaling_config of backend 'b' cannot be used: .*{match}"):
+        update(created(), {"autoscaling_config": config, "num_replicas": None})
+
+
 def test_an_update_with_equal_options_changes_nothing() -> None:
     assert update(created(spec(num_replicas=2)), {"num_replicas": 2}) == Outcome({}, None)
 

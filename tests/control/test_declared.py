@@ -225,6 +225,22 @@ async def test_a_builder_that_fails_itself_is_tried_again_with_pauses(stage: Sta
     await stage.until(lambda: versions(stage) == {"shop": "1"})
 
 
+@staged()
+async def test_a_result_that_cannot_be_written_is_named_and_built_again_with_longer_and_longer_pauses(
+    stage: Stage,
+) -> None:
+    await stage.call("apply_config", config=instance_config(config("shop")))
+    stage.store.failures = 10**6
+    await stage.clock.sleep(120)
+    assert 2 <= len(stage.script.built) <= 12
+    found = (await stage.call("status"))["applications"]["shop"]
+    assert found["message"] == (
+        "It is built, but the result could not be written: the store cannot be reached"
+    )
+    stage.store.failures = 0
+    await stage.until(lambda: versions(stage) == {"shop": "1"})
+
+
 @staged(workers=4)
 async def test_an_import_that_ends_its_worker_fails_after_some_workers(stage: Stage) -> None:
     lost: list[str] = []
@@ -507,12 +523,19 @@ async def test_the_details_have_the_fields_of_ray_serve_and_no_secrets(stage: St
 
 
 @staged()
-async def test_an_operator_scales_what_is_not_autoscaled_until_its_options_change(stage: Stage) -> None:
+async def test_an_operator_scales_what_is_not_autoscaled_until_its_code_or_options_change(
+    stage: Stage,
+) -> None:
     await declare(stage, config("shop"))
     with pytest.raises(ExternalScalerDisabledError):
         await stage.call("scale", name="", application="shop", number=3)
     assert await stage.call("scale", name="", application="shop", number=3, by="ann") == 3
     await stage.until(lambda: len(stage.running) == 3)
+    await declare(stage, config("shop"))
+    await stage.clock.sleep(10)
+    assert len(stage.running) == 3
+    await declare(stage, config("shop", "2"))
+    await stage.until(lambda: len(stage.running) == 1)
     await declare(stage, config("shop", num_replicas=2))
     await stage.until(lambda: len(stage.running) == 2)
     auto = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,13 +28,14 @@ from daskserve.control.observed.rollout_evidence import (
 )
 from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.models import ModelsRecord
-from daskserve.control.records.records import Change
+from daskserve.control.records.records import Change, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
 from daskserve.control.scaling.rollout_queries import RolloutQueries
 from daskserve.control.verbs import rollouts
 from daskserve.control.verbs.history.events import events_of
+from daskserve.control.verbs.scale import scale
 from daskserve.control.views.published import published_backend
 from daskserve.control.views.rollouts import rollout_status, rollout_text
 from daskserve.errors import NotFoundError, RolloutError
@@ -190,6 +192,25 @@ def test_a_lost_replica_of_the_old_version_is_replaced_by_one_of_the_old_version
     bench.settle()
     assert bench.running() == {"1": 4, "2": 1}
     assert lost.tag not in bench.state.replicas
+
+
+def test_replicas_of_both_versions_that_start_in_one_step_have_names_of_their_own() -> None:
+    bench = RolloutBench()
+    bench.state.apply({each.key: None for each in bench.state.replicas_of("b")})
+    started = [each for each in bench.decide().change.values() if isinstance(each, ReplicaRecord)]
+    assert Counter(each.version for each in started) == {"1": 4, "2": 1}
+
+
+def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_stays() -> None:
+    bench = RolloutBench()
+    bench.state.apply(scale(bench.state, "b", 10, bench.wall, by="ann"))
+    bench.settle()
+    assert bench.running() == {"1": 10, "2": 1}
+    bench.state.apply(rollouts.abort(bench.state, bench.state.backends["b"], bench.wall, "ann"))
+    bench.settle()
+    assert (bench.running(), bench.phase) == ({"1": 10}, P.ABORTED)
+    bench.to_version("3")
+    assert bench.running() == {"1": 10, "3": 1}, "the new version begins with the number of its options"
 
 
 def test_what_replicas_of_both_versions_report_is_taken_note_of_once() -> None:

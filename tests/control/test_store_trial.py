@@ -9,7 +9,7 @@ from controller_harness import ScriptedStore, Stage, play
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.protocols.stores import StoreOwnership
-from daskserve.errors import RequestTimeoutError, StoreTakenError
+from daskserve.errors import RequestTimeoutError, StoreTakenError, UnavailableError
 from daskserve.options.http import HTTPOptions
 from daskserve.testing import run_virtual
 
@@ -98,6 +98,17 @@ def test_an_unexpected_error_does_not_end_the_attempts() -> None:
             await stage.until(lambda: store.held is StoreOwnership.HELD)
 
     run_virtual(main)
+
+
+def test_a_start_that_ends_without_the_store_says_why_it_could_not_take_it() -> None:
+    store = SharedRecords()
+    store.mistakes = [UnavailableError("the disk is full")] * 100
+
+    async def scenario(stage: Stage) -> None:
+        with pytest.raises(RequestTimeoutError, match="did not serve within 5 s: the disk is full"):
+            await stage.call("wait_for_http", timeout_s=5.0)
+
+    play(scenario, store=store)
 
 
 def test_a_start_fails_if_another_cluster_was_faster() -> None:

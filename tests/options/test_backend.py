@@ -57,6 +57,9 @@ def test_the_classic_name_of_the_target_is_accepted() -> None:
     [
         ({"num_replicas": 2, "autoscaling_config": FIVE}, "num_replicas=2 is given together with"),
         ({"num_replicas": 0}, "greater than or equal to 1"),
+        ({"num_replicas": 2**63}, "less than or equal to 9223372036854775807"),
+        ({"max_body_bytes": "1e30 GB"}, "max_body_bytes\n.*less than or equal to 9223372036854775807"),
+        ({"autoscaling_config": {"max_replicas": 10**40}}, "autoscaling_config.max_replicas\n.*less than"),
         ({"num_replicas": "many"}, "num_replicas"),
         ({"autoscaling_config": {"max_replicas": 0}}, "max_replicas"),
         ({"autoscaling_config": {"most_replicas": 1}}, "most_replicas"),
@@ -69,9 +72,30 @@ def test_invalid_options_are_refused_by_name(options: dict[str, Any], match: str
         BackendConfig(**options)
 
 
-def test_an_amount_of_a_resource_is_a_number() -> None:
-    with pytest.raises(ValidationError, match="resource 'GPU' asks for nan; an amount is a number from 0"):
-        ActorOptions(resources={"GPU": math.nan})
+def test_a_user_config_may_be_any_number() -> None:
+    assert BackendConfig(user_config=2**70).user_config == 2**70
+
+
+@each_case(
+    ("options", "match"),
+    [
+        (
+            {"resources": {"GPU": math.nan}},
+            "resource 'GPU' asks for nan; an amount is a finite number from 0",
+        ),
+        (
+            {"resources": {"GPU": math.inf}},
+            "resource 'GPU' asks for inf; an amount is a finite number from 0",
+        ),
+        ({"resources": {"": 1}}, "a resource that asks for 1.0 has no name"),
+        ({"num_cpus": math.inf}, "num_cpus\n.*finite number"),
+        ({"num_gpus": math.inf}, "num_gpus\n.*finite number"),
+        ({"workers": []}, "there are no workers; give at least one, or None"),
+    ],
+)
+def test_resources_that_no_worker_could_have_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        ActorOptions(**options)
 
 
 def test_a_dry_run_can_be_combined_with_a_fixed_number() -> None:

@@ -52,6 +52,21 @@ def test_a_conda_environment_has_a_name(name: str) -> None:
         CondaEnv(None)  # type: ignore[arg-type]
 
 
+@each_case(
+    ("variables", "match"),
+    [
+        ({"A=B": "1"}, "'A=B' is not the name of an environment variable"),
+        ({"": "1"}, "'' is not the name of an environment variable"),
+        ({"A\0": "1"}, "is not the name of an environment variable"),
+        ({"A": "secret\0"}, "the value of A has a null character"),
+    ],
+)
+def test_a_variable_that_no_process_can_have_is_refused(variables: dict[str, str], match: str) -> None:
+    with pytest.raises(ValueError, match=match) as caught:
+        Environment(env_vars=variables)
+    assert "secret" not in str(caught.value)
+
+
 def spec(**options: Any) -> BackendSpec:
     return make_spec("b", len, (), {}, actor_options=None, timeout_s=None, **options)
 

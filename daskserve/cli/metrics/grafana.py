@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from daskserve.cli.output import writing
+from daskserve.cli.output import FiniteRange, writing
 from daskserve.dashboards.files import ERROR_RATIO, P99_S, files
 
 USE = """\
@@ -49,7 +49,7 @@ interval_option = click.option(
 @interval_option
 @click.option(
     "--error-ratio",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=ERROR_RATIO,
     show_default=True,
     help="Share of failed requests above which an alert fires.",
@@ -57,7 +57,7 @@ interval_option = click.option(
 @click.option(
     "--p99",
     "p99_s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=P99_S,
     show_default=True,
     help="99th percentile of an endpoint's request durations above which an alert fires, in seconds.",

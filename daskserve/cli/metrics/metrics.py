@@ -17,9 +17,9 @@ import click
 import dask.config
 
 from daskserve.cli.metrics.grafana import grafana, interval_option
-from daskserve.cli.output import json_option, print_json, writing
+from daskserve.cli.output import CommandError, ExitCode, FiniteRange, json_option, print_json, writing
 from daskserve.common.formatting import shown
-from daskserve.errors import ServeError
+from daskserve.errors import NotRunningError, ServeError
 from daskserve.telemetry.table import SECTIONS
 
 #: Timeout of requests to the scheduler.
@@ -140,7 +140,7 @@ def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=5.0,
     show_default=True,
     help="Seconds between two updates.",
@@ -186,7 +186,7 @@ def _follow(address: str, file: Path, interval_s: float) -> None:
             if problem != reported:  # report a lasting problem once
                 click.echo(f"Trying again every {shown(interval_s)} s: {problem}", err=True)
             reported = problem
-        if ended.wait(interval_s):
+        if ended.wait(min(interval_s, threading.TIMEOUT_MAX)):
             return
 
 
@@ -210,7 +210,10 @@ def _fetch(address: str) -> str:
     try:
         found = _targets(address)
     except (ServeError, OSError, ValueError, http.client.HTTPException) as error:
-        raise click.ClickException(f"{address} did not return a list of targets: {error}") from error
+        # A server that answers something else runs, but is not what was asked for.
+        is_wrong = isinstance(error, (ValueError, http.client.HTTPException, urllib.error.HTTPError))
+        code = ExitCode.FAILED if is_wrong else ExitCode.NOT_RUNNING
+        raise CommandError(f"{address} did not return a list of targets: {error}", code) from error
     found.sort(key=lambda each: (each["labels"].get("dask_role", ""), each["targets"]))
     return json.dumps(found, indent=2) + "\n"
 
@@ -227,7 +230,7 @@ def _targets(address: str) -> list[dict[str, Any]]:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 404:
-            raise ValueError("no instance of daskserve runs there; start one") from None
+            raise NotRunningError("no instance of daskserve runs there; start one") from None
         raise
     if not isinstance(found, list) or not all(map(_is_target, found)):
         raise ValueError("the response is not a list of targets; give the address of a Dask dashboard")

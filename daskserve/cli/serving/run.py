@@ -15,7 +15,7 @@ import dask.config
 
 from daskserve.cli.completion import complete_files
 from daskserve.cli.instance import address_option
-from daskserve.cli.output import errors_as_messages, options
+from daskserve.cli.output import FiniteRange, errors_as_messages, options
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import (
     env_file_option,
@@ -134,7 +134,7 @@ reload_options = options(
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Time in seconds after which a change that is not complete is rolled back.",
 )
 @reload_options
@@ -160,7 +160,7 @@ def run(
     """Serve the application TARGET, given as module:name, or those of a configuration file, until Ctrl-C.
 
     TARGET names a FastAPI, Starlette or other ASGI application, what .bind() returns, or a function that
-    builds one of these from the arguments KEY=VALUE. Modules are found in the current directory, or in
+    builds one of these from a dict of KEY=VALUE. Modules are found in the current directory, or in
     --app-dir.
 
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the

@@ -8,7 +8,7 @@ import click
 import dask.config
 
 from daskserve.cli.instance import InstanceAddress, address_option, checked_name, connected, instance_options
-from daskserve.cli.output import ExitCode, errors_as_messages, json_option, print_json, spelled
+from daskserve.cli.output import ExitCode, FiniteRange, errors_as_messages, json_option, print_json, spelled
 from daskserve.cli.serving.http_options import given_http_options, http_options
 from daskserve.cli.serving.process import log_level_option, log_options, use_log_level, use_log_options
 from daskserve.cli.serving.tracing import given_tracing, tracing_options
@@ -93,7 +93,7 @@ def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> Non
 @instance_options
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=5.0,
     show_default=True,
     help="Time in seconds within which the controller must answer.",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from daskserve.cli.output import options
+from daskserve.cli.output import FiniteRange, options
 
 _EXPORTER, _RATIO = "tracing_exporter", "tracing_ratio"
 
@@ -17,7 +17,7 @@ tracing_options = options(
     click.option(
         "--tracing-ratio",
         _RATIO,
-        type=click.FloatRange(0, 1),
+        type=FiniteRange(0, 1),
         help="Share of the requests that begin a trace; turns traces on. Default: no traces.",
     ),
     click.option(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
-from daskserve.cli.output import coloured, json_option, options, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading, split_target
+from daskserve.cli.output import FiniteRange, coloured, json_option, options, print_json
 from daskserve.client.views.table import table
 from daskserve.common.types import DEFAULT_APPLICATION
 from daskserve.options.specs import deployment_tag
@@ -27,8 +27,12 @@ deployment_options = options(
 
 def tag_of(deployment: str) -> str:
     """Return the tag of a deployment given as APP/NAME or NAME."""
-    application, slash, name = deployment.partition("/")
-    return deployment_tag(application, name) if slash else deployment_tag(DEFAULT_APPLICATION, deployment)
+    application, name = split_target(deployment)
+    return (
+        deployment_tag(DEFAULT_APPLICATION, application)
+        if name is None
+        else deployment_tag(application, name)
+    )
 
 
 @models.command(name="list")
@@ -61,7 +65,7 @@ def list_(at: InstanceAddress, deployment: str, as_json: bool) -> None:
 @click.argument("model")
 @click.argument("version", required=False)
 @click.option("--no-default", is_flag=True, help="Leave the default version as it is.")
-@click.option("--timeout-s", type=click.FloatRange(0), help="How long to wait. Default: as long as it takes.")
+@click.option("--timeout-s", type=FiniteRange(0), help="How long to wait. Default: as long as it takes.")
 def load(
     at: InstanceAddress,
     deployment: str,

@@ -7,17 +7,11 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import InstanceAddress, connected, instance_options
-from daskserve.cli.output import is_terminal, json_option, print_json
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, split_target
+from daskserve.cli.output import FiniteRange, is_terminal, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.status import Status
 from daskserve.errors import NotFoundError, NotRunningError
-
-
-def split_target(target: str) -> tuple[str, str | None]:
-    """Return the application and the deployment of ``APP`` or ``APP/DEPLOYMENT``."""
-    application, _, deployment = target.partition("/")
-    return application, deployment or None
 
 
 @click.command()
@@ -28,8 +22,8 @@ def split_target(target: str) -> tuple[str, str | None]:
 def scale(at: InstanceAddress, target: str, number: int, as_json: bool) -> None:
     """Set the number of replicas of a deployment, or of an application's ingress.
 
-    The number lasts until the deployment is deployed with other options; write it into the file to keep it. A
-    deployment that is autoscaled cannot be scaled.
+    The number lasts until the deployment is deployed with other code or options; write it into the file to
+    keep it. A deployment that is autoscaled cannot be scaled.
     """
     application, deployment = split_target(target)
     with connected(at) as client:
@@ -80,12 +74,12 @@ def delete(
 
 @click.command()
 @click.argument("application", metavar="APP", shell_complete=complete_applications)
-@click.argument("revision", type=click.IntRange(1), required=False)
+@click.argument("revision", type=click.IntRange(1, 10**9), required=False)
 @instance_options
 @click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Time in seconds after which the rollback, if it is not complete, is taken back.",
 )
 @json_option

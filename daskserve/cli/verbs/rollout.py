@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading
+from daskserve.cli.instance import InstanceAddress, connected, instance_options, reading, split_target
 from daskserve.cli.output import ExitCode, coloured, json_option, options, print_json
 from daskserve.client.client import Client
 from daskserve.common.formatting import counted, shown
@@ -72,8 +72,12 @@ def abort(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
 
 def named(target: str) -> dict[str, str]:
     """Return the name of a deployment, and its application if the target names one."""
-    application, _, name = target.rpartition("/")
-    return {"name": name, "application": application}
+    application, name = split_target(target)
+    return (
+        {"name": application, "application": ""}
+        if name is None
+        else {"name": name, "application": application}
+    )
 
 
 def _named(target: str, model: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from daskserve.cli.completion import complete_applications
-from daskserve.cli.instance import InstanceAddress, instance_options, reading
+from daskserve.cli.instance import InstanceAddress, instance_options, reading, split_target
 from daskserve.cli.output import coloured, json_option, print_json
 from daskserve.client.client import Client
 from daskserve.client.views.history import Event
@@ -112,15 +112,15 @@ def _show(found: Iterable[Event], *, as_json: bool, is_stream: bool) -> None:
 @json_option
 def explain(at: InstanceAddress, target: str, as_json: bool) -> None:
     """Explain the number of replicas of a deployment, or of all deployments of an application."""
-    application, slash, deployment = target.partition("/")
+    application, deployment = split_target(target)
     with reading(at) as client:
-        if slash:
+        if deployment is not None:
             names = [deployment]
         else:
             names = sorted(client.status().only(application).applications[application].deployments)
         found = {each: client.explain(deployment_tag(application, each)) for each in names}
     if as_json:
         plain = {each: asdict(explanation) for each, explanation in found.items()}
-        print_json(plain[deployment] if slash else plain)
+        print_json(plain if deployment is None else plain[deployment])
     else:
         click.echo("\n\n".join(map(str, found.values())))

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from daskserve.cli.instance import InstanceAddress, instance_options, reading
-from daskserve.cli.output import json_option, print_json, writing
+from daskserve.cli.output import FiniteRange, json_option, print_json, writing
 from daskserve.client.views.profile import Profile
 
 _FORMATS: Mapping[str, Callable[[Profile], str]] = {
@@ -26,7 +26,7 @@ _FORMATS: Mapping[str, Callable[[Profile], str]] = {
 @instance_options
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 60, min_open=True),
+    type=FiniteRange(0, 60, min_open=True),
     default=5.0,
     show_default=True,
     help="How long to look.",

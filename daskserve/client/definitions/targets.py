@@ -16,6 +16,9 @@ from daskserve.data.replica.user_code.class_app import ingress, is_asgi_app
 from daskserve.errors import BadRequestError
 from daskserve.payload.importing import import_definition
 
+#: Kinds of parameters that a builder's cannot have, and classes that its dict of arguments is not.
+_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+_NO_ARGUMENTS = (str, bytes, bool, int, float, list, tuple, set)
 #: Flask, Django's `get_wsgi_application` and others.
 _WSGI = (
     "{!r} is a WSGI application; daskserve serves ASGI applications. Wrap it: `pip install a2wsgi` on the "
@@ -115,11 +118,11 @@ def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Applicatio
         for each in inspect.signature(builder).parameters.values()
         if each.kind is not each.KEYWORD_ONLY or each.default is each.empty
     ]
-    if len(parameters) != 1:
+    if len(parameters) != 1 or parameters[0].kind in _BY_KEYWORD:
         raise TypeError(
-            f"Application builder {name} must have exactly one parameter, for its arguments, but has "
-            f"{len(parameters)}. For a function that builds an ASGI application in each replica, run "
-            "serve.deployment(serve.ingress(function)()).bind()."
+            f"Application builder {name} must have exactly one parameter, for the dict of its arguments, "
+            f"but its signature is {inspect.signature(builder)}. For a function that builds an ASGI "
+            "application in each replica, run serve.deployment(serve.ingress(function)()).bind()."
         )
     model = _model_of(builder, parameters[0])
     return _bound(builder(dict(args) if model is None else model(**args)), builder=name)
@@ -142,6 +145,12 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
     models = [BaseModel]
     if "pydantic.v1" in sys.modules:  # then the annotation may be one of its models
         models.append(sys.modules["pydantic.v1"].BaseModel)
+    if annotation in _NO_ARGUMENTS:
+        raise TypeError(
+            f"Application builder {builder.__qualname__} gets a dict of all its arguments, but its parameter "
+            f"{parameter.name!r} is annotated as {annotation.__name__}. Annotate it as dict, or as a "
+            f"pydantic model with the field {parameter.name!r}."
+        )
     is_model = isinstance(annotation, type) and issubclass(annotation, tuple(models))
     return annotation if is_model else None
 

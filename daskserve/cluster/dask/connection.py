@@ -424,7 +424,7 @@ async def dial(address: str, timeout_s: float, *, asynchronous: bool) -> DaskCon
         )
         raise ClusterUnreachableError(
             f"No Dask scheduler answers at {address!r} ({error}); pass the address of a running scheduler, "
-            f"such as tcp://host:8786, or none to start a local cluster.{hint if needs_tls else ''}"
+            f"such as tcp://host:8786.{hint if needs_tls else ''}"
         ) from error
     connection = connection_of(client)
     connection.owns_client = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from daskserve.errors import InstanceError, StaleEpochError, UnavailableError
@@ -21,6 +22,11 @@ class StoreFormatError(StoreError):
 
 class StoreUnavailableError(UnavailableError):
     """The store is temporarily unreachable; the same call may succeed later."""
+
+
+#: The system's errors of a disk without room, and of one that cannot be written.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS,)
 
 
 def stale(epoch: int, newest: int) -> StaleEpochError:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from daskserve.cluster.store.access import FOLDER_MODE, opener, warn_if_shared
-from daskserve.cluster.store.errors import StoreError, StoreUnavailableError, without_password
+from daskserve.cluster.store.errors import READ_ONLY, StoreError, StoreUnavailableError, without_password
 from daskserve.errors import ServeError
 
 TEMPORARY = "tmp"
@@ -107,7 +107,8 @@ class LocalFolder:
                 file.write(data)
             self._publish(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a later `prepare` removes it
+                temporary.unlink()
         before = self._unsynced
         if may_wait and len(before) < MAX_UNSYNCED:
             before.append(path)
@@ -358,12 +359,12 @@ def translated_errors(url: str) -> Iterator[None]:
         yield
     except (ServeError, FileExistsError):
         raise
-    except LASTING as error:
-        raise StoreError(
-            f"The store {url} cannot be used ({type(error).__name__}: {error}). It must be a folder that the "
-            "scheduler can read and write: fix its permissions or use another folder."
-        ) from error
     except Exception as error:
+        if isinstance(error, LASTING) or getattr(error, "errno", None) in READ_ONLY:
+            raise StoreError(
+                f"The store {url} cannot be used ({type(error).__name__}: {error}). It must be a folder that "
+                "the scheduler can read and write: fix its permissions or use another folder."
+            ) from error
         raise StoreUnavailableError(
             f"The store {url} cannot be reached: {type(error).__name__}: {error}"
         ) from error

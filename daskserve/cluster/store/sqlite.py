@@ -32,6 +32,8 @@ from pathlib import Path
 from daskserve.cluster.protocols.stores import Claim
 from daskserve.cluster.store.access import FOLDER_MODE, warn_if_shared
 from daskserve.cluster.store.errors import (
+    FULL,
+    READ_ONLY,
     StoreError,
     StoreUnavailableError,
     check_format,
@@ -379,6 +381,13 @@ class SqliteStore(BlockingStore):
             yield
         except sqlite3.Error as error:
             raise translate(self.url, error) from error
+        except OSError as error:
+            # SQLite does not create the file itself; see `create_whole`.
+            what = f"The store {self.url} cannot be used:"
+            if isinstance(error, PermissionError) or error.errno in READ_ONLY:
+                raise StoreError(f"{what} {LASTING['SQLITE_READONLY']}. ({error})") from error
+            kind = "SQLITE_FULL" if error.errno in FULL else "SQLITE_IOERR"
+            raise StoreUnavailableError(f"{what} {PASSING[kind]}. ({error})") from error
 
 
 def translate(url: str, error: sqlite3.Error) -> ServeError:

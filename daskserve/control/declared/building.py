@@ -203,6 +203,8 @@ class Building:
         self._busy: set[str] = set()
         #: How often each application's worker was lost, and when the application may be built again.
         self._losses: dict[str, int] = {}
+        #: How often in a row the result of each application could not be written.
+        self._unwritten: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         #: Why applications wait, for the status.
         self.waiting: dict[str, str] = {}
@@ -242,7 +244,7 @@ class Building:
         """Start the builds of applications without a result."""
         now, configs = self._clock.now(), self._state.declared.configs
         unsettled = {each.name for each in configs.values() if not each.is_settled}
-        for known in (self._losses, self._not_before, self.waiting):
+        for known in (self._losses, self._unwritten, self._not_before, self.waiting):
             for name in known.keys() - unsettled:
                 known.pop(name)
         due = [
@@ -275,6 +277,9 @@ class Building:
             pass  # the loop ends as well
         except (ServeError, OSError) as error:
             logger.warning("The result of a build could not be written, and it is built again: %s", error)
+            for each in records:
+                self._unwritten[each.name] = self._unwritten.get(each.name, 0) + 1
+                self.waiting[each.name] = f"It is built, but the result could not be written: {error}"
             self._pause(records)
         except Exception:
             logger.exception("A build failed in the controller and is retried")
@@ -302,7 +307,8 @@ class Building:
 
     def _pause(self, records: Sequence[ConfigRecord]) -> None:
         for each in records:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(10, self._losses.get(each.name, 0)))
+            failures = max(self._losses.get(each.name, 0), self._unwritten.get(each.name, 0))
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(10, failures))
             self._not_before[each.name] = self._clock.now() + pause_s
 
     async def _settle(self, built: Mapping[str, tuple[ConfigRecord, Built]]) -> None:

@@ -66,6 +66,8 @@ class StoreTrial:
         self._adopt = adopt
         self._has_proxies = has_proxies
         self.error: StoreTakenError | None = None
+        #: Why the last attempt failed; empty if it did not.
+        self._failure = ""
         self._tasks = TaskSet(logger)
 
     def begin(self) -> None:
@@ -88,6 +90,8 @@ class StoreTrial:
             return ""
         if not self._listens():
             return "the HTTP proxies do not listen"
+        if self._failure:
+            return self._failure
         return "not all replicas run, and the instance that has the store until then is alive"
 
     async def run(self) -> None:
@@ -100,13 +104,16 @@ class StoreTrial:
                 attempted_at = now
                 try:
                     await self._attempt(is_complete)
+                    self._failure = ""
                 except StoreTakenError as error:
                     logger.error("The start has failed: %s", error)
                     self.error = error
                 except StaleEpochError:
                     return  # a newer controller continues the trial
                 except (ServeError, OSError) as error:
-                    logger.warning("The store could not be taken over yet: %s", error)
+                    if self._failure != str(error):
+                        logger.warning("The store could not be taken over yet: %s", error)
+                    self._failure = str(error)
                     await self._clock.sleep(ATTEMPT_S)
                 except Exception:
                     # Without another attempt, the instance would never serve.

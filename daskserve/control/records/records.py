@@ -101,8 +101,7 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
-    #: Whether a rollback deployed this version. Code given by import path must then equal the revision's
-    #: code.
+    #: Whether a rollback deployed it. Code given by import path must then equal the revision's code.
     is_exact: bool = False
     #: The active rollout of this version, or how the last rollout ended.
     rollout: RolloutState | None = None

@@ -15,13 +15,14 @@ from daskserve.control.records.storing.encoding import from_plain
 def stable_of(backend: BackendRecord) -> BackendRecord | None:
     """Return the record of the old version during a rollout; None without one.
 
-    The target capacity and the number set by an autoscaler or external scaler are taken from the new version.
+    The target capacity, and the number set by an autoscaler, an external scaler or an operator, are taken
+    from the new version.
     """
     rollout = backend.canary
     if rollout is None:
         return None
     stable: BackendRecord = from_plain(BackendRecord.KIND, rollout.stable)
-    is_scaled = stable.autoscaling is not None or stable.is_scaled_externally
+    is_scaled = stable.autoscaling is not None or stable.is_scaled_externally or backend.autoscaling is None
     return replace(
         stable,
         scaled_to=backend.scaled_to if is_scaled and backend.scaled_to is not None else stable.scaled_to,

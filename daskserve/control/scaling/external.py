@@ -28,7 +28,12 @@ def carried_over(backend: BackendRecord, before: BackendRecord | None) -> Backen
 
 
 def taken_back(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
-    """Return the record to restore after a failed change, with the number that was set during the change."""
-    if failed.scaled_to is None or not failed.is_scaled_externally:
+    """Return the record to restore after a failed change, with the number set during the change."""
+    return with_number_of(previous, failed) if failed.is_scaled_externally else previous
+
+
+def with_number_of(previous: BackendRecord, failed: BackendRecord) -> BackendRecord:
+    """Return the previous record with the number that was set during the change, if one was."""
+    if failed.scaled_to is None:
         return previous
     return replace(previous, scaled_to=failed.scaled_to, scalings=failed.scalings)

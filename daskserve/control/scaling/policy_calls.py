@@ -26,7 +26,7 @@ from daskserve.common.clock import Clock
 from daskserve.common.formatting import shown
 from daskserve.common.types import BackendTag
 from daskserve.control.scaling.importing import thread_location
-from daskserve.errors import UserCodeError
+from daskserve.errors import BadRequestError, UserCodeError
 from daskserve.options.autoscaling import BUILT_IN_POLICIES, AutoscalingConfig
 from daskserve.payload.error_text import summary_of
 from daskserve.payload.pickling import load_bytes
@@ -253,6 +253,19 @@ def is_built_in(config: AutoscalingConfig) -> bool:
     """Whether the policy is built in, and for a schedule also the policy that it bounds."""
     below = config.policy_kwargs.get("policy", "schedule")
     return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
+
+
+def check_built_in(name: str, config: AutoscalingConfig | None) -> None:
+    """Raise `BadRequestError` if a built-in policy does not accept its arguments.
+
+    A policy of the user's is loaded when it is needed, because its module may be on another machine.
+    """
+    if config is None or not is_built_in(config):
+        return
+    try:
+        load_policy(config)
+    except Exception as error:  # an argument of a wrong type, too
+        raise BadRequestError(f"The autoscaling_config of {name} cannot be used: {error}") from error
 
 
 def configured_autoscaler(

@@ -93,6 +93,9 @@ def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> B
     if previous.is_scaled_externally:
         return external.taken_back(previous, failed)
     config = autoscaling_of(previous)
+    if config is None and failed.autoscaling is None and not failed.is_scaled_externally:
+        # An operator may have scaled it meanwhile.
+        return external.with_number_of(previous, failed)
     if config is None or config.dry_run:
         return previous
     if failed.scaled_to is None:

@@ -17,6 +17,7 @@ from daskserve.control.records.records import BackendRecord, Change, CodeRecord
 from daskserve.control.records.state import State
 from daskserve.control.records.versions import RESTARTS, marked, unmarked, unrestarted
 from daskserve.control.scaling import recorded as scaling
+from daskserve.control.scaling.policy_calls import check_built_in
 from daskserve.control.verbs import goals
 from daskserve.control.verbs.failed_deploys import not_found
 from daskserve.control.verbs.target_capacity import at_capacity
@@ -78,6 +79,9 @@ def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes
 def _new_record(
     state: State, spec: BackendSpec, now: float, *, is_deployment: bool
 ) -> tuple[BackendRecord, CodeRecord]:
+    check_built_in(
+        described(spec.tag, "deployment" if is_deployment else "backend"), spec.config.autoscaling_config
+    )
     version = spec.version or hashlib.sha256(spec.code).hexdigest()[:16]
     code = CodeRecord(f"{spec.tag}@{version}", spec.tag, spec.code)
     backend = BackendRecord(
@@ -297,6 +301,8 @@ def update_backend_config(
                 "be changed in place; delete and recreate it, or deploy it again, which replaces its "
                 "replicas."
             )
+    if merged.autoscaling_config != current.autoscaling_config:
+        check_built_in(backend.display_name, merged.autoscaling_config)
     wanted = configured(backend, merged, user_config if sets_user_config else backend.user_config)
     wanted = scaling.carried_over(wanted, backend, now)
     if wanted == backend:

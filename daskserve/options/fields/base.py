@@ -40,6 +40,8 @@ NEAREST = 3
 OPTION_NAME = "option_name"
 #: The type of an error about a value of a wrong type, in addition to pydantic's own types.
 WRONG_TYPE = "wrong_type"
+#: The whole numbers that records and messages can hold.
+WHOLE_NUMBERS = range(-(2**63), 2**63)
 #: Marks a field that replicas do not read, as ``Annotated[int, CONTROLLER_ONLY]``.
 CONTROLLER_ONLY: Final = "read by the controller only"
 #: Marks a field that is fixed for the life of a replica: a change of it replaces the replicas.
@@ -142,7 +144,9 @@ class Options(BaseModel):
         if isinstance(values, Mapping):
             check_spellings(cls, values)
         try:
-            return validate(values)
+            options = validate(values)
+            check_whole_numbers(cls, options)
+            return options
         except ValidationError as error:
             others = [each for each in Options.__subclasses__() if each is not cls and each.place]
             places = [(name, each.place) for each in others for name in each.model_fields]
@@ -284,6 +288,24 @@ def check_spellings(model: type[BaseModel], values: Mapping[str, Any]) -> None:
             twice.append(as_details(found))
     if twice:
         raise ValidationError.from_exception_data(model.__name__, twice)
+
+
+def check_whole_numbers(model: type[BaseModel], options: Any) -> None:
+    """Raise `ValidationError` if an option is a whole number that cannot be stored."""
+    most, least = (
+        ("less_than_equal", {"le": WHOLE_NUMBERS[-1]}),
+        ("greater_than_equal", {"ge": WHOLE_NUMBERS[0]}),
+    )
+    outsized = [
+        as_details({"type": kind, "loc": (name,), "input": value, "ctx": bound})
+        for name, value in vars(options).items()
+        if isinstance(value, int)
+        and value not in WHOLE_NUMBERS
+        and model.model_fields[name].annotation is not Any
+        for kind, bound in [most if value > 0 else least]
+    ]
+    if outsized:
+        raise ValidationError.from_exception_data(model.__name__, outsized)
 
 
 def explained(

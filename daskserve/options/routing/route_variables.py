@@ -10,6 +10,7 @@ Proxies import this module, so it does not import pydantic.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ def check_part_name(name: Any, what: str) -> None:
         raise TypeError(f"{what} must be a string, got {name!r}")
     if not name:
         raise BadRequestError(f"{what} must not be empty")
+    # They would act on the terminal of who looks at the status, and half a surrogate pair cannot be stored.
+    if any(unicodedata.category(each) in ("Cc", "Cs") for each in name):
+        raise BadRequestError(f"{what} must not have control characters, got {name!r}")
 
 
 def check_route(route: Any) -> None:

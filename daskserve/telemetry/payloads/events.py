@@ -18,8 +18,8 @@ from daskserve.common.types import WHOLE_RESPONSE, Message, Payload
 
 #: The types of the first and the second event of a request.
 REQUEST, RESPONSE = "daskserve.request", "daskserve.response"
-#: The status of a request whose caller left before its answer.
-CALLER_GONE = 499
+#: The status of a request whose caller left before its answer, and of one whose time was over.
+CALLER_GONE, TOO_LATE = 499, 408
 #: The content type of the arguments and results of Python calls.
 JSON = "application/json"
 
@@ -91,11 +91,12 @@ class Sample:
 
     def sent(self, message: Message) -> None:
         """Keep what the replica answered."""
-        kind = message["type"]
-        if kind in ("http.response.start", WHOLE_RESPONSE):
+        # A WebSocket that is refused gets an HTTP response.
+        kind = message["type"].removeprefix("websocket.http.").removeprefix("http.")
+        if kind in ("response.start", WHOLE_RESPONSE):
             self.status = message["status"]
             self.content_type = _content_type(message.get("headers", ()))
-        if kind in ("http.response.body", WHOLE_RESPONSE):
+        if kind in ("response.body", WHOLE_RESPONSE):
             self.response.add(message.get("body", b""))
         elif kind in ("call.result", "call.item"):
             self.status = 200
@@ -104,6 +105,8 @@ class Sample:
             self.response.add(message.get("bytes") or message.get("text") or b"")
         elif kind == "websocket.accept":
             self.status = 101
+        elif kind == "websocket.close":
+            self.status = self.status or 403  # it was not accepted
 
     @property
     def nbytes(self) -> int:

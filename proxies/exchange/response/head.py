@@ -88,7 +88,11 @@ class ResponseWriter:
         if not 200 <= status <= 999:
             raise ValueError(f"{status} is not the status of a final response")
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status]
-        length = self._read_headers(lines, date)
+        try:
+            length = self._read_headers(lines, date)
+        except TypeError:
+            _check_headers(self._start["headers"])
+            raise
         if status == 204 or status == 304 or self._method == "HEAD":
             if length is None and not more_body and body and status != 204:
                 length = len(body)
@@ -200,7 +204,11 @@ class HeadCache:
         except TypeError:
             return None  # not hashable, for example lists
         if head is None:
-            head = self._make(*key)
+            try:
+                head = self._make(*key)
+            except TypeError:
+                _check_headers(headers)
+                raise
         if not head:
             return None
         body = message["body"]
@@ -223,6 +231,13 @@ class HeadCache:
             head = b""
         self._heads[status, headers] = head
         return head
+
+
+def _check_headers(headers: Any) -> None:
+    """Raise `TypeError` that names the first header whose name or value is not bytes, if there is one."""
+    for name, value in headers:
+        if not isinstance(name, bytes) or not isinstance(value, bytes):
+            raise TypeError(f"the name and the value of a response header are bytes, not {name!r}: {value!r}")
 
 
 def _length_line(length: int) -> bytes:

@@ -68,8 +68,8 @@ class Response:
             raise RuntimeError(f"a message of type {kind!r} is not part of an HTTP response")
         if self._start is not None:
             raise RuntimeError("a response was started a second time")
-        if not isinstance(message["status"], int):
-            raise TypeError(f"the status of a response is a number, not {message['status']!r}")
+        if not isinstance(message.get("status"), int):
+            raise TypeError(f"the status of a response is a number, not {message.get('status')!r}")
         if MATCHED_ROUTE in message:
             self.matched_route = message[MATCHED_ROUTE]
         if kind == WHOLE_RESPONSE:

@@ -78,6 +78,13 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
         raise BadHandshakeError(
             f"A WebSocket handshake may have {MAX_ELEMENTS} offers and parameters; this one has more."
         )
+    for name, value in wanted:
+        if name == b"sec-websocket-version" and value != b"13":
+            raise BadHandshakeError(
+                f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server speaks version 13.",
+                426,
+                ((name, b"13"),),
+            )
     try:
         protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
         request = next(protocol.events())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import sqlite3
@@ -16,8 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_harness import MakeStore, commit, compact, opened, place
+from tables import each_case
 
 from daskserve.cluster.protocols.base import StoreChange
+from daskserve.cluster.store import sqlite_files
+from daskserve.cluster.store.errors import StoreError, StoreUnavailableError
 from daskserve.cluster.store.opening import MemoryStore, StoreFormatError, open_store
 from daskserve.errors import BadRequestError, ClosedError, StaleEpochError, UnavailableError
 
@@ -210,6 +214,26 @@ OPERATIONS = st.lists(
     ),
     max_size=25,
 )
+
+
+@each_case(
+    ("number", "error", "text"),
+    [
+        (errno.EACCES, StoreError, "give the scheduler's user the right to write"),
+        (errno.EROFS, StoreError, "give the scheduler's user the right to write"),
+        (errno.ENOSPC, StoreUnavailableError, "the disk is full"),
+        (errno.EIO, StoreUnavailableError, "the disk reports an error"),
+    ],
+)
+async def test_a_new_file_that_cannot_be_created_is_an_error_of_the_store(
+    number: int, error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(sqlite_files, "create_empty", refuse)
+    with pytest.raises(error, match=rf"The store sqlite:///{tmp_path}/s.db cannot be used: .*{text}"):
+        await open_store(f"sqlite:///{tmp_path}/s.db", "i").open()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "folder"])

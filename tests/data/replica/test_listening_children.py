@@ -12,9 +12,11 @@ from replica_starts import replica_start
 from tables import each_case
 
 from daskserve.common.clock import LoopClock
+from daskserve.context import current_instance
 from daskserve.data.replica.process.code import ChildCode
 from daskserve.data.replica.process.listening import KEY as SHARED_KEY
 from daskserve.data.replica.process.listening import LEAVE_S, ListeningChildren, answers_itself, with_children
+from daskserve.data.replica.process.replica import ReplicaServer
 from daskserve.errors import ActorLostError
 from daskserve.telemetry.replica import ReplicaMetrics
 from daskserve.testing import run_virtual
@@ -275,3 +277,17 @@ def test_draining_takes_no_longer_than_the_grace_period() -> None:
         assert clock.now() - began == 5.0
 
     run_virtual(main)
+
+
+async def test_the_log_records_of_listeners_have_the_name_of_their_instance() -> None:
+    found = []
+
+    class Listeners:
+        async def listen(self, wanted: object) -> None:
+            found.append(current_instance.get())
+
+    server: Any = ReplicaServer(lambda *_: None, SimpleNamespace())  # type: ignore[arg-type]
+    server._context = SimpleNamespace(spec=SimpleNamespace(instance="shop"))
+    server._listeners = Listeners()
+    await asyncio.create_task(server.listen({"listeners": {}}))
+    assert found == ["shop"]

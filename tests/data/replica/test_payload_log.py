@@ -19,6 +19,7 @@ from tornado.websocket import websocket_connect
 
 import daskserve as serve
 from daskserve.common.types import Payload
+from daskserve.errors import RequestTimeoutError
 from daskserve.options.fields.secrets import masked
 from daskserve.options.payload_logging import PayloadLoggingConfig
 from daskserve.payload.pickling import dump
@@ -173,6 +174,40 @@ def test_a_body_is_text_if_it_can_be(body: Any, data: dict[str, Any]) -> None:
     assert answer["size"] == len(body)
     assert answer["source"] == "/i/shop/Model/abc"
     assert answer["datacontenttype"] == "text/a"
+
+
+@each_case(
+    "messages, status, body",
+    [
+        ([("close", {"code": 1000})], 403, ""),
+        ([("accept", {}), ("close", {"code": 1000})], 101, ""),
+        ([("http.response.start", {"status": 401}), ("http.response.body", {"body": b"no"})], 401, "no"),
+    ],
+)
+def test_the_status_of_a_websocket_is_that_of_its_handshake(messages: Any, status: int, body: str) -> None:
+    found = Sample(1.5, 10, "websocket", {"path": "/x", "headers": ()})
+    for kind, values in messages:
+        found.sent({"type": f"websocket.{kind}", **values})
+    (event,) = events_of(found, ORIGIN, "response")
+    assert (event["status"], event.get("data", "")) == (status, body)
+
+
+def test_a_request_whose_time_is_over_has_another_status_than_one_whose_caller_leaves(tmp_path: Path) -> None:
+    sink = str(tmp_path / "sink")
+
+    async def wait(name: str) -> None:
+        (tmp_path / name).touch()
+        await asyncio.Event().wait()
+
+    with local_instance() as client:
+        app = serve.deployment(wait).options(payload_logging={"sink": sink, "mode": "response"})
+        handle = client.run(app.bind(), route_prefix=None)
+        with pytest.raises(RequestTimeoutError):
+            handle.options(timeout_s=0.05).remote("late").result()
+        left = handle.remote("left")
+        poll_for((tmp_path / "left").exists)
+        left.cancel()
+    assert [each["status"] for each in lines_in(sink)] == [408, 499]
 
 
 def test_a_value_that_is_too_large_or_odd_is_no_failure() -> None:

@@ -137,6 +137,7 @@ def test_invalid_handshakes_are_refused(server: FuzzedServer) -> None:
         outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
         assert outcome.seen == [], line
         assert outcome.answer.startswith(b"HTTP/1.1 %d " % status), line
+        assert status != 426 or b"Sec-WebSocket-Version is '12'" in outcome.answer
 
 
 def test_unusual_but_valid_handshakes_are_accepted(server: FuzzedServer) -> None:

@@ -5,10 +5,16 @@ from typing import Any
 import pytest
 from tables import each_case
 
-from daskserve.proxies.exchange.response.head import ResponseWriter
+from daskserve.common.clock import LoopClock
+from daskserve.proxies.exchange.response.head import DateHeader, HeadCache, ResponseWriter
 
 DATE = b"date: Thu, 01 Jan 1970 00:00:00 GMT"
 Headers = list[tuple[bytes, bytes]]
+
+
+class FixedClock(LoopClock):
+    def now(self) -> float:
+        return 0.0
 
 
 def write(
@@ -139,6 +145,17 @@ def test_the_date_is_the_applications_if_it_sets_one() -> None:
 def test_a_head_that_http_cannot_carry_is_refused(case: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         write(b"hi", **case)
+
+
+@each_case("header", [("x-a", b"1"), (b"x-a", 1)])
+def test_an_error_names_the_header_that_is_not_bytes(header: Any) -> None:
+    text = f"{header[0]!r}: {header[1]!r}"
+    with pytest.raises(TypeError, match=text):
+        write(b"hi", headers=[(b"a", b"b"), header])
+    with pytest.raises(TypeError, match=text):
+        HeadCache(DateHeader(FixedClock())).write(
+            {"status": 200, "headers": ((b"a", b"b"), header), "body": b"hi"}, b"1"
+        )
 
 
 @each_case("bodies", [(b"hi", b"you!"), (b"hi", b"yo")])

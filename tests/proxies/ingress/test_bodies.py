@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 import daskserve as serve
+from daskserve.proxies.ingress.bodies import KeptReceive
 from daskserve.testing import local_instance
 
 KIB = 1024
@@ -177,3 +179,24 @@ def test_bodies_beyond_the_budget_get_503_and_all_is_free_once_their_clients_lea
     deadline = time.monotonic() + DEADLINE_S
     while site.post("/plain", bytes(LARGE))[0] != 200:
         assert time.monotonic() < deadline
+
+
+async def test_a_message_that_a_middleware_has_read_is_not_lost_with_the_call_that_waited() -> None:
+    arrived, passed_on = asyncio.Event(), asyncio.Event()
+    ends = []
+
+    async def receive() -> dict[str, Any]:
+        ends.append("cancelled")
+        await arrived.wait()
+        await passed_on.wait()  # the message is read, and lost if the call is cancelled now
+        ends[-1] = "read"
+        return {"type": "http.request", "body": b"a", "more_body": False}
+
+    kept = KeptReceive(receive)
+    arrived.set()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await kept()
+    passed_on.set()
+    assert (await kept())["body"] == b"a"
+    assert ends == ["read"]

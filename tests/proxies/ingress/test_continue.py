@@ -1,4 +1,4 @@
-"""Who asks a client for its body (``Expect: 100-continue``), under both servers and near and far replicas."""
+"""Code that answers before it reads, and who asks a client for its body (``Expect: 100-continue``)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from daskserve.data.replica.requests.http import FIRST_PART_S
 from daskserve.testing import local_instance
 
 HEAD = "POST {} HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
@@ -86,3 +87,24 @@ def test_user_code_that_reads_asks_for_the_body(address: tuple[str, int], path: 
     answer = exchange(address, path)
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
     assert answer.endswith(b"hi")
+
+
+@pytest.mark.parametrize(
+    "path", ["/app/reject", "/app-loop/reject", "/app-far/reject", "/async", "/async-loop"]
+)
+def test_user_code_may_answer_before_the_body_comes(address: tuple[str, int], path: str) -> None:
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD.format(path).replace("Expect: 100-continue\r\n", "").encode())
+        assert client.recv(65536).startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 200 "))
+
+
+@pytest.mark.parametrize("path", ["/app/read", "/app-loop/read", "/app-far/read", "/async?read=1"])
+def test_user_code_reads_a_body_that_comes_late(address: tuple[str, int], path: str) -> None:
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD.format(path).replace("Expect: 100-continue\r\n", "").encode())
+        client.settimeout(2 * FIRST_PART_S)
+        with pytest.raises(TimeoutError):
+            client.recv(65536)
+        client.settimeout(10)
+        client.sendall(b"hi")
+        assert client.recv(65536).endswith(b"hi")

@@ -14,9 +14,18 @@ from http_harness import poll_for, read_body, respond, run, tracebacks
 from starlette.middleware import Middleware
 from tables import each_case
 
-from daskserve.common.types import WHOLE_RESPONSE, Envelope, EnvelopeKind, Message, Receive, Send
+from daskserve.common.types import (
+    ALL_HTTP_METHODS,
+    WHOLE_RESPONSE,
+    Envelope,
+    EnvelopeKind,
+    Message,
+    Receive,
+    Send,
+)
 from daskserve.errors import ActorLostError, BackPressureError, BadRequestError
 from daskserve.options.http import HTTPOptions
+from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Scope
 from daskserve.proxies.exchange.request.body import RequestBody
 from daskserve.proxies.ingress.app import IngressApp, build_app, is_plain
@@ -280,6 +289,14 @@ def test_a_wrong_method_is_a_405_that_lists_the_allowed_ones(method: str) -> Non
     assert answer.text == f"Methods {method} not allowed. Available HTTP methods are ['GET', 'POST']."
     assert answer.headers["allow"] == "GET, POST"
     assert routers.calls == []
+
+
+@each_case("method", ["QUERY", "PROPFIND"])
+def test_a_route_with_all_usual_methods_takes_others(method: str) -> None:
+    routers = Routers()
+    table = RouteTable({"/a": {"endpoint": "one", "methods": ALL_HTTP_METHODS}})
+    assert ask(make_ingress(routers, table), "/a", method).status == 200
+    assert routers.head["method"] == method
 
 
 # ---- system routes
@@ -638,9 +655,10 @@ def test_debug_answers_with_the_traceback() -> None:
 
 
 def test_an_error_after_the_first_byte_reaches_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="why"):
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="why") as raised:
         ask(make_ingress(failing(ValueError("why"), started=True)), "/a", "GET", (b"x-request-id", b"42"))
     assert "Request 42" in caplog.text
+    assert is_logged(raised.value), "the server would log it again"
 
 
 @each_case("is_hidden", [False, True])

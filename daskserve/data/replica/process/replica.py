@@ -26,7 +26,7 @@ from daskserve.common.types import (
     Receive,
     Send,
 )
-from daskserve.context import HasConnection
+from daskserve.context import HasConnection, current_instance
 from daskserve.data.replica.environment.kept_folders import hold
 from daskserve.data.replica.environment.working_dir import archives_folder
 from daskserve.data.replica.process.metrics import tell
@@ -207,6 +207,7 @@ class ReplicaServer:
                 take_sockets=parent.take_sockets,
                 trace=lambda options: enable(context, options, call_imported, post_of),
             )
+        current_instance.set(self._context.spec.instance)  # for the log records of the listeners' tasks
         await self._listeners.listen(wanted)
 
     @verb

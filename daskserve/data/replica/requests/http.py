@@ -22,9 +22,13 @@ from daskserve.data.replica.user_code.responses import (
     finish,
     finish_in_thread,
 )
+from daskserve.loops.tasks import within
 from daskserve.payload.packed_errors import PackedError
 from daskserve.telemetry.tracing.batches import span_of_item
 
+#: How long async code waits for the first part of a body, which most clients send with the head. Code that
+#: begins with it crosses to its event loop once less, but may answer without it.
+FIRST_PART_S = 0.05
 #: From version 2.4 on, ``send`` fails once the client has left, which users of uvicorn do not expect.
 _ASGI_OF_UVICORN: Mapping[str, str] = {"version": "3.0", "spec_version": "2.3"}
 
@@ -85,7 +89,8 @@ class LocalHTTPRequest(LocalRequest):
         self._method = method
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
-            self.survives_caller = True
+            # The server gives the code of a WebSocket some time after the disconnect, and then cancels it.
+            self.survives_caller = not is_websocket
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
@@ -148,7 +153,16 @@ class LocalHTTPRequest(LocalRequest):
             set_context(self)
             self._begin(None, None)
             return
-        first = await receive() if self.envelope.has_body else _no_body()
+        if not self.envelope.has_body:
+            first: Message | None = _no_body()
+        elif needs_whole:
+            first = await receive()
+        else:
+            first = await within(FIRST_PART_S, receive())
+        if first is None:
+            set_context(self)
+            self._begin(None, None)
+            return
         is_whole = first["type"] == "http.request" and not first.get("more_body", False)
         body = first.get("body", b"") if is_whole else None
         if body is None and needs_whole:

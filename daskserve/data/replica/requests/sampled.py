@@ -9,8 +9,9 @@ from daskserve.common.clock import stopwatch
 from daskserve.common.types import SOCKET_PLACE, ActorRequest, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.data.replica.requests.counted import ObservedRequest
 from daskserve.data.replica.requests.replica_request import LocalRequest
+from daskserve.loops.deadlines import is_over
 from daskserve.payload.packed_errors import PackedError
-from daskserve.telemetry.payloads.events import CALLER_GONE, Sample
+from daskserve.telemetry.payloads.events import CALLER_GONE, TOO_LATE, Sample
 
 
 class SampledRequest(ObservedRequest):
@@ -51,7 +52,8 @@ class SampledRequest(ObservedRequest):
         self._end(error=error)
 
     def note_leave(self) -> None:
-        self._end(CALLER_GONE)
+        is_late = is_over(self._local.envelope.deadline, asyncio.get_running_loop().time())
+        self._end(TOO_LATE if is_late else CALLER_GONE)
 
     async def respond(self, receive: Receive, send: Send) -> Load:
         sample = self._sample

@@ -148,7 +148,7 @@ def join(start: Message, message: Message) -> Message | None:
     route = start.get(MATCHED_ROUTE)
     if len(start) > 3 + (route is not None):
         return None
-    status, body = start["status"], message.get("body", b"")
+    status, body = start.get("status"), message.get("body", b"")
     if type(body) is not bytes or status in (204, 304):
         return None
     headers = []

@@ -35,7 +35,7 @@ def profile(asked: Asked) -> tuple[str, dict[str, Any]]:
     if kind != "json" and kind not in _FORMS:
         raise BadRequestError(f"The parameter format={kind[:40]!r} must be json, {', '.join(_FORMS)}.")
     if given and not _NUMBER.fullmatch(given):
-        raise BadRequestError(f"The parameter seconds={given[:40]!r} must be a number.")
+        raise BadRequestError(f"The parameter seconds={given[:40]!r} must be a number from 0 to 9999.")
     if memory and kind == "svg":
         raise BadRequestError("There are no stacks with memory=true, so no format=svg.")
     seconds = float(given) if given else SECONDS

@@ -178,7 +178,7 @@ def _rollback(asked: Asked) -> tuple[str, Message]:
     revision = asked.fields("revision").get("revision")
     is_number = isinstance(revision, int) and not isinstance(revision, bool) and abs(revision) < 10**18
     if revision is not None and not is_number:
-        raise BadRequestError(f"revision must be a number, got {str(revision)[:MAX_SHOWN]!r}")
+        raise BadRequestError(f"revision must be a whole number, such as 3, got {repr(revision)[:MAX_SHOWN]}")
     message = {"app": asked.path["application"], "revision": revision, "by": asked.by}
     return "rollback", {**message, "request_id": uuid.uuid4().hex}
 

@@ -67,7 +67,10 @@ class Asked:
         if value is None:
             return None
         if not NUMBER.fullmatch(value):
-            raise BadRequestError(f"The parameter {name}={value[:MAX_SHOWN]!r} must be a number.")
+            raise BadRequestError(
+                f"The parameter {name}={value[:MAX_SHOWN]!r} must be a whole number from 0, "
+                "of at most 18 digits."
+            )
         return int(value)
 
     def fields(self, *known: str) -> Mapping[str, Any]:
