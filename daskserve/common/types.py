@@ -80,7 +80,7 @@ class SocketPlace(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Expect the socket: after the accept, nothing more may be sent the usual way."""
+        """Expect the socket: after the accept, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""

@@ -28,8 +28,8 @@ MAX_BYTES = 64 << 10
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
 #: the path is hidden. A match begins only where a word begins, so that long texts are read once.
 _LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|(?<![^\s/?#:@'\"])[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
-#: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; but names such
-#: as ``max_tokens`` are numbers of words.
+#: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; names such as
+#: ``max_tokens`` are excluded.
 _SECRET = re.compile(r"passw|passphrase|secret|token|credential|authorization|(?:api|private)_?key", re.I)
 _COUNT = re.compile(r"tokens$", re.I)
 _PARAMETER = re.compile(r"(?<=[?&])((?:user(?:name)?|pass(?:word|wd)?)=)[^&#\s'\"]*", re.IGNORECASE)
