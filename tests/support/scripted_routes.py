@@ -69,8 +69,9 @@ class ScriptedListener:
     def ask(self) -> None:
         self.asked += 1
 
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+    def on_worker_left(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self.left.append(callback)
+        return lambda: self.left.remove(callback)
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         self.ended.append(callback)
