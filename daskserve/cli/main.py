@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -68,6 +69,18 @@ class LazyGroup(click.Group):
         module_name, _, name = COMMANDS[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(module_name), name)
         return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a wrong value of one with ``--json`` is an error in JSON, too."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            from daskserve.cli.output import CommandError, wants_json  # slow, and not for the help
+
+            if error.ctx is None or not wants_json(error.ctx):
+                raise
+            kind = type(error).__name__
+            raise CommandError(error.format_message(), error.exit_code, kind, error.ctx) from error
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands that begin with the typed text, without importing them."""

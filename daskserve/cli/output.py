@@ -62,11 +62,17 @@ class ExitCode(IntEnum):
 class CommandError(click.ClickException):
     """An error with its exit code; printed as JSON if the command has the option ``--json``."""
 
-    def __init__(self, message: str, exit_code: int = ExitCode.FAILED, kind: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        exit_code: int = ExitCode.FAILED,
+        kind: str = "",
+        context: click.Context | None = None,
+    ) -> None:
         super().__init__(message)
         self.__dict__["exit_code"] = exit_code  # a class variable to type checkers
         self.kind = kind or "CommandError"
-        self._is_json = wants_json()
+        self._is_json = wants_json(context)
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error to standard error."""
@@ -98,13 +104,13 @@ def options(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-#: The option ``--json``; its parameter is ``as_json``.
-json_option = click.option("--json", _AS_JSON, is_flag=True, help="Print JSON.")
+#: The option ``--json``; its parameter is ``as_json``. It is read first, for errors of the others.
+json_option = click.option("--json", _AS_JSON, is_flag=True, is_eager=True, help="Print JSON.")
 
 
-def wants_json() -> bool:
-    """Return whether the running command was called with ``--json``."""
-    context = click.get_current_context(silent=True)
+def wants_json(context: click.Context | None = None) -> bool:
+    """Return whether a command, by default the running one, was called with ``--json``."""
+    context = context or click.get_current_context(silent=True)
     return context is not None and bool(context.params.get(_AS_JSON))
 
 

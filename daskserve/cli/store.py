@@ -24,6 +24,16 @@ def store() -> None:
     """
 
 
+def _stored(context: click.Context, parameter: click.Parameter, place: str) -> str:
+    """Refuse a file that does not exist, as click does of options that are files."""
+    if "://" not in place and not Path(place).is_file():
+        raise click.BadParameter(
+            f"There is no file {place!r}. A backup is a file, and a store is a URL, such as "
+            "sqlite:////var/lib/serve.db."
+        )
+    return place
+
+
 instances_option = click.option(
     "--instance",
     "instances",
@@ -49,7 +59,7 @@ def backup(url: str, file: Path, instances: tuple[str, ...], as_json: bool) -> N
 
 
 @store.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.argument("url")
 @instances_option
 @click.option(
@@ -66,7 +76,7 @@ def restore(file: Path, url: str, instances: tuple[str, ...], force: bool, as_js
 
 
 @store.command()
-@click.argument("place", metavar="URL|FILE")
+@click.argument("place", metavar="URL|FILE", callback=_stored)
 @json_option
 def check(place: str, as_json: bool) -> None:
     """Say what is damaged or missing in a store, or in a backup, and what to do. Changes nothing.
@@ -79,7 +89,7 @@ def check(place: str, as_json: bool) -> None:
 
 
 @store.command(name="list")
-@click.argument("place", metavar="URL|FILE")
+@click.argument("place", metavar="URL|FILE", callback=_stored)
 @json_option
 def list_(place: str, as_json: bool) -> None:
     """List the instances in a store, or in a backup, with what is deployed in them."""

@@ -115,6 +115,7 @@ def test_a_file_is_deployed_shown_changed_and_deleted(client: serve.Client, fold
     shown = yaml.safe_load(call("config").output)
     written = yaml.safe_load((folder / "serve.yaml").read_text())["applications"]
     assert shown == {"applications": [written[1], written[0]]}
+    assert json.loads(call("config", "--json").stdout) == shown, "it deploys, too"
     assert client.get_config("shop")["git_version"] == "abc"
 
     # Another number of replicas, other code, and an application less.
@@ -182,6 +183,19 @@ def test_operators_scale_restart_and_delete(client: serve.Client, folder: Path) 
     assert call("delete", "mail", "--ignore-not-found").output == "mail: not found\n"
     result = call("restart", "mail", "--json", code=1)
     assert json.loads(result.stderr)["error"]["type"] == "NotFoundError"
+
+
+@pytest.mark.parametrize("command", ["deploy", "diff"])
+def test_what_belongs_to_an_import_path_is_refused_beside_a_file(folder: Path, command: str) -> None:
+    for given, text in (
+        (("--name", "shop"), "--name belongs to an import path; the file 'serve.yaml' has its own"),
+        (("--route-prefix", "/x"), "--route-prefix belongs to an import path"),
+        (("a=1",), "The file 'serve.yaml' has its own args; leave a=1 out"),
+    ):
+        assert text in call(command, "serve.yaml", *given, code=2).stderr
+    assert (
+        "--name belongs to an import path; the file '-'" in call(command, "-", "--name", "x", code=2).stderr
+    )
 
 
 def test_a_file_that_cannot_be_read_is_wrong_usage(folder: Path) -> None:

@@ -38,6 +38,23 @@ def test_every_command_that_prints_data_has_it() -> None:
     assert without == WITHOUT
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("scale", "x", "0", "--json"), "Invalid value for 'N': 0 is not in the range"),
+        (("scale", "--json"), "Missing argument 'APP[/DEPLOYMENT]'"),
+        (("logs", "--since", "3x", "--json"), "'3x' is not a time"),
+        (("rollout", "status", "--json"), "Missing argument"),
+        (("store", "restore", "none", "x", "--json"), "'none' does not exist"),
+        (("status", "--json", "--address", ""), "Give --address"),
+    ],
+)
+def test_a_wrong_use_is_an_error_in_json(arguments: tuple[str, ...], text: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    error = json.loads(result.stderr)["error"]
+    assert (result.exit_code, text in error["message"]) == (2, True), result.stderr
+
+
 def test_no_range_of_numbers_has_nan_or_infinity_in_it() -> None:
     ranges = [
         option.type

@@ -65,7 +65,7 @@ def test_json_is_one_document_with_what_the_text_says(url: str, tmp_path: Path) 
     assert found["list"] == {"default": {"epoch": 1, "deployments": {}}}
     assert set(found["repair"]) == {"place", "given_up"}
     failed = run("check", tmp_path / "nothing", "--json")
-    assert (failed.exit_code, set(json.loads(failed.output)["error"])) == (1, {"type", "message"})
+    assert (failed.exit_code, set(json.loads(failed.output)["error"])) == (2, {"type", "message"})
 
 
 def test_damage_is_named_with_the_remedy_and_the_exit_code(url: str, tmp_path: Path) -> None:
@@ -79,11 +79,13 @@ def test_damage_is_named_with_the_remedy_and_the_exit_code(url: str, tmp_path: P
 
 def test_errors_are_messages(url: str, tmp_path: Path) -> None:
     (tmp_path / "garbage").write_bytes(b"garbage")
+    fill(f"sqlite:///{tmp_path}/some.db")
     for arguments in (
         ("check", url),
         ("list", url),
         ("backup", url, tmp_path / "b"),
         ("restore", tmp_path / "garbage", url),
+        ("backup", f"sqlite:///{tmp_path}/some.db", tmp_path / "garbage" / "below"),
         ("check", "memory://"),
         ("check", "nonsense://x"),
     ):
@@ -91,6 +93,14 @@ def test_errors_are_messages(url: str, tmp_path: Path) -> None:
         assert found.exit_code == 1, arguments
         assert found.output.startswith("Error: ")
         assert "Traceback" not in found.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("check", "none"), ("list", "none"), ("restore", "none", "sqlite:///x")]
+)
+def test_a_file_that_does_not_exist_is_wrong_usage(arguments: tuple[str, ...]) -> None:
+    found = run(*arguments)
+    assert (found.exit_code, "'none'" in found.output) == (2, True), found.output
 
 
 def test_a_store_in_use_needs_force(url: str, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ def test_every_option_is_one_of_dasks_and_slower_than_its_default() -> None:
         default = dask.config.get(path, config=defaults)  # raises if there is none
         if value is False:
             assert default is True
+        elif value is None:
+            assert path.startswith("distributed.nanny.pre-spawn-environ.")
         else:
             assert dask.utils.parse_timedelta(value) > dask.utils.parse_timedelta(default)
 

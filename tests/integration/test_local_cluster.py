@@ -26,7 +26,11 @@ from daskserve.testing import wait_until
 def client() -> Iterator[serve.Client]:
     """Yield an instance that was started without a cluster."""
     before = psutil.Process().children(recursive=True)
-    with dask.config.set({"daskserve.local-cluster": {"n-workers": 2, "threads-per-worker": 3}}):
+    options = {
+        "daskserve.local-cluster": {"n-workers": 2, "threads-per-worker": 3},
+        "distributed.nanny.environ.OF_THE_WORKERS": "yes",
+    }
+    with dask.config.set(options):
         client = serve.start(http_options={"port": 0}, dashboard=False)
     started = [each for each in psutil.Process().children(recursive=True) if each not in before]
     with client:
@@ -82,6 +86,14 @@ def test_dasks_profiler_is_off_in_its_processes(client: serve.Client) -> None:
 
     assert set(dask_client.run(is_profiled).values()) == {False}
     assert is_profiled()  # nothing has changed in the program
+
+
+def test_its_workers_have_the_variables_of_dasks_configuration(client: serve.Client) -> None:
+    dask_client = _get_global_client()
+    assert dask_client is not None
+    for variables in dask_client.run(lambda: dict(os.environ)).values():
+        assert (variables["OF_THE_WORKERS"], variables["OMP_NUM_THREADS"]) == ("yes", "1")
+        assert "MALLOC_TRIM_THRESHOLD_" not in variables
 
 
 def test_a_local_cluster_whose_workers_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_a_blocking_run_shuts_down_on_a_signal(number: signal.Signals, tmp_path:
     try:
         url = program.wait_for_line("url ")
         poll_for(lambda: fetch(f"{url}/echo").text == "here")
-        poll_for(lambda: "replicas run" in program.output)  # by now it handles signals
+        poll_for(lambda: "replica runs" in program.output)  # by now it handles signals
         started = program.descendants()
         if number is signal.SIGINT:
             program.interrupt()

@@ -294,7 +294,13 @@ def test_what_is_kept_is_text_whatever_is_logged() -> None:
         assert kept.args is None
     ring.add(record("%s", "caf\udce9"), REPLICA)
     texts = [each["message"] for each in ring.rows()]
-    assert texts == ["<Rude: RuntimeError in its text>", "%d", "{'a': [1]}", "1", "caf\\udce9"]
+    assert texts == [
+        "<Rude: RuntimeError in its text>",
+        "%d (TypeError in its arguments)",
+        "{'a': [1]}",
+        "1",
+        "caf\\udce9",
+    ]
     assert text_of(record(rude), REPLICA, LogSettings()).endswith(" -- <Rude: RuntimeError in its text>")
 
 

@@ -19,7 +19,9 @@ from daskserve.config_file.model import ApplicationConfig
 from daskserve.config_file.reading import ReadFile, in_force, read
 
 #: Parameters of options that cannot be given together with a configuration file, which has its own.
-_IN_THE_FILE = ("name", "route_prefix", "factory", "runtime_env", "runtime_env_json", "working_dir")
+_IN_THE_FILE = frozenset(
+    ("--name", "--route-prefix", "--factory", "--runtime-env", "--runtime-env-json", "--working-dir")
+)
 
 
 #: Ray Serve's options for the environment of replicas.
@@ -54,9 +56,9 @@ class Served:
 def check_file_options(name: str, arguments: tuple[str, ...]) -> None:
     """Raise `click.UsageError` for options of the running command that a configuration file has itself."""
     context = click.get_current_context()
-    for each in _IN_THE_FILE:
-        if context.get_parameter_source(each) is ParameterSource.COMMANDLINE:
-            option = f"--{each.replace('_', '-')}"
+    for each in context.command.params:
+        is_given = context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+        for option in _IN_THE_FILE.intersection(each.opts) if is_given else ():
             raise click.UsageError(f"{option} belongs to an import path; the file {name!r} has its own.")
     if arguments:
         raise click.UsageError(f"The file {name!r} has its own args; leave {' '.join(arguments)} out.")

@@ -23,7 +23,7 @@ from daskserve.cli.output import (
     print_json,
 )
 from daskserve.cli.serving.run import parsed
-from daskserve.cli.serving.targets import read_file
+from daskserve.cli.serving.targets import check_file_options, read_file
 from daskserve.client.client import Client
 from daskserve.client.functions.http_differences import differences
 from daskserve.client.functions.instances import start
@@ -108,8 +108,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def declaration(target: str, arguments: tuple[str, ...], application: str, route_prefix: str) -> Declaration:
     """Return the configuration of a target: a file, ``-`` for standard input, or an import path."""
     if target == "-" or is_config_file(target):
-        if arguments:
-            raise click.UsageError("KEY=VALUE belongs to import paths; write it as args in the file.")
+        check_file_options(target, arguments)
         found = read(sys.stdin.read(), "-") if target == "-" else read_file(target)
         return Declaration(found.config, found.warnings, "standard input" if target == "-" else target)
     one = ApplicationConfig(
@@ -231,7 +230,7 @@ def config(at: InstanceAddress, application: str | None, as_json: bool) -> None:
     apps = [each["config"] for each in found["applications"].values()]
     whole = without_places({**({} if application else found["instance"]), "applications": apps})
     if as_json:
-        print_json({**whole, "version": found["version"]})
+        print_json(whole)
     else:
         click.echo(to_yaml(whole), nl=False)
 

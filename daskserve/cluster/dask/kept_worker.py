@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import dask.config
 from distributed import Nanny, Status, Worker
 
 from daskserve.cluster.dask.server_process import command, environment
@@ -174,18 +175,17 @@ class WorkerKeeper(Nanny):
         worker_options: dict[str, Any],
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
-        super().__init__(
-            scheduler,
-            name=str(name),
-            nthreads=worker_options["nthreads"],
-            host=worker_options["host"],
-            memory_limit=None,
-        )
         self._options = worker_options
         self._config = config or {}
-        #: The variables of the worker before plugins change them.
-        self._first_env = dict(self.env)
+        with dask.config.set(self._config):  # which may have variables for the worker
+            # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
+            super().__init__(
+                scheduler,
+                name=str(name),
+                nthreads=worker_options["nthreads"],
+                host=worker_options["host"],
+                memory_limit=None,
+            )
         self._pace = RestartPace()
         self._restarts = TaskSet(logger)
         #: The exit status of the last worker that has ended; None if none has.
@@ -204,8 +204,7 @@ class WorkerKeeper(Nanny):
                 config={**self._config, "daskserve.scheduler.grace-s": 0},
             )
             self.process = _Subprocess(line, str(self.name), self._note_exit)
-        added = {name: each for name, each in self.env.items() if self._first_env.get(name) != each}
-        started: Status = await self.process.start(added)
+        started: Status = await self.process.start(self.env)
         return started
 
     @property

@@ -230,7 +230,8 @@ def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -
     except OSError as error:
         raise StoreError(f"The backup {path} cannot be written: {error}.") from error
     finally:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that cannot be written, which is no news
+            new.unlink()
     return len(data)
 
 

@@ -107,7 +107,8 @@ class LocalFolder:
                 file.write(data)
             self._publish(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a later `prepare` removes it
+                temporary.unlink()
         before = self._unsynced
         if may_wait and len(before) < MAX_UNSYNCED:
             before.append(path)

@@ -61,7 +61,8 @@ def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None
         sync(new)
         _publish(new, target)
     finally:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that cannot be written any more, which is no news
+            new.unlink()
 
 
 def _publish(new: Path, target: Path) -> None:

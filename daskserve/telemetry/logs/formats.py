@@ -22,6 +22,7 @@ from daskserve.telemetry.logs.records import (
     Tags,
     around_target,
     message_of,
+    message_text,
     printable,
 )
 from daskserve.telemetry.logs.settings import LogSettings
@@ -204,9 +205,5 @@ def _of_tags(tags: Tags) -> dict[str, str]:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception as error:  # of the arguments, which do not fit the message, or of the message itself
-        msg, kind = record.msg, type(error).__name__
-        is_text = type(msg) is str
-        return (
-            f"{msg} ({kind} in its arguments)" if is_text else f"<{type(msg).__name__}: {kind} in its text>"
-        )
+    except Exception:
+        return message_text(record.msg, record.args)

@@ -90,7 +90,7 @@ class Entry:
             # Other values could be large, or change: only their text is kept.
             size += len(each) if type(each) is str else 0 if type(each) in _NUMBERS else MAX_TEXT + 1
         if size > MAX_TEXT:
-            msg, args = _message(msg, args), None
+            msg, args = message_text(msg, args), None
             if len(msg) > MAX_TEXT:
                 msg = f"{msg[:MAX_TEXT]}..."
             size = len(msg)
@@ -105,7 +105,7 @@ class Entry:
     @property
     def message(self) -> str:
         """The text, without the exception."""
-        return encodable(_message(self.msg, self.args))
+        return encodable(message_text(self.msg, self.args))
 
     def plain(self) -> Plain:
         """Return plain values."""
@@ -252,11 +252,16 @@ def around_target(method: str, version: str, status: int) -> tuple[str, str]:
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-def _message(msg: Any, args: Any) -> str:
+def message_text(msg: Any, args: Any) -> str:
+    """Return the message of a record; one that cannot be made says so."""
     try:
         return str(msg) % args if args else str(msg)
-    except Exception as error:  # the arguments do not fit the message; the handlers report it
-        return msg if type(msg) is str else f"<{type(msg).__name__}: {type(error).__name__} in its text>"
+    except Exception as error:  # of the arguments, which do not fit the message, or of the message itself
+        kind = type(error).__name__
+        is_text = type(msg) is str
+        return (
+            f"{msg} ({kind} in its arguments)" if is_text else f"<{type(msg).__name__}: {kind} in its text>"
+        )
 
 
 def printable(text: bytes) -> str:
