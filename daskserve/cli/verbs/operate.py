@@ -74,7 +74,7 @@ def delete(
 
 @click.command()
 @click.argument("application", metavar="APP", shell_complete=complete_applications)
-@click.argument("revision", type=click.IntRange(1), required=False)
+@click.argument("revision", type=click.IntRange(1, 10**9), required=False)
 @instance_options
 @click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
 @click.option(

@@ -45,7 +45,9 @@ def _opened(at: InstanceAddress, queue: str, app_dir: str) -> Any:
 @tasks.command(name="list")
 @click.argument("queue", required=False)
 @click.option("--state", type=click.Choice(STATES), multiple=True, help="Only tasks in these states.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="How many tasks.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="How many tasks."
+)
 @queue_options
 def list_(
     at: InstanceAddress, queue: str | None, state: tuple[str, ...], limit: int, app_dir: str, as_json: bool

@@ -40,7 +40,8 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
         step.wake(inputs.now)  # the next step is for one version again
         return step
     undone = {**inputs.undone, **step.change}
-    together = replace(inputs, undone=undone, incarnation=step.incarnation)
+    # With the same seed, replicas of both versions that start now would have the same names.
+    together = replace(inputs, undone=undone, incarnation=step.incarnation, seed=inputs.seed + 1)
     old = [each for each in replicas if each.version == stable.version]
     rest, _ = run(together, stable, old, kept_tag(backend.tag))
     step.change.update(rest.change)

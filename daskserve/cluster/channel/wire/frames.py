@@ -191,7 +191,8 @@ class _Values:
     def _refer(self, value: Any) -> msgpack.ExtType:
         large, share = self._large, self._share
         if not isinstance(value, OutOfBand):
-            raise TypeError(f"a {type(value).__name__} cannot cross a channel")
+            what = "whole number of more than 64 bits" if isinstance(value, int) else type(value).__name__
+            raise TypeError(f"a {what} cannot cross a channel")
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
             return msgpack.ExtType(_SMALL, view.tobytes())

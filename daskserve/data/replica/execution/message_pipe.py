@@ -19,6 +19,13 @@ WINDOW = 16
 JOIN_BYTES = 64 * 1024
 
 
+class ClientGoneError(ConnectionResetError):
+    """User code sends to a WebSocket whose client has left."""
+
+    def __init__(self) -> None:
+        super().__init__("the client of the WebSocket has left")
+
+
 class MessagePipe:
     """Carries the messages of one request across the executor.
 

@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.common.clock import stopwatch
+from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.common.types import SOCKET_PLACE, Envelope, Message, OpenSocket, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
-from daskserve.data.replica.execution.message_pipe import DirectPipe, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientGoneError, DirectPipe, MessagePipe
 from daskserve.data.replica.execution.user_loop import UserLoop
 
 
@@ -101,6 +101,7 @@ class _SocketPipe(MessagePipe):
         self._is_direct = envelope.is_direct
         #: Exists from the accept on.
         self._place: UserPlace | WorkerPlace | None = None
+        self._has_disconnect = False  # user code has received it
 
     def _make_place(self) -> UserPlace | WorkerPlace:
         raise NotImplementedError
@@ -112,6 +113,8 @@ class _SocketPipe(MessagePipe):
         message = await self._receive_message()
         if message["type"] == "websocket.receive":
             self._turn_began = stopwatch()
+        else:
+            self._has_disconnect = message["type"] == "websocket.disconnect"
         return message
 
     async def _receive_message(self) -> Message:
@@ -125,6 +128,12 @@ class _SocketPipe(MessagePipe):
                 pass
 
     async def send(self, message: Message) -> None:
+        if self.is_closed or self._has_disconnect:
+            # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
+            await LoopClock().sleep(0)
+            if message["type"] == "websocket.send":
+                raise ClientGoneError
+            return
         place = self._place
         if place is None:
             if message["type"] == "websocket.accept" and self._is_direct:
@@ -144,7 +153,8 @@ class _SocketPipe(MessagePipe):
         try:
             await place.socket.send(message)
         except OSError:
-            pass  # user code gets the disconnect from `receive`
+            if message["type"] == "websocket.send":
+                raise ClientGoneError from None
 
 
 class SocketPipe(_SocketPipe):

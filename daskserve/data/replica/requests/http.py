@@ -89,7 +89,8 @@ class LocalHTTPRequest(LocalRequest):
         self._method = method
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
-            self.survives_caller = True
+            # The server gives the code of a WebSocket some time after the disconnect, and then cancels it.
+            self.survives_caller = not is_websocket
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
