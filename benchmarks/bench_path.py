@@ -466,7 +466,7 @@ async def measure(rounds: int) -> dict[str, float]:
             began = time.process_time()
             await one_round()
             best[name] = min(best[name], (time.process_time() - began) / PER_ROUND)
-            if bench.tracing.pending:
+            if bench.tracing.queue.pending:
                 exported = min(best.get(EXPORT, float("inf")), export_s(bench.tracing))
                 best[EXPORT] = exported
     processor.force_flush()  # its thread ends with the process

@@ -25,8 +25,8 @@ def export_s(tracing: Tracing) -> float:
         "", SpanContext(1, 1, is_remote=False), resource=resource, instrumentation_scope=scope
     )
     encoder = SpanEncoder(partial(readable_of, resource=resource, scope=scope), example)
-    spans = list(tracing.pending)
-    tracing.pending.clear()
+    spans = list(tracing.queue.pending)
+    tracing.queue.pending.clear()
     began = time.process_time()
     for span in spans:
         span.complete()

@@ -39,11 +39,11 @@ SIZE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/data/caller/calls/async_handle.py:AsyncHandle": "it is a `Handle`",
     "daskserve/data/replica/user_code/servable.py:Servable": "each step runs in a thread or on a loop",
 }
-#: ``"Name": "why only its own module names this protocol"``
-PROTOCOL_EXCEPTIONS: Mapping[str, str] = dict.fromkeys(
-    ("MayLeaveAnswer", "WebSocketOwner"),
-    "its class is in a room above, and a function would cost each request",
-)
+#: ``"Name": "why only its own module names this protocol, or has a single class of this repository"``
+PROTOCOL_EXCEPTIONS: Mapping[str, str] = {
+    "MayLeaveAnswer": "its class is in a room above, and a function would cost each request",
+    "RunningThread": "threading.Thread is the second one",
+}
 #: ``"daskserve/x.py:NAME": "why this module-level object may change"``
 STATE_EXCEPTIONS: Mapping[str, str] = {
     "daskserve/telemetry/collector.py:PROCESS": "it is part of Prometheus' registry, which is per process",
@@ -175,6 +175,20 @@ class Classes:
                 found |= self.methods(parent)
         return found
 
+    def members(self, key: tuple[str, str]) -> set[str]:
+        """Return the names of a class's methods and attributes, inherited ones included, special ones not."""
+        node = self.nodes[key]
+        found = {child.name for child in node.body if isinstance(child, Function)} | _own_attributes(node)
+        for child in node.body:
+            targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+            names = (each for target in targets if target is not None for each in ast.walk(target))
+            found |= {each.id for each in names if isinstance(each, ast.Name)}
+        for base in node.bases:
+            parent = self._find(key[0], base.value if isinstance(base, ast.Subscript) else base)
+            if parent in self.nodes:
+                found |= self.members(parent)
+        return {each for each in found if not each.startswith("__")}
+
     def _find(self, path: str, base: ast.expr) -> tuple[str, str]:
         if isinstance(base, ast.Name) and (path, base.id) in self.nodes:
             return path, base.id
@@ -237,6 +251,28 @@ def lone_protocols(tree: Tree, implemented: Collection[str] = ()) -> list[str]:
         for name, (path, line) in protocols.items()
         if name not in elsewhere and subclasses[name] < 2 and name not in PROTOCOL_EXCEPTIONS
     ]
+
+
+def protocols_of_one(tree: Tree, tests: Tree) -> list[str]:
+    """Find protocols of a tree that fewer than two classes, tests included, have all the members of."""
+    classes = Classes({**tree, **tests})
+    members = {key: classes.members(key) for key in classes.nodes}
+    protocols = {key for key, node in classes.nodes.items() if _is_protocol(node)}
+    found = []
+    for path, name in sorted(protocols & {key for key in members if key[0] in tree}):
+        wanted = members[path, name]
+        count = sum(wanted <= had for key, had in members.items() if key not in protocols)
+        if count < 2 and name not in PROTOCOL_EXCEPTIONS:
+            line = classes.nodes[path, name].lineno
+            found.append(
+                f"{path}:{line}: {count} classes implement {name}; name the class, or pass functions"
+            )
+    return found
+
+
+def read_tests() -> dict[str, str]:
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 def implemented_in_tests() -> set[str]:
@@ -457,6 +493,7 @@ def test_the_real_tree_breaks_no_rule(tree: Tree) -> None:
     library = _library(tree)
     assert oversized(tree) == []
     assert lone_protocols(library, implemented_in_tests()) == []
+    assert protocols_of_one(library, read_tests()) == []
     assert banned_names(tree) == []
     assert module_state(library) == []
     assert foreign_private_names(tree) + undocumented_modules(library) == []
@@ -479,6 +516,17 @@ def test_inherited_methods_count_toward_the_budget() -> None:
         "Child has 26 methods, more than 25",
         "Far has 26 methods, more than 25",
     ]
+
+
+def test_a_protocol_has_two_classes() -> None:
+    promise = "class A(Protocol):\n    size: int\n    def f(self) -> None: ..."
+    one = "class B:\n    def f(self) -> None:\n        self.size = 1"
+    half = "class C:\n    def f(self) -> None: ..."
+    tests = {"tests/c.py": half}
+    (found,) = protocols_of_one({"daskserve/a.py": promise, "daskserve/b.py": one}, tests)
+    assert found.startswith("daskserve/a.py:1: 1 classes implement A")
+    tests = {"tests/c.py": f"{half}\n    size = 2"}
+    assert protocols_of_one({"daskserve/a.py": promise, "daskserve/b.py": one}, tests) == []
 
 
 # ---- each rule can fail, and names the location

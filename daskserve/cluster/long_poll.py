@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -217,9 +218,10 @@ class LongPollClient:
 
         return stop_watching
 
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(worker address)`` when a worker leaves the scheduler."""
+    def on_worker_left(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call ``callback(worker address)`` when a worker leaves; return a function that stops this."""
         self._left.append(callback)
+        return partial(self._left.remove, callback)
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` when the instance has been shut down."""

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 InstanceName: TypeAlias = str
 BackendTag: TypeAlias = str
@@ -55,20 +55,17 @@ MATCHED_ROUTE = "daskserve.route"
 DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 
 
-class OpenSocket(Protocol):
+class OpenSocket(NamedTuple):
     """An open WebSocket whose connection user code uses directly, on one event loop."""
 
-    def receive(self) -> Awaitable[Message]:
-        """Return the client's next message; after the end, every call returns the disconnect."""
-
-    async def send(self, message: Message) -> None:
-        """Send a message; wait until the client has room for more. Raises ``OSError`` after the end."""
-
-    def leave(self) -> None:
-        """Close the connection with code 1001. Idempotent."""
-
-    def abort(self) -> None:
-        """End the connection at once."""
+    #: Returns the client's next message; after the end, every call returns the disconnect.
+    receive: Callable[[], Awaitable[Message]]
+    #: Sends a message, and waits until the client has room for more. Raises ``OSError`` after the end.
+    send: Callable[[Message], Awaitable[None]]
+    #: Closes the connection with code 1001. Idempotent.
+    leave: Callable[[], None]
+    #: Ends the connection at once.
+    abort: Callable[[], None]
 
 
 class SocketPlace(Protocol):

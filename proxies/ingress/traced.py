@@ -35,7 +35,7 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
         return
     state, baggage = carrier[1:] if carrier else ("", "")
-    trace = f"00-{parent.trace_id or tracing.bits(128) | 1:032x}-"  # as `trace_head`
+    trace = f"00-{parent.trace_id or tracing.queue.bits(128) | 1:032x}-"  # as `trace_head`
     request.span = span = tracing.begin(tracing.unrouted, trace, parent.span_id)
     if state:
         span.tracestate = state

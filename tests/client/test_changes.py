@@ -161,8 +161,10 @@ class CountedCalls:
         self.watched.add(key)
         return lambda: self.watched.remove(key)
 
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+    def on_worker_left(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self.lose_worker = callback
+        self.watched.add("workers")
+        return lambda: self.watched.remove("workers")
 
     async def call(self, verb: str) -> dict[str, Any]:
         self.count += 1
@@ -190,11 +192,11 @@ async def test_a_deleted_backend_is_watched_no_more_and_nothing_is_at_the_end() 
     calls = CountedCalls()
     running = asyncio.create_task(ChangeReports(calls, lambda line: None).run())  # type: ignore[arg-type]
     await asyncio.sleep(1)
-    assert calls.watched == {"routes", "backend/echo"}
+    assert calls.watched == {"workers", "routes", "backend/echo"}
     calls.backends = ["other"]
     calls.lose_worker("tcp://a:1")
     await asyncio.sleep(1)
-    assert calls.watched == {"routes", "backend/other"}
+    assert calls.watched == {"workers", "routes", "backend/other"}
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert not calls.watched

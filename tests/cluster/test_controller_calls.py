@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daskserve.cluster.actors.controller_calls import call_controller
+from daskserve.cluster.actors.controller_calls import call_controller, calls_of
 from daskserve.cluster.store.errors import StoreUnavailableError
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress
@@ -99,3 +99,20 @@ async def test_a_caller_that_gives_up_cancels_the_call() -> None:
     await asyncio.wait([calling])
     await asyncio.sleep(0)
     assert controllers.cancelled == [1]
+
+
+async def test_the_second_attempt_to_delete_may_find_nothing() -> None:
+    """The first controller is lost after it has deleted, before it answers."""
+    seen = []
+
+    async def delete(address: ActorAddress, verb: str, *, missing_ok: bool) -> str:
+        seen.append((address.incarnation, verb, missing_ok))
+        if address.incarnation == 1:
+            controllers.present = 2
+            raise ActorLostError("gone")
+        return "done"
+
+    controllers = Controllers()
+    call = calls_of(delete, "delete_application", {"missing_ok": False})
+    assert await call_controller(controllers, call, clock=LoopClock(), check_s=1.0) == "done"
+    assert seen == [(1, "delete_application", False), (2, "delete_application", True)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from controller_harness import ScriptedReplica, Stage, boom, play, staged
+from controller_starts import controller_start
 
 from daskserve.cluster.local.process import LocalProcess
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec
@@ -29,7 +30,6 @@ from daskserve.errors import (
 )
 from daskserve.options.backend import BackendConfig
 from daskserve.options.http import HTTPOptions
-from daskserve.options.start_messages import ControllerStart
 from daskserve.testing import run_virtual, wait_until
 
 EVERY_WORKER = HTTPOptions(location=Location.EVERY_WORKER)
@@ -439,16 +439,7 @@ def test_a_controller_that_fails_to_start_raises_the_reason() -> None:
                 "c",
                 1,
                 "local",
-                ControllerStart(
-                    tracing={},
-                    http=HTTPOptions(location=Location.NO_SERVER),
-                    middlewares=None,
-                    callback=None,
-                    start_id="",
-                    opens_with_route=False,
-                    history_bytes=1 << 20,
-                    logging=None,
-                ).encode(),
+                controller_start().encode(),
             )
             process = stage.cluster.process(stage.cluster.workers()[0].address)
 

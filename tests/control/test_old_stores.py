@@ -7,6 +7,7 @@ import gzip
 from pathlib import Path
 
 import pytest
+from controller_starts import controller_start
 
 from daskserve.client.client import AsyncClient
 from daskserve.client.instance.connection import InstanceConnection
@@ -15,9 +16,6 @@ from daskserve.cluster.local.cluster import LocalCluster
 from daskserve.cluster.scheduler.holding import HeldStore
 from daskserve.cluster.store.opening import open_store
 from daskserve.common.clock import LoopClock
-from daskserve.common.types import Location
-from daskserve.options.http import HTTPOptions
-from daskserve.options.start_messages import ControllerStart
 
 STORES = sorted((Path(__file__).parent / "old_stores").glob("*.gz"))
 FACTORIES = load_factories()
@@ -44,16 +42,7 @@ def test_everything_in_an_earlier_store_runs_and_can_be_changed(url: str) -> Non
         await store.begin()
         cluster = LocalCluster(FACTORIES, workers=0, store=store, instance="old")
         cluster.add_worker(resources={"R": 4.0})
-        message = ControllerStart(
-            HTTPOptions(location=Location.NO_SERVER),
-            None,
-            None,
-            start_id="test",
-            tracing={},
-            opens_with_route=False,
-            history_bytes=1 << 20,
-            logging=None,
-        )
+        message = controller_start(start_id="test")
         async with cluster:
             await cluster.start(message.encode())
             async with AsyncClient(InstanceConnection(cluster.program.connection, "old")) as client:

@@ -12,7 +12,7 @@ import pytest
 from dashboard_load import Traffic, deploy, trouble
 from dask_processes import ExternalCluster, poll_for
 from grafana.dashboards import DASHBOARDS
-from grafana.panels import Dashboard, Panel
+from grafana.panels import Dashboard
 from scraping import Prometheus, dashboard, needs_prometheus, prometheus
 
 import daskserve as serve
@@ -25,8 +25,6 @@ QUIET = (
     "daskserve_channel_dial_failures",
     "1 - daskserve_replica_healthy",
 )
-#: Panels about one deployment that need another deployment than most panels.
-SHOWN_BY_OTHERS = {"Queued by replica": "classic"}
 
 
 def substituted(expression: str, values: dict[str, str]) -> str:
@@ -39,16 +37,16 @@ def substituted(expression: str, values: dict[str, str]) -> str:
 
 def expressions(dashboard: Dashboard, instance: str) -> dict[str, str]:
     """Return ``{panel and legend: expression}``."""
-    chosen = {"job": "daskserve", "serve_instance": instance, "__rate_interval": "4s"}
-
-    def deployment(panel: Panel) -> dict[str, str]:
-        one = SHOWN_BY_OTHERS.get(panel.title, "model")
-        return {"deployment": one if dashboard.is_for_one_deployment else ".*"}
+    deployment = "model" if dashboard.is_for_one_deployment else ".*"
+    chosen = {
+        "job": "daskserve",
+        "serve_instance": instance,
+        "deployment": deployment,
+        "__rate_interval": "4s",
+    }
 
     return {
-        f"{dashboard.title}/{panel.title}/{query.legend}": substituted(
-            query.expression, {**chosen, **deployment(panel)}
-        )
+        f"{dashboard.title}/{panel.title}/{query.legend}": substituted(query.expression, chosen)
         for panel in dashboard.panels()
         for query in panel.queries
     }

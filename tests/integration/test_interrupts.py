@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from controller_starts import controller_start
 from dask_processes import PATIENCE_S, ExternalCluster, Program, poll_for, wait_until_gone
 
 import daskserve as serve
 from daskserve.cluster.dask.connection import DaskConnection, connection_of
-from daskserve.common.types import Location
 from daskserve.errors import InstanceError
-from daskserve.options.http import HTTPOptions
-from daskserve.options.start_messages import ControllerStart
 
 
 def interrupt(call: Callable[[], Any], when: Callable[[], Any]) -> None:
@@ -235,16 +233,7 @@ async def start_late(connection: DaskConnection) -> None:
         owner=None,
         owns_cluster=False,
         grace_s=0.0,
-        payload=ControllerStart(
-            tracing={},
-            http=HTTPOptions(location=Location.NO_SERVER),
-            middlewares=None,
-            callback=None,
-            start_id="",
-            opens_with_route=False,
-            history_bytes=1 << 20,
-            logging=None,
-        ).encode(),
+        payload=controller_start().encode(),
         store="memory://",
         timeout_s=10.0,
         start_id="cancelled",

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,34 @@ from dask_processes import ExternalCluster, fetch
 
 import daskserve as serve
 from daskserve.errors import ServeError
+from daskserve.request_router import RequestRouter
+
+
+class Variant:
+    """A model of a multiplexed deployment, which takes some time to unload."""
+
+    def close(self) -> None:
+        time.sleep(0.01)
+
+
+class Sulking(RequestRouter):
+    """Leaves each tenth request to daskserve."""
+
+    def initialize_state(self) -> None:
+        self.count = 0
+
+    async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+        self.count += 1
+        if self.count % 10 == 0:
+            raise RuntimeError("as planned")
+        return [candidate_replicas]
+
+
+def redact(event: dict[str, Any]) -> dict[str, Any]:
+    """Fail for the answers that are errors."""
+    if event.get("status") == 500:
+        raise ValueError("as planned")
+    return event
 
 
 class Model:
@@ -50,6 +79,10 @@ class Model:
             return await self.embed(1)
         if kind == "stream":
             return self.stream()
+        if kind == "generate":
+            return " ".join([word async for word in self.generate()])
+        if kind == "variant":
+            await self.variant(serve.get_multiplexed_model_id())
         await asyncio.sleep(0.15 if kind == "slow" else 0.004)
         return "well"
 
@@ -62,6 +95,22 @@ class Model:
     async def embed(self, items: list[int]) -> list[str]:
         await asyncio.sleep(0.002)
         return [str(len(items))] * len(items)
+
+    # Four calls begin within the budget and outgrow it, so that some of them are preempted.
+    @serve.batching.continuous_batch(max_slots=4, max_cost=20, cost_fn=lambda: 5)
+    async def generate(self, active: Any) -> list[str]:
+        await asyncio.sleep(0.02)
+        for each in active:
+            if len(each.outputs) >= 10:
+                each.finish()
+        return ["word"] * len(active)
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def variant(self, model_id: str) -> Variant:
+        await asyncio.sleep(0.01)
+        if model_id == "broken":
+            raise RuntimeError("as requested")
+        return Variant()
 
     def compute(self, request: Any) -> str:
         time.sleep(1.5)
@@ -98,6 +147,9 @@ def deploy(client: serve.Client, folder: Path, num_replicas: int = 2) -> None:
         "health_check_period_s": 0.3,
         "health_check_threshold": 8,
         "experimental_graceful_shutdown_wait_loop_s": 0.1,
+        "hedging_config": {"quantile": 0.5, "budget": 0.5},
+        "request_router_config": {"request_router_class": Sulking},
+        "payload_logging": {"sink": str(folder / "payloads"), "sampling_ratio": 1.0, "redact": redact},
     }
     client.create_backend("model", Model, str(folder), config=config)
     client.create_endpoint("model", backend="model", route="/model")
@@ -127,6 +179,12 @@ class Traffic:
             (0.1, lambda: self.ask("/model?kind=batch")),
             (0.1, lambda: self.ask("/classic")),
             (0.3, lambda: self.ask("/model?kind=stream")),
+            (0.2, lambda: self.ask("/front?kind=slow")),
+            *[(0.1, lambda: self.ask("/model?kind=generate"))] * 6,
+            *[
+                (every_s, partial(self.ask, "/model?kind=variant", {"serve_multiplexed_model_id": name}))
+                for name, every_s in (("one", 0.1), ("two", 0.3), ("three", 0.4), ("broken", 0.5))
+            ],
             (0.4, lambda: self.ask("/front?kind=bad")),
             (0.5, lambda: self.ask("/model?kind=bad")),
             (0.7, lambda: self.ask("/nowhere")),

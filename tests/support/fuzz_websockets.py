@@ -6,14 +6,9 @@ from collections.abc import Callable
 
 from fuzz_requests import Delivery, damaged, delivered
 from hypothesis import strategies as st
+from raw_cases import HANDSHAKE
 
-HANDSHAKE = [
-    b"Host: test",
-    b"Connection: Upgrade",
-    b"Upgrade: websocket",
-    b"Sec-WebSocket-Version: 13",
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-]
+LINES = [b"Host: test", *HANDSHAKE]
 HEADERS = [
     b"Connection: close",
     b"Connection: keep-alive, Upgrade",
@@ -128,7 +123,7 @@ def frames(draw: Callable[..., object]) -> bytes:
 @st.composite
 def conversations(draw: Callable[..., object]) -> Delivery:
     """A handshake and some frames."""
-    lines = [FIRST_LINES[0], *HANDSHAKE]
+    lines = [FIRST_LINES[0], *LINES]
     if draw(_SOMETIMES):
         lines[0], lost, added = draw(_CHANGES)
         if lost:
@@ -145,6 +140,6 @@ _SOMETIMES = st.sampled_from([False, False, False, True])
 _SEVERAL_FRAMES = st.lists(frames(), max_size=6)
 _CHANGES = st.tuples(
     st.sampled_from(FIRST_LINES),
-    st.sampled_from([0] * len(HANDSHAKE) + list(range(1, len(HANDSHAKE) + 1))),
+    st.sampled_from([0] * len(LINES) + list(range(1, len(LINES) + 1))),
     st.lists(st.sampled_from(HEADERS), max_size=2),
 )

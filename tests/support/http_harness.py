@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+import raw_cases
 import uvloop
 
 from daskserve.common.types import Receive, Send
@@ -24,6 +25,8 @@ from daskserve.proxies.exchange.request.head import HeadLimits, RequestHead, rea
 from daskserve.proxies.server.life import HTTPServer
 
 DEADLINE_S = 10.0
+#: The lines of the handshake of a WebSocket.
+HANDSHAKE = tuple(each.decode() for each in raw_cases.HANDSHAKE)
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 #: The transport that `serving` uses, and perhaps its event loop; see the fixture ``transport``.

@@ -55,6 +55,15 @@ class RawCase:
     is_cut: bool = False
 
 
+#: The lines of the handshake of a WebSocket.
+HANDSHAKE = (
+    b"Connection: Upgrade",
+    b"Upgrade: websocket",
+    b"Sec-WebSocket-Version: 13",
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+)
+
+
 def head(*lines: bytes, first: bytes = b"POST /echo HTTP/1.1", host: bytes = b"Host: a") -> bytes:
     """Return a head of these lines; ``host=b""`` leaves that out."""
     return b"\r\n".join([each for each in (first, host, *lines) if each] + [b"", b""])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuzz_requests import IDLE_S, MAX_BODY_BYTES, SMUGGLED
-from raw_cases import CHUNKED, MAX_HEADER_BYTES, MAX_HEADERS, RawCase, head, refused, served, shown
+from raw_cases import CHUNKED, HANDSHAKE, MAX_HEADER_BYTES, MAX_HEADERS, RawCase, head, refused, served, shown
 
 
 def huge() -> Iterator[RawCase]:
@@ -168,17 +168,13 @@ def early() -> Iterator[RawCase]:
     data = head(expect, CHUNKED) + b"zz\r\n" + SMUGGLED
     stops = ((len(head(expect, CHUNKED)), 0.0),)
     yield RawCase("100-continue for malformed chunks", data, (400,), ((b"POST /echo", None),), stops)
-    handshake = (
-        b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13",
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-    )  # fmt: skip
     get = b"GET /socket HTTP/1.1"
     yield refused(
-        "the handshake of a WebSocket with a body", head(*handshake, b"Content-Length: 2", first=get) + b"hi"
+        "the handshake of a WebSocket with a body", head(*HANDSHAKE, b"Content-Length: 2", first=get) + b"hi"
     )
-    data = head(*handshake, CHUNKED, first=get) + b"2\r\nhi\r\n0\r\n\r\n"
+    data = head(*HANDSHAKE, CHUNKED, first=get) + b"2\r\nhi\r\n0\r\n\r\n"
     yield refused("the handshake of a WebSocket with chunks", data)
-    yield refused("the handshake of a WebSocket without a key", head(*handshake[:3], first=get))
+    yield refused("the handshake of a WebSocket without a key", head(*HANDSHAKE[:3], first=get))
 
 
 #: The cases by family.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from daskserve.common.types import Reachability, WorkerAddress
+from daskserve.common.types import Reachability, SnapshotId, WorkerAddress
 from daskserve.errors import ActorLostError
 
 
@@ -48,12 +48,13 @@ class ScriptedRoutes:
 
 
 class ScriptedListener:
-    """A long-poll client whose updates the test publishes."""
+    """A subscription whose updates the test publishes; what is in ``known`` is published already."""
 
     is_started = True
     silent_since: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        self._known = known
         self.watchers: dict[str, list[Callable[[Any], None]]] = {}
         self.left: list[Callable[[str], None]] = []
         self.ended: list[Callable[[], None]] = []
@@ -61,18 +62,27 @@ class ScriptedListener:
 
     def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
         self.watchers.setdefault(key, []).append(watcher)
+        if self._known is not None:
+            watcher(self._known.get(key))
         return lambda: self.watchers[key].remove(watcher)
 
     def ask(self) -> None:
         self.asked += 1
 
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
+    def on_worker_left(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self.left.append(callback)
+        return lambda: self.left.remove(callback)
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         self.ended.append(callback)
 
     async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.watchers.clear()
+
+    async def wait_for_snapshot(self, snapshot_id: SnapshotId, timeout_s: float) -> None:
         pass
 
     def tell(self, key: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from controller_starts import controller_start
 from reference_model import Wanted
 from scripted_actors import Script, ScriptedProxy, ScriptedReplica
 from simulated_cluster import LATE_S, SimulatedCluster, SimulatedStore, delivery
@@ -37,8 +38,6 @@ from daskserve.control.records.records import (
 from daskserve.control.records.revisions import RevisionRecord
 from daskserve.data.caller.routing.load_reports import LoadReports
 from daskserve.errors import ClosedError, ServeError
-from daskserve.options.http import HTTPOptions
-from daskserve.options.start_messages import ControllerStart
 from daskserve.testing import VirtualTimeLoop
 
 BACKENDS = ("a", "b", "d", "x/a", "x/d")
@@ -163,16 +162,7 @@ class Simulation:
         self.cluster.topic.publish = lambda message: self._intercept(publish, message)  # type: ignore[method-assign]
         for _ in range(workers):
             self._add_worker()
-        message = ControllerStart(
-            tracing={},
-            http=HTTPOptions(location=self.location),
-            middlewares=None,
-            callback=None,
-            start_id="",
-            opens_with_route=False,
-            history_bytes=1 << 20,
-            logging=None,
-        )
+        message = controller_start(self.location)
         self.reports = LoadReports(
             cast(Any, self.cluster.program), self.cluster.program.clock, cast(Any, self.queues)
         )

@@ -49,7 +49,7 @@ def spans() -> list[RecordedSpan]:
     done.set_status(StatusCode.OK)
     for each in (odd, done, child, root):
         each.end()
-    return list(tracing.pending)
+    return list(tracing.queue.pending)
 
 
 def test_a_batch_is_what_opentelemetry_would_send() -> None:

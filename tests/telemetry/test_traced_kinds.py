@@ -269,7 +269,7 @@ def test_a_wait_for_a_blocked_event_loop_is_an_event_that_names_it(collected: Co
 @pytest.fixture
 def tracing() -> tuple[Tracing, Any]:
     made = Tracing("i", {"sampling_ratio": 1, "exporter_import_path": ""}, {}, lambda *_: None, post_of)
-    return made, made.pending
+    return made, made.queue.pending
 
 
 def test_each_refusal_of_a_request_is_an_event_of_its_way(tracing: tuple[Tracing, Any]) -> None:
@@ -432,11 +432,11 @@ def test_a_span_is_bounded_and_ends_no_earlier_than_it_began(tracing: tuple[Trac
     assert span.end_ns == span.start_ns
     kept.extend(kept[0] for _ in range(MAX_PENDING - 1))
     made.span("one too many", NO_PARENT, {}).end()
-    assert (len(kept), made.dropped) == (MAX_PENDING, 1)
+    assert (len(kept), made.queue.dropped) == (MAX_PENDING, 1)
     kept.clear()
-    made.is_closed = True
+    made.queue.is_closed = True
     made.span("too late", NO_PARENT, {}).end()
-    assert (len(kept), made.dropped) == (0, 2)
+    assert (len(kept), made.queue.dropped) == (0, 2)
 
 
 def test_a_block_that_raises_ends_its_span_with_the_error(tracing: tuple[Tracing, Any]) -> None:
@@ -475,13 +475,13 @@ async def test_the_tracers_of_user_code_begin_spans_below_those_of_requests_only
     assert [(each.context.trace_id, each.attributes) for each in span.links] == [(1, {"c": 1})]
     remote = trace.NonRecordingSpan(SpanContext(7, 8, True, trace.TraceFlags(1)))
     assert not tracer.start_span("no instance", trace.set_span_in_context(remote)).is_recording()
-    provider.add(made)
+    provider.add(made.queue)
     assert tracer.start_span("the latest instance", trace.set_span_in_context(remote)).is_recording()
     unsampled = trace.NonRecordingSpan(SpanContext(7, 8, True))
     assert not tracer.start_span("not sampled", trace.set_span_in_context(unsampled)).is_recording()
-    made.is_closed = True
+    made.queue.is_closed = True
     assert not tracer.start_span("an ended instance", trace.set_span_in_context(remote)).is_recording()
-    made.is_closed = False
+    made.queue.is_closed = False
 
     @tracer.start_as_current_span("plain", below)
     def plain(value: int) -> int:

@@ -308,10 +308,10 @@ def test_requests_do_not_notice_a_collector_that_hangs_and_the_counters_do(colle
     tracing.start()
     for _ in range(3 * MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing.pending)
+    until(lambda: not tracing.queue.pending)
     for _ in range(MAX_PENDING):
         tracing.span("x", NO_PARENT, {}).end()
-    until(lambda: not tracing.pending)
+    until(lambda: not tracing.queue.pending)
     samples = {name: value for name, _, value in tracing.samples()}
     assert samples["trace_spans"] == 4 * MAX_PENDING
     assert samples["trace_spans_dropped"] >= 2 * MAX_PENDING

@@ -102,10 +102,11 @@ class ChangeReports:
 
     async def run(self) -> None:
         """Report changes until cancelled or until the instance ends."""
-        self._listener.on_worker_left(self._wake)
+        ignore_workers = self._listener.on_worker_left(self._wake)
         try:
             await self._report_changes()
         finally:
+            ignore_workers()
             self._watch(())
 
     async def _report_changes(self) -> None:

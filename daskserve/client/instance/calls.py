@@ -6,10 +6,10 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from daskserve.cluster.actors.controller_calls import call_controller
+from daskserve.cluster.actors.controller_calls import call_controller, calls_of
 from daskserve.cluster.protocols.base import ClientConnection
 from daskserve.common.formatting import shown
-from daskserve.common.types import ActorAddress, GoalId, InstanceName
+from daskserve.common.types import GoalId, InstanceName
 from daskserve.errors import (
     ClosedError,
     ClusterUnreachableError,
@@ -68,8 +68,7 @@ class ControllerCalls:
         specs = _specs_in(message)
         message = {name: _plain(value) for name, value in message.items()}
 
-        def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
-            return cluster.call(controller, verb, **message)
+        call = calls_of(cluster.call, verb, message)
 
         try:
             await self.send_parcels(specs)

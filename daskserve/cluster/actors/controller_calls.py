@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from daskserve.cluster.store.errors import StoreUnavailableError
@@ -23,6 +23,24 @@ class FindsController(Protocol):
     async def controller(self) -> ActorAddress: ...
 
     def forget_controller(self) -> None: ...
+
+
+def calls_of(
+    call: Callable[..., Coroutine[Any, Any, Any]], verb: str, message: Mapping[str, Any]
+) -> Callable[[ActorAddress], Coroutine[Any, Any, Any]]:
+    """Return a function that calls a verb of the controller at an address, for `call_controller`.
+
+    An attempt whose answer was lost may have deleted what the next one does not find, which is then no error.
+    """
+    has_tried = False
+
+    def attempt(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
+        nonlocal has_tried
+        again = {"missing_ok": True} if has_tried and "missing_ok" in message else {}
+        has_tried = True
+        return call(controller, verb, **{**message, **again})
+
+    return attempt
 
 
 async def call_controller(

@@ -11,7 +11,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from daskserve.cluster.protocols.started import Started
 from daskserve.cluster.protocols.stores import InstanceStore as InstanceStore
@@ -145,14 +145,13 @@ class TaskRequest:
         """Return None, because the request needs a task."""
 
 
-class Parent(Protocol):
+class Parent(NamedTuple):
     """The parent process, as the code of a child process sees it."""
 
-    def request(self, name: str, envelope: Envelope) -> ActorRequest:
-        """Return a request to the parent, not sent yet, to the actor or purpose with this name."""
-
-    def take_sockets(self, name: str) -> list[socket.socket]:
-        """Return the listening sockets that the parent has handed over under a name."""
+    #: Returns a request to the parent, not sent yet, to the actor or purpose with this name.
+    request: Callable[[str, Envelope], ActorRequest]
+    #: Returns the listening sockets that the parent has handed over under a name.
+    take_sockets: Callable[[str], list[socket.socket]]
 
 
 class Hosted(Source, Protocol):

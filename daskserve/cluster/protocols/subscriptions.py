@@ -24,8 +24,8 @@ class Listener(Protocol):
     def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
         """Call ``watcher(value)`` now, if known, and on every change; return a function that stops this."""
 
-    def on_worker_left(self, callback: Callable[[WorkerAddress], None]) -> None:
-        """Call ``callback(worker)`` when a worker leaves the scheduler."""
+    def on_worker_left(self, callback: Callable[[WorkerAddress], None]) -> Callable[[], None]:
+        """Call ``callback(worker)`` when a worker leaves the scheduler; return a function that stops this."""
 
     def on_ended(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` when the instance has been shut down."""

@@ -61,7 +61,7 @@ NAME_BYTES, MAX_SOCKETS = 1024, 16
 
 
 class _Parent:
-    """The parent; see `daskserve.cluster.protocols.base.Parent`."""
+    """The parent, and what it has sent apart from its channel."""
 
     def __init__(self, sockets: socket.socket) -> None:
         self.address = f"parent://{os.getppid()}"
@@ -191,7 +191,7 @@ async def _answer(
 ) -> None:
     transport = SocketTransport(pair, parent.address)
     transport.share(Segments(), begins=False)
-    dispatch, when_leaving = factory(main.start, parent)
+    dispatch, when_leaving = factory(main.start, Parent(parent.request, parent.take_sockets))
     leave.open(when_leaving)
     channel = parent.channel = Channel(transport, dispatch, first_stream=1)
     await channel.serve()

@@ -245,13 +245,21 @@ def _shown(found: TaskResult) -> dict[str, Any]:
         "status": found.status,
         "created_at": found.created_at,
         "attempts": found.attempts,
-        "progress": _plain(found.progress),
+        "progress": _in_json(found.progress),
     }
     if found.status == TaskState.DONE:
-        shown["result"] = _plain(found.result)
+        shown["result"] = _in_json(found.result)
     elif found.result is not None:
         shown["error"] = str(found.result)
     return shown
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value in types that JSON has; a text about one that has no end, or too many levels."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        return f"<a {type(value).__name__} that contains itself, or is nested too deeply for JSON>"
 
 
 def _plain(value: Any) -> Any:

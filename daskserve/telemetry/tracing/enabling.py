@@ -38,5 +38,5 @@ def enable(
         import_module("daskserve.telemetry.tracing.routing")
         from daskserve.telemetry.tracing.user import watch_user_spans
 
-        watch_user_spans(found)
+        watch_user_spans(found.queue)
     return found

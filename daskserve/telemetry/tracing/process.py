@@ -63,10 +63,14 @@ class Tracing:
     ) -> None:
         from opentelemetry.trace import SpanKind  # takes long to import
 
-        from daskserve.telemetry.tracing.span import RecordedSpan
+        from daskserve.telemetry.tracing.span import RecordedSpan, SpanQueue
 
+        self._rng = system_rng()
+        self._wakes, self._closing = threading.Event(), threading.Event()
+        self.queue = SpanQueue(self._rng.getrandbits, self._wake, self._export_some)
+        self._passing = _Passing(self.queue.pending)
         #: ``begin(template, trace, parent_id)`` begins a span; see `RecordedSpan`.
-        self.begin: Callable[[SpanTemplate, str, int], RecordedSpan] = partial(RecordedSpan, self)
+        self.begin: Callable[[SpanTemplate, str, int], RecordedSpan] = partial(RecordedSpan, self.queue)
         self.templates = SpanTemplates()
         self._internal_kind = SpanKind.INTERNAL
         #: The template of spans whose route or replica is set when they are exported.
@@ -76,19 +80,11 @@ class Tracing:
         self.resource = resource
         self._how = call_imported, post_of
         self.ratio: float = config["sampling_ratio"]
-        self._rng = system_rng()
-        self.bits: Callable[[int], int] = self._rng.getrandbits
-        self.pending: deque[RecordedSpan] = deque()
-        self._passing = _Passing(self.pending)
-        self._wakes, self._closing = threading.Event(), threading.Event()
-        self.is_awake = False
-        self.is_closed = False
         self._thread: threading.Thread | None = None
-        self.dropped = 0
         self.export: Export | None = None
 
     def __repr__(self) -> str:
-        return f"<Tracing of {self.instance!r}, {self._passing.count} spans, {self.dropped} dropped>"
+        return f"<Tracing of {self.instance!r}, {self._passing.count} spans, {self.queue.dropped} dropped>"
 
     def start(self) -> None:
         """Begin to export."""
@@ -98,7 +94,7 @@ class Tracing:
 
     def close(self) -> None:
         """Export what is left, in the background; later spans are dropped. Idempotent."""
-        self.is_closed = True
+        self.queue.is_closed = True
         self._closing.set()
         self._wakes.set()
         PROCESS.remove(self)
@@ -122,7 +118,7 @@ class Tracing:
         tracestate: str = "",
     ) -> RecordedSpan:
         """Begin a span with these attributes; without a parent, it is the first one of a new trace."""
-        trace = trace_head(parent.trace_id or self.bits(128) | 1)
+        trace = trace_head(parent.trace_id or self.queue.bits(128) | 1)
         found = self.begin(SpanTemplate(name, self._internal_kind), trace, parent.span_id)
         if attributes is not None:
             found.own = attributes
@@ -139,18 +135,14 @@ class Tracing:
         parent = parent_in(carrier)
         return self.span(name, parent, own, carrier[1]) if parent.is_sampled else None
 
-    def export_some(self) -> None:
+    def _export_some(self) -> None:
         """Export the ended spans that are encoded quickly, unless another thread does it."""
         if self.export is not None and not self.export.processors:
-            self.dropped += self._passing.some(self.export)
+            self.queue.dropped += self._passing.some(self.export)
 
-    def drop(self) -> None:
-        """Count a span for which there is no room."""
-        self.dropped += 1
-
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Export the ended spans soon."""
-        self.is_awake = True
+        self.queue.is_awake = True
         self._wakes.set()
 
     # ---- the thread
@@ -170,26 +162,26 @@ class Tracing:
             )
         while True:
             self._wakes.wait()
-            if not self.is_closed:
+            if not self.queue.is_closed:
                 self._closing.wait(GATHER_S)
             self._wakes.clear()
-            self.is_awake = False
+            self.queue.is_awake = False
             self._drain()
-            if self.is_closed:
+            if self.queue.is_closed:
                 break
         if self.export is not None:
             self.export.close(FLUSH_S)
 
     def _drain(self) -> None:
-        self.dropped += self._passing.all(self.export)
+        self.queue.dropped += self._passing.all(self.export)
 
     def samples(self) -> list[MetricSample]:
         """Return the metric samples; see `daskserve.telemetry.table.Source`."""
         labels, export = (self.instance,), self.export
         late = 0 if export is None else export.dropped
         found: list[MetricSample] = [
-            ("trace_spans", labels, self._passing.count + self.dropped),
-            ("trace_spans_dropped", labels, self.dropped + late),
+            ("trace_spans", labels, self._passing.count + self.queue.dropped),
+            ("trace_spans_dropped", labels, self.queue.dropped + late),
         ]
         if export is not None:
             found += [

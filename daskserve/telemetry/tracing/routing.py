@@ -13,7 +13,7 @@ from daskserve.telemetry.tracing.carrier import LENGTH, NEW, SAMPLED, TRACE, Car
 from daskserve.telemetry.tracing.context import carrier_of, program_span
 from daskserve.telemetry.tracing.process import KEY, Tracing
 from daskserve.telemetry.tracing.span import RecordedSpan, exception_attributes, note_failure
-from daskserve.telemetry.tracing.templates import SpanTemplate
+from daskserve.telemetry.tracing.templates import SpanTemplate, SpanTemplates
 
 T = TypeVar("T")
 
@@ -82,6 +82,8 @@ class RecordedWay(RecordedSpan, Way):
     _called: tuple[str, str | None]
     #: The replica and its worker, once they are known.
     _place: tuple[str, str] | None = None
+    #: Those of all ways of the instance.
+    _templates: SpanTemplates
 
     @property
     def _span(self) -> RecordedSpan:
@@ -100,8 +102,7 @@ class RecordedWay(RecordedSpan, Way):
         self.end()
 
     def complete(self) -> None:
-        tracing: Any = self.tracing
-        self.template = tracing.templates.get((self._called, self._place), _template)
+        self.template = self._templates.get((self._called, self._place), _template)
 
 
 class ProgramWay(Way):
@@ -141,15 +142,16 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
         # The same as `parent_in`, in a third of the time.
         if not int(text[53:], 16) & SAMPLED:
             return None
-        way = RecordedWay(tracing, tracing.unrouted, text[:36], int(text[36:52], 16))
+        way = RecordedWay(tracing.queue, tracing.unrouted, text[:36], int(text[36:52], 16))
         if carrier[1]:
             way.tracestate = carrier[1]
     elif text == NEW:
-        way = RecordedWay(tracing, tracing.unrouted, trace_head(tracing.bits(128) | 1), 0)
+        way = RecordedWay(tracing.queue, tracing.unrouted, trace_head(tracing.queue.bits(128) | 1), 0)
         way.start_ns = int(carrier[3])
     else:
         return None
     way._called = called
+    way._templates = tracing.templates
     # As `traceparent`, without a call.
     way.carrier = [f"{way.trace}{way.span_id:016x}-01", carrier[1], carrier[2]]
     return way

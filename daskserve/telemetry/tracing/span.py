@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
@@ -32,31 +32,35 @@ PLAIN = (str, bool, int, float)
 logger = logging.getLogger("daskserve.tracing")
 
 
-class SpanMaker(Protocol):
-    """Keeps the spans of an instance; see `daskserve.telemetry.tracing.process.Tracing`."""
+class SpanQueue:
+    """The ended spans of an instance, until they are exported.
 
-    is_closed: bool
+    Parameters
+    ----------
+    bits : callable
+        Returns a random number with the given number of bits.
+    wake : callable
+        Has the ended spans exported soon.
+    export_some : callable
+        Exports ended spans here, if that takes little time.
+    """
 
-    is_awake: bool
-    #: Ended spans, at most `MAX_PENDING`.
-    pending: deque[RecordedSpan]
-
-    @property
-    def bits(self) -> Callable[[int], int]:
-        """Returns a random number with the given number of bits."""
-
-    def export_some(self) -> None:
-        """Export ended spans here, if that takes little time."""
-
-    def drop(self) -> None:
-        """Count a span for which there is no room."""
-
-    def wake(self) -> None:
-        """Have the ended spans exported soon."""
+    def __init__(
+        self, bits: Callable[[int], int], wake: Callable[[], object], export_some: Callable[[], object]
+    ) -> None:
+        self.bits = bits
+        self.wake = wake
+        self.export_some = export_some
+        #: At most `MAX_PENDING`.
+        self.pending: deque[RecordedSpan] = deque()
+        self.is_closed = False
+        #: Whether the thread that exports was woken.
+        self.is_awake = False
+        self.dropped = 0
 
 
 class RecordedSpan(Span):
-    """A span of a sampled trace; ``tracing.pending`` gets it when it ends, once.
+    """A span of a sampled trace; ``queue.pending`` gets it when it ends, once.
 
     Any thread may use it, as any span of OpenTelemetry.
     """
@@ -75,14 +79,14 @@ class RecordedSpan(Span):
     later: tuple[Any, ...] | None = None
     _context: SpanContext | None = None
 
-    def __init__(self, tracing: SpanMaker, template: SpanTemplate, trace: str, parent_id: int) -> None:
-        self.tracing = tracing
+    def __init__(self, queue: SpanQueue, template: SpanTemplate, trace: str, parent_id: int) -> None:
+        self.queue = queue
         self.template = template
         #: The beginning of a ``traceparent``, of all spans of its trace.
         self.trace = trace
         #: 0 for the first span of a trace.
         self.parent_id = parent_id
-        self.span_id = tracing.bits(64) | 1
+        self.span_id = queue.bits(64) | 1
         self.start_ns = wall_ns()
 
     @property
@@ -119,7 +123,7 @@ class RecordedSpan(Span):
     ) -> RecordedSpan:
         """Begin a span under this one, by a template or a name, with further attributes."""
         template = SpanTemplate(name, kind) if isinstance(name, str) else name
-        found = RecordedSpan(self.tracing, template, self.trace, self.span_id)
+        found = RecordedSpan(self.queue, template, self.trace, self.span_id)
         if attributes is not None:
             found.own = attributes
         if self.tracestate:
@@ -211,16 +215,16 @@ class RecordedSpan(Span):
         if not self.end_ns:
             now, began = end_time or wall_ns(), self.start_ns
             self.end_ns = now if now > began else began  # the clock may have been set
-            tracing = self.tracing
-            pending = tracing.pending
-            if tracing.is_closed or len(pending) >= MAX_PENDING:
-                tracing.drop()
+            queue = self.queue
+            pending = queue.pending
+            if queue.is_closed or len(pending) >= MAX_PENDING:
+                queue.dropped += 1
                 return
             pending.append(self)
             if len(pending) >= BATCH:
-                tracing.export_some()
-            if not tracing.is_awake:
-                tracing.wake()
+                queue.export_some()
+            if not queue.is_awake:
+                queue.wake()
 
     def __exit__(
         self,

@@ -20,7 +20,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NonRecordingSpan, Span, SpanKind, Tracer, TracerProvider
 
 from daskserve.telemetry.tracing.carrier import trace_head
-from daskserve.telemetry.tracing.span import RecordedSpan, SpanMaker
+from daskserve.telemetry.tracing.span import RecordedSpan, SpanQueue
 from daskserve.telemetry.tracing.templates import SpanTemplate, SpanTemplates
 
 
@@ -45,12 +45,12 @@ class UserTracer(Tracer):
     ) -> Span:
         above = trace.get_current_span(context)
         known = above.get_span_context()
-        tracing = self._provider.tracing_of(above)
-        if tracing is None or not known.is_valid or not known.trace_flags.sampled:
+        queue = self._provider.queue_of(above)
+        if queue is None or not known.is_valid or not known.trace_flags.sampled:
             # Only requests begin traces: a framework begins a span for each request, sampled or not.
             return NonRecordingSpan(known) if known.is_valid else INVALID_SPAN
         template = self._templates.get((name, kind), self._template)
-        span = RecordedSpan(tracing, template, trace_head(known.trace_id), known.span_id)
+        span = RecordedSpan(queue, template, trace_head(known.trace_id), known.span_id)
         span.tracestate = known.trace_state.to_header()
         if start_time:
             span.start_ns = start_time
@@ -118,7 +118,7 @@ class UserTracerProvider(TracerProvider):
 
     def __init__(self) -> None:
         #: In the order in which they began.
-        self._all: WeakValueDictionary[int, SpanMaker] = WeakValueDictionary()
+        self._all: WeakValueDictionary[int, SpanQueue] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def get_tracer(
@@ -130,26 +130,26 @@ class UserTracerProvider(TracerProvider):
     ) -> Tracer:
         return UserTracer(self, instrumenting_module_name)
 
-    def add(self, tracing: SpanMaker) -> None:
+    def add(self, queue: SpanQueue) -> None:
         """Add an instance."""
         with self._lock:
-            self._all.pop(id(tracing), None)
-            self._all[id(tracing)] = tracing
+            self._all.pop(id(queue), None)
+            self._all[id(queue)] = queue
 
-    def tracing_of(self, span: Span) -> SpanMaker | None:
+    def queue_of(self, span: Span) -> SpanQueue | None:
         """Return what records a span under this one; without one, the latest that is open."""
         if isinstance(span, RecordedSpan):
-            return span.tracing
+            return span.queue
         with self._lock:
             known = [each for each in self._all.values() if not each.is_closed]
         return known[-1] if known else None
 
 
-def watch_user_spans(tracing: SpanMaker) -> None:
+def watch_user_spans(queue: SpanQueue) -> None:
     """Have the spans of user code exported with those of an instance, unless the process has a provider."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
         provider = UserTracerProvider()
         trace.set_tracer_provider(provider)
     if isinstance(provider, UserTracerProvider):
-        provider.add(tracing)
+        provider.add(queue)

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from wsproto import WSConnection
 from wsproto.connection import ConnectionState
@@ -38,7 +38,7 @@ from wsproto.events import (
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import SOCKET_PLACE, Message, SocketPlace
+from daskserve.common.types import SOCKET_PLACE, Message, OpenSocket, SocketPlace
 from daskserve.proxies.exchange.limits.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
 from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
 from daskserve.proxies.exchange.stream import Stream, open_stream
@@ -55,17 +55,15 @@ MAX_PONGS = 64
 GOING_AWAY = (1001, "going away")
 
 
-class WebSocketOwner(Protocol):
-    """Is notified of what happens to a connection, on the connection's loop; see `WebSocketSession`."""
+class WebSocketCallbacks(NamedTuple):
+    """The functions that a connection calls on its loop; see `WebSocketSession`."""
 
-    def connection_moves(self, place: SocketPlace) -> None:
-        """Note that the connection leaves the present loop."""
-
-    def connection_disconnected(self) -> None:
-        """Note that the application receives the disconnect."""
-
-    def connection_closed(self) -> None:
-        """Note that the connection is closed. May be called more than once."""
+    #: The connection leaves the present loop.
+    moves: Callable[[SocketPlace], None]
+    #: The application receives the disconnect.
+    disconnected: Callable[[], None]
+    #: The connection is closed. May be called more than once.
+    closed: Callable[[], None]
 
 
 class WebSocketWriter:
@@ -152,7 +150,7 @@ class WebSocketWriter:
 
 
 class WebSocketConnection:
-    """The connection of one WebSocket, and a `daskserve.common.types.OpenSocket` once it is accepted.
+    """The connection of one WebSocket; its place gets an `OpenSocket` once it is accepted.
 
     Parameters
     ----------
@@ -168,7 +166,7 @@ class WebSocketConnection:
         self,
         stream: Stream,
         protocol: WSConnection,
-        owner: WebSocketOwner,
+        callbacks: WebSocketCallbacks,
         *,
         max_message_bytes: int,
         deflates_messages: bool,
@@ -181,7 +179,7 @@ class WebSocketConnection:
         self.inbox.put({"type": "websocket.connect"}, 0)
         self.is_accepted = self.is_closing = self.is_gone = False
         self._protocol = protocol
-        self._owner = owner
+        self._callbacks = callbacks
         self._deflate = MessageDeflate() if deflates_messages else None
         inflation = None if self._deflate is None else Inflation(self._deflate, limits.inflation)
         self._intake = WebSocketIntake(
@@ -282,14 +280,14 @@ class WebSocketConnection:
             flushed = self._writer.write(data)
             self._begin(b"")
             if self._place is not None:
-                self._place.take_socket(self)
+                self._place.take_socket(_open_socket(self))
             await self._writer.flush(flushed)
             return
         self._arriving, unread = left
         if place is None or loop is here:
             await self._arrive(data, unread)
         else:
-            self._owner.connection_moves(place)
+            self._callbacks.moves(place)
             # The task is held by what it waits for, and ends with the loop at the latest.
             place.post(lambda: loop.create_task(self._arrive(data, unread)))
 
@@ -318,9 +316,9 @@ class WebSocketConnection:
         for call in late:
             call()
         if place is not None:
-            place.take_socket(self)
+            place.take_socket(_open_socket(self))
             if self.is_gone:
-                place.drop_socket(self)
+                place.drop_socket(_open_socket(self))
 
     def _begin(self, unread: bytes) -> None:
         self._reader.start(self.stream, self._limits.turns.here(), unread)
@@ -391,15 +389,15 @@ class WebSocketConnection:
     def _disconnect(self, code: int, reason: str) -> None:
         if self.inbox.disconnect is None:
             self.inbox.end({"type": "websocket.disconnect", "code": code, "reason": reason})
-            self._owner.connection_disconnected()
+            self._callbacks.disconnected()
 
     def _tell_closed(self) -> None:
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         place, self._place = self._place, None  # it refers to this object
         if place is not None:
-            place.drop_socket(self)
-        self._owner.connection_closed()
+            place.drop_socket(_open_socket(self))
+        self._callbacks.closed()
 
     # ---- called by the session, on the connection's loop, by `call`
 
@@ -476,3 +474,8 @@ class WebSocketConnection:
         if not more_body:
             self._writer.end()
         return flushed
+
+
+def _open_socket(connection: WebSocketConnection) -> OpenSocket:
+    # All results for a connection are equal. It keeps none, which would be a reference cycle.
+    return OpenSocket(connection.receive, connection.send, connection.leave, connection.abort)

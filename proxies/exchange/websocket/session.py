@@ -34,7 +34,7 @@ from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
 from daskserve.proxies.exchange.limits.limits import WEBSOCKET_CLOSE, WEBSOCKET_END, WEBSOCKET_OFFERS, Limits
 from daskserve.proxies.exchange.stream import Stream
-from daskserve.proxies.exchange.websocket.connection import WebSocketConnection
+from daskserve.proxies.exchange.websocket.connection import WebSocketCallbacks, WebSocketConnection
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -148,7 +148,7 @@ class WebSocketSession:
         self.connection = WebSocketConnection(
             stream,
             protocol,
-            self,
+            WebSocketCallbacks(self._note_move, self._note_disconnect, self._note_close),
             max_message_bytes=max_message_bytes,
             deflates_messages=deflates_messages,
             clock=clock,
@@ -194,16 +194,16 @@ class WebSocketSession:
 
     # ---- called by the connection, on its loop
 
-    def connection_moves(self, place: SocketPlace) -> None:
+    def _note_move(self, place: SocketPlace) -> None:
         """Note that the connection leaves this loop."""
         self._here = ThreadCalls(asyncio.get_running_loop())
         self._place = place
 
-    def connection_disconnected(self) -> None:
+    def _note_disconnect(self) -> None:
         """Record that the application receives the disconnect; it then has some time to return."""
         self._note(self._limit_application)
 
-    def connection_closed(self) -> None:
+    def _note_close(self) -> None:
         """Note that the connection is closed."""
         self._note(self._set_closed)
 

@@ -541,3 +541,40 @@ def test_a_call_that_waits_for_a_deploy_fails_with_it(client: Client) -> None:
     assert failed
     with pytest.raises(DeploymentUnavailableError, match=text):
         handle.remote().result(DEADLINE_S)
+
+
+class Took:
+    """A call that ends two seconds after somebody waits for it."""
+
+    leaves_value = False
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        self.clock = clock
+        self.is_over = False
+
+    def wait(self, timeout_s: float) -> bool:
+        self.is_over = timeout_s >= 2
+        self.clock.time += min(timeout_s, 2.0)
+        return self.is_over
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def cancelled(self) -> bool:
+        return False
+
+    cancel = exception = cancelled
+
+
+def test_a_timeout_counts_the_wait_for_an_answer_and_for_a_large_result() -> None:
+    clock = SimpleNamespace(time=0.0, now=lambda: clock.time)
+    connection: Any = SimpleNamespace(clock=clock, present_task=lambda: None, runs_here=lambda: False)
+    unused: Any = None
+    for kind, later in ((Response, "_fetching"), (FutureResponse, "_placing")):
+        clock.time = 0.0
+        response = kind(Took(clock), connection, "r", unused)  # type: ignore[arg-type]
+        response._failure = lambda future: None  # type: ignore[method-assign]
+        setattr(response, later, Took(clock))
+        with pytest.raises(RequestTimeoutError, match="within 3 s"):
+            response.result(3)
+        assert clock.time == 3.0

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 from by_task import by_task
-from scripted_routes import ScriptedRoutes
+from scripted_routes import ScriptedListener, ScriptedRoutes
 
-from daskserve.cluster.protocols.base import Cluster, Listener
+from daskserve.cluster.protocols.base import Cluster
 from daskserve.common.clock import LoopClock
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Message, Receive, Send
 from daskserve.data.caller.routing.contact import ControllerContact
@@ -36,15 +36,6 @@ pytestmark = pytest.mark.virtual_time
 
 #: How long a request takes.
 TOOK_S = 0.01
-
-
-class Silence:
-    """A listener that has not asked the controller anything."""
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
 
 
 class Workers:
@@ -71,7 +62,7 @@ class Workers:
     def backend(self, tag: str = "b") -> ReplicaSet:
         rng = random.Random(1)
         routes = ScriptedRoutes()
-        contact = ControllerContact(cast(Listener, Silence()), LoopClock(), list)
+        contact = ControllerContact(ScriptedListener(), LoopClock(), list)
         found = ReplicaSet(
             tag,
             cast(Cluster, self),

@@ -30,6 +30,12 @@ class Work:
         return {(1, 2): float("nan"), "items": ({float("inf")}, 1.5, None)}
 
     @serve.tasks.task_handler
+    def endless(self) -> list[Any]:
+        found: list[Any] = []
+        found.append(found)
+        return found
+
+    @serve.tasks.task_handler
     async def steps(self) -> set[int]:
         for step in range(3):
             serve.tasks.get_task_context().report_progress(step)
@@ -63,6 +69,8 @@ def test_a_task_is_submitted_polled_and_waited_for(http: httpx.Client) -> None:
 def test_values_that_json_does_not_have_are_null_or_text(http: httpx.Client) -> None:
     answer = http.post("/tasks/odd?wait_s=20")
     assert answer.json()["result"] == {"(1, 2)": None, "items": [[None], 1.5, None]}
+    answer = http.post("/tasks/endless?wait_s=20")
+    assert (answer.status_code, "contains itself" in answer.json()["result"]) == (200, True)
 
 
 def test_an_idempotency_key_is_the_id(http: httpx.Client) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reference_http
 from fuzz_requests import Delivery
-from fuzz_websockets import FIRST_LINES, HANDSHAKE, conversations, frame
+from fuzz_websockets import FIRST_LINES, LINES, conversations, frame
 from fuzzed_server import MAX_MESSAGE_BYTES, FuzzedServer, Outcome
 from hypothesis import HealthCheck, given, settings
 from reading_answers import read_answers
@@ -22,7 +22,7 @@ LONGEST_HEAD_BYTES = 14
 #: So much at a time is read by the server.
 READ_BYTES = 16 * 1024
 
-OPENING = b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, b"", b""])
+OPENING = b"\r\n".join([FIRST_LINES[0], *LINES, b"", b""])
 
 
 def test_bad_websocket_input_affects_only_its_sender(server: FuzzedServer) -> None:
@@ -134,7 +134,7 @@ def test_invalid_handshakes_are_refused(server: FuzzedServer) -> None:
         (b"Sec-WebSocket-Extensions: " + b"a," * 256, 400),
         (b"Sec-WebSocket-Protocol: a" + b";" * 256, 400),
     ):
-        outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *HANDSHAKE, line, b"", b""])))
+        outcome = check(server, Delivery(b"\r\n".join([FIRST_LINES[0], *LINES, line, b"", b""])))
         assert outcome.seen == [], line
         assert outcome.answer.startswith(b"HTTP/1.1 %d " % status), line
         assert status != 426 or b"Sec-WebSocket-Version is '12'" in outcome.answer

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -20,11 +20,11 @@ import pytest
 from by_task import by_task
 from distributed.comm import listen
 from replica_starts import replica_start
+from scripted_routes import ScriptedListener
 
 from daskserve.cluster.channel.connect.dialling import dial_worker
 from daskserve.cluster.channel.connect.keyring import ChannelSecret, Keyring
 from daskserve.cluster.channel.pool import ChannelPool
-from daskserve.cluster.long_poll import LongPollClient
 from daskserve.cluster.protocols.base import ActorContext, ActorSpec, Cluster
 from daskserve.cluster.routes import WorkerRoutes
 from daskserve.common.clock import LoopClock
@@ -89,28 +89,6 @@ BACKENDS: dict[str, tuple[Any, str]] = {
 }
 
 
-class Listener:
-    """A long-poll client that has said all there is to say when it is asked."""
-
-    def __init__(self, news: dict[str, Any]) -> None:
-        self._news = news
-
-    def watch(self, key: str, watcher: Callable[[Any], None]) -> Callable[[], None]:
-        watcher(self._news.get(key))
-        return lambda: None
-
-    silent_since: float | None = None
-
-    def ask(self) -> None:
-        pass
-
-    def on_worker_left(self, callback: Callable[[str], None]) -> None:
-        pass
-
-    def on_ended(self, callback: Callable[[], None]) -> None:
-        pass
-
-
 class Plant:
     """An ingress, its routers, and the replicas of all backends, near and behind a channel."""
 
@@ -142,7 +120,7 @@ class Plant:
                 "max_queued": MAX_QUEUED,
                 "max_crash_retries": 1,
             }
-        listener = cast(LongPollClient, Listener(news))
+        listener = ScriptedListener(news)
         clock = LoopClock()
         self.routes = WorkerRoutes(self.near, clock)
         self.routers = Routers(

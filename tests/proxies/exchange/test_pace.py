@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from http_harness import connected, echo, hits, poll_for, request, respond, serving
+from scripted_exchange import ScriptedExchange
 from tables import each_case
 
 from daskserve.common.types import Receive, Send
@@ -133,23 +134,12 @@ class Line(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class Slow:
-    """A request on a connection whose client stands still, as a watch sees it."""
-
-    def __init__(self, **state: Any) -> None:
-        self.body = SimpleNamespace(received_bytes=10, is_full=False)
-        self.wants_body = self.is_begun = self.is_whole = False
-        self.refused: list[int] = []
-        vars(self).update(state)
-
-    def refuse(self, status: int, text: str, headers: Any = ()) -> None:
-        self.refused.append(status)
-
-
 class Watching:
     """A watch over one connection, with the options of these tests."""
 
-    def __init__(self, request: Slow, *, is_unread: bool = False, is_crowded: bool = False) -> None:
+    def __init__(
+        self, request: ScriptedExchange, *, is_unread: bool = False, is_crowded: bool = False
+    ) -> None:
         self.is_closed = False
         self.stream = SimpleNamespace(writing=lambda: is_unread, sent_bytes=5)
         connection = Line(exchange=request, stream=self.stream, path="/e", close=self._close)
@@ -172,7 +162,7 @@ class Watching:
 
 
 def test_a_body_has_its_grace_before_it_is_refused() -> None:
-    request = Slow(wants_body=True)
+    request = ScriptedExchange(wants_body=True)
     watching = Watching(request)
     watching.pass_s(4)
     assert request.refused == []
@@ -189,13 +179,13 @@ def test_a_body_has_its_grace_before_it_is_refused() -> None:
     ],
 )
 def test_a_body_that_the_client_does_not_owe_has_no_rate(state: dict[str, Any]) -> None:
-    request = Slow(**state)
+    request = ScriptedExchange(**state)
     Watching(request).pass_s(100)
     assert request.refused == []
 
 
 def test_the_time_in_which_the_application_does_not_read_counts_for_nothing() -> None:
-    request = Slow(wants_body=True)
+    request = ScriptedExchange(wants_body=True)
     watching = Watching(request)
     watching.pass_s(3)
     request.body.is_full = True
@@ -212,7 +202,9 @@ def test_the_time_in_which_the_application_does_not_read_counts_for_nothing() ->
     [(False, False, 8), (True, False, 2), (True, True, 8)],  # a whole response holds no slot
 )
 def test_how_long_a_response_may_wait_for_its_client(is_crowded: bool, is_whole: bool, seconds: int) -> None:
-    watching = Watching(Slow(is_begun=True, is_whole=is_whole), is_unread=True, is_crowded=is_crowded)
+    watching = Watching(
+        ScriptedExchange(is_begun=True, is_whole=is_whole), is_unread=True, is_crowded=is_crowded
+    )
     watching.pass_s(seconds)
     assert not watching.is_closed
     watching.pass_s(1)
@@ -220,7 +212,7 @@ def test_how_long_a_response_may_wait_for_its_client(is_crowded: bool, is_whole:
 
 
 def test_a_client_that_reads_slowly_is_left_alone() -> None:
-    watching = Watching(Slow(is_begun=True), is_unread=True, is_crowded=True)
+    watching = Watching(ScriptedExchange(is_begun=True), is_unread=True, is_crowded=True)
     watching.pass_s(100, sent_bytes=1)
     assert not watching.is_closed
 
@@ -245,12 +237,12 @@ def short_of_memory() -> RequestBody:
     return body
 
 
-def holding(held_bytes: int) -> Slow:
+def holding(held_bytes: int) -> ScriptedExchange:
     body = SimpleNamespace(received_bytes=held_bytes, held_bytes=held_bytes, is_full=False)
-    return Slow(wants_body=True, body=body)
+    return ScriptedExchange(wants_body=True, body=body)
 
 
-def watching_all(requests: list[Slow], sent_bytes: list[int]) -> PaceWatch:
+def watching_all(requests: list[ScriptedExchange], sent_bytes: list[int]) -> PaceWatch:
     """Return a watch that has seen all requests send so many bytes within a second."""
     stream = SimpleNamespace(writing=lambda: False)
     lines = [Line(exchange=each, stream=stream) for each in requests]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from http_harness import (
+    HANDSHAKE,
     Client,
     Hanging,
     advance,
@@ -32,13 +33,6 @@ from daskserve.proxies.asgi import Scope
 from daskserve.proxies.server import accepting
 from daskserve.proxies.server.accepting import Acceptor, default_max_connections, descriptor_limit
 from daskserve.proxies.server.life import HTTPServer
-
-HANDSHAKE = (
-    "Connection: Upgrade",
-    "Upgrade: websocket",
-    "Sec-WebSocket-Version: 13",
-    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
-)
 
 
 def metrics(server: HTTPServer) -> dict[tuple[str, ...], object]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted_exchange import ScriptedExchange
 
 from daskserve.proxies.exchange.server_state import Connection
 from daskserve.proxies.server.hangup import LATE_S, QUICK_S, SOON_S, HangupWatch
@@ -33,7 +34,7 @@ class Waiting(Connection):
         self.probes: list[tuple[float, bool]] = []
         self.closed_at: float | None = None
         stream = SimpleNamespace(closed=lambda: self.closed_at is not None, socket=self.server)
-        self.exchange: Any = SimpleNamespace(unread=stream, probe_client=self.probe)
+        self.exchange = ScriptedExchange(unread=stream, probe_client=self.probe)
 
     def probe(self, *, is_late: bool) -> None:
         self.probes.append((asyncio.get_running_loop().time(), is_late))

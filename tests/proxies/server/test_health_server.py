@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from http_harness import connected, hello, make_server, request
+from http_harness import HANDSHAKE, connected, hello, make_server, request
 from ports import free_port
 from tables import each_case
 
@@ -77,15 +77,8 @@ async def test_it_answers_nothing_else(path: str) -> None:
 
 
 async def test_it_opens_no_websockets() -> None:
-    handshake = (
-        "Connection: Upgrade",
-        "Upgrade: websocket",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
-    )
-
     async with open_health(make_ingress(RouteTable({}))) as server, connected(server) as client:
-        assert (await client.get("/-/healthz", *handshake)).status == 403
+        assert (await client.get("/-/healthz", *HANDSHAKE)).status == 403
 
 
 def test_there_is_none_by_default() -> None:

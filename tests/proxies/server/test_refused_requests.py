@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from http_harness import Client, connected, hello, poll_for, request, serving
+from http_harness import HANDSHAKE, Client, connected, hello, poll_for, request, serving
 
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import Scope
@@ -96,13 +96,7 @@ async def test_a_message_that_comes_with_the_handshake_of_a_websocket_is_receive
         await receive()
 
     async with serving(app) as server, connected(server) as client:
-        handshake = request(
-            "/",
-            "Connection: Upgrade",
-            "Upgrade: websocket",
-            "Sec-WebSocket-Version: 13",
-            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-        )
+        handshake = request("/", *HANDSHAKE)
         await client.send(handshake + b"\x81\x82\0\0\0\0hi")
         assert (await client.head())[0] == 101
         assert await client.reader.readexactly(4) == b"\x81\x02hi"

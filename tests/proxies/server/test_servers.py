@@ -9,6 +9,7 @@ import socket
 import httpx
 import pytest
 from http_harness import (
+    HANDSHAKE,
     Hanging,
     advance,
     connected,
@@ -189,13 +190,7 @@ async def test_a_disconnect_after_unread_data_is_detected(pieces: tuple[bytes, .
 @on_each_transport
 async def test_a_disconnect_before_a_websocket_is_accepted_is_detected() -> None:
     app = Hanging()
-    handshake = request(
-        "/",
-        "Connection: Upgrade",
-        "Upgrade: websocket",
-        "Sec-WebSocket-Version: 13",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-    )
+    handshake = request("/", *HANDSHAKE)
     async with serving(app) as server:
         async with connected(server) as client:
             await client.send(handshake + b"\x81\x82maskhi")

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 from distributed import Security
-from http_harness import Client, advance, connected, hits, on_each_transport, poll_for, request, serving
+from http_harness import (
+    HANDSHAKE,
+    Client,
+    advance,
+    connected,
+    hits,
+    on_each_transport,
+    poll_for,
+    request,
+    serving,
+)
 
 from daskserve.common.types import Receive, Send
 from daskserve.errors import BadRequestError
@@ -117,10 +127,7 @@ async def test_websockets_work_over_tls(folder: Path) -> None:
     async with serving(tell_scheme, tls=context_of(folder)) as server:
         streams = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(folder))
         client = Client(*streams)
-        key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
-        await client.send(
-            request("/", "Upgrade: websocket", "Connection: Upgrade", key, "Sec-WebSocket-Version: 13")
-        )
+        await client.send(request("/", *HANDSHAKE))
         assert (await client.head())[0] == 101
         assert await client.reader.readexactly(5) == b"\x81\x03wss"
         client.writer.close()

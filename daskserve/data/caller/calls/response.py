@@ -115,21 +115,28 @@ class Response:
         Exception
             The error that the backend raised, with its own type.
         """
-        self._wait(self._future, timeout_s)
+        left_s = self._wait(self._future, timeout_s)
         self._check(self._future)
         if not self._is_loaded and (fetching := self._fetched()) is not None:
-            self._wait(fetching, timeout_s)
+            self._wait(fetching, timeout_s, left_s)
         return self._value()
 
-    def _wait(self, future: PendingCall[Any], timeout_s: float | None) -> None:
+    def _wait(
+        self, future: PendingCall[Any], timeout_s: float | None, left_s: float | None = None
+    ) -> float | None:
+        """Wait for the end of a call for what is left of a timeout; return how much is left then."""
+        if left_s is None:
+            left_s = timeout_s
         if future.done():
-            return
+            return left_s
         refuse_in_loop(self._connection, "result()", "await the response")
         future.leaves_value = self._is_passed_on
-        if not wait_in_thread(self._connection, future.wait, timeout_s, future.cancel):
+        began = 0.0 if left_s is None else self._connection.clock.now()
+        if not wait_in_thread(self._connection, future.wait, left_s, future.cancel):
             raise RequestTimeoutError(
                 f"No answer to request {self.request_id} within {shown(timeout_s or 0.0)} s."
             )
+        return None if left_s is None else max(0.0, left_s - (self._connection.clock.now() - began))
 
     def done(self) -> bool:
         """Return whether the call has ended, with an answer or an error."""
@@ -226,9 +233,9 @@ class FutureResponse(Response):
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Return a future of the result; otherwise like `Response.result`."""
-        self._wait(self._future, timeout_s)
+        left_s = self._wait(self._future, timeout_s)
         placing = self._placed()
-        self._wait(placing, timeout_s)
+        self._wait(placing, timeout_s, left_s)
         return self._read(placing)
 
     def _placed(self) -> PendingCall[Any]:

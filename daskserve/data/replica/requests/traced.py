@@ -216,7 +216,7 @@ def traced_request(
     if len(text) == LENGTH and int(text[53:], 16) & SAMPLED:
         templates = serving.templates or _templates_of(serving)
         template = templates.requests.get(method, _request_template, templates)
-        request.span = span = RecordedSpan(tracing, template, text[:36], int(text[36:52], 16))
+        request.span = span = RecordedSpan(tracing.queue, template, text[:36], int(text[36:52], 16))
         span.own = {"daskserve.request_id": request_id_of(head)}
         if carrier[1]:
             span.tracestate = carrier[1]

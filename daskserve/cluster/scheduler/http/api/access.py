@@ -7,10 +7,10 @@ This is safe because verbs are idempotent for the same request id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from daskserve.cluster.actors.controller_calls import FindsController, call_controller
+from daskserve.cluster.actors.controller_calls import FindsController, call_controller, calls_of
 from daskserve.cluster.protocols.started import common_instance
 from daskserve.cluster.scheduler.controllers import Instance, list_instances
 from daskserve.cluster.scheduler.hosts import HostRegistry
@@ -55,10 +55,7 @@ class ControllerAccess:
             The controller refused the call.
         """
         entry = await self.find(instance)
-
-        def call(controller: ActorAddress) -> Coroutine[Any, Any, Any]:
-            return self._hosts.call(controller, verb, **message)
-
+        call = calls_of(self._hosts.call, verb, message)
         try:
             async with asyncio.timeout(PATIENCE_S + may_take_s):
                 return await call_controller(_Finder(entry), call, clock=LoopClock(), check_s=CHECK_S)

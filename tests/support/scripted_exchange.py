@@ -1,0 +1,32 @@
+"""A request on a connection, by a test, for what watches connections."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class ScriptedExchange:
+    """A request in a state that the test gives; see `daskserve.proxies.exchange.server_state.Ongoing`."""
+
+    def __init__(self, **state: Any) -> None:
+        self.body: Any = SimpleNamespace(received_bytes=10, is_full=False)
+        self.unread: Any = None
+        self.wants_body = self.is_begun = self.is_whole = self.is_over = False
+        #: The statuses of its refusals.
+        self.refused: list[int] = []
+        #: Whether each probe was a late one.
+        self.probes: list[bool] = []
+        vars(self).update(state)
+
+    def finish_response(self) -> None:
+        self.is_whole = True
+
+    def refuse(self, status: int, text: str, headers: Any = ()) -> None:
+        self.refused.append(status)
+
+    def probe_client(self, *, is_late: bool) -> None:
+        self.probes.append(is_late)
+
+    def on_connection_close(self) -> None:
+        self.is_over = True
