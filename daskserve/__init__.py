@@ -88,7 +88,7 @@ _NAMES: Mapping[str, str] = {
     "context": "get_replica_context get_model get_multiplexed_model_id get_deployment_actor_context",
     "": "autoscaling batching classic config context errors handle metrics tasks",
 }
-#: Names that stood here before they had a public module. Programs may go on using them here.
+#: Names that were public here before they had a module of their own. Importing them from here still works.
 _MOVED: Mapping[str, str] = {
     "autoscaling": "AutoscalingContext Decision",
     "batching": "ActiveRequest continuous_batch",
@@ -101,14 +101,14 @@ _MOVED: Mapping[str, str] = {
     "tasks": "InstanceAdapterConfig RedisAdapterConfig SQLiteAdapterConfig SourceItem TaskContext "
     "TaskProcessorConfig TaskResult TaskSchedule get_task_context instantiate_adapter_from_config source "
     "task_api task_handler",
-    # Modules with the names of those of Ray Serve. That of task_consumer can be called.
+    # Modules with the same names as in Ray Serve. The module task_consumer can also be called.
     "": "exceptions request_router schema task_consumer",
 }
 _HOMES: Mapping[str, str] = {
     name: home for table in (_NAMES, _MOVED) for home, names in table.items() for name in names.split()
 }
 
-#: Private names of Ray Serve that programs use for their argument ``_blocking``.
+#: Private functions of Ray Serve that programs call for the argument ``_blocking``.
 _PRIVATE_NAMES = frozenset({"_run", "_run_many"})
 
 __all__ = [
@@ -177,7 +177,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in _PRIVATE_NAMES:
         return getattr(importlib.import_module(__name__), name.removeprefix("_"))
-    # The classic functions stood here, too.
+    # The classic functions were public here, too.
     if (
         home is None
         and not name.startswith("_")

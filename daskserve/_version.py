@@ -2,6 +2,6 @@
 
 __version__ = "0.1.0"
 
-#: Number of the messages between processes and of the records in a store; every change of a released one
+#: Version of the messages between processes and of the records in a store; every change of a released format
 #: raises it. Patch versions with the same number may mix; see `daskserve.cluster.probe.can_mix`.
 PROTOCOL = 1

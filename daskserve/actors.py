@@ -145,7 +145,8 @@ class ProxyActor:
     async def stop(self, grace_s: float) -> None:
         """Close the port, and let running requests finish for up to ``grace_s``.
 
-        A second call, as by a new controller, waits for the same requests, and ends them at its own time.
+        A second call, for example by a new controller, waits for the same requests, up to its own
+        ``grace_s``.
         """
         for stop_watching in self._watches:
             stop_watching()
@@ -172,7 +173,7 @@ class ProxyActor:
 
     @verb
     async def wait_for_snapshot(self, epoch: int, counter: int, timeout_s: float) -> None:
-        """Return once this proxy has applied that change of the instance."""
+        """Return once this proxy has applied the change of the instance."""
         await self._cluster.listener.wait_for_snapshot((epoch, counter), timeout_s)
         if self._children is not None:
             await self._context.clock.wait_for(self._children.wait_until_told(), timeout_s)

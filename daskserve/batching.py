@@ -1,4 +1,4 @@
-"""Batches of requests, and what user code of a continuous batch works with."""
+"""Batching of requests, and the types that user code of continuous batches uses."""
 
 from __future__ import annotations
 

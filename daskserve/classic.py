@@ -1,6 +1,6 @@
 """The classic system: backends, endpoints and traffic. ``import daskserve.classic as serve``.
 
-Its names are those of Ray Serve before applications. They work beside `daskserve.run`, on the same instance.
+The names are those of Ray Serve 1. They can be used together with `daskserve.run`, on the same instance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The classes of options. Where a function takes one of them, it takes a dict of its fields, too.
+"""The classes of options. Functions that accept one of them also accept a dict of its fields.
 
 The names are those of Ray Serve; `ActorOptions`, `BackendConfig` and `Environment` are daskserve's own.
 """

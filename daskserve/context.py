@@ -47,7 +47,7 @@ class HasConnection(Protocol):
 
 
 class DeploymentID(NamedTuple):
-    """A deployment's name and that of its application."""
+    """The name of a deployment, and the name of its application."""
 
     name: str
     app_name: str
@@ -137,7 +137,7 @@ class PlacementGroup:
 
 
 class RankHolder:
-    """Holds a replica's rank and options, so that code that has run for long sees the current ones."""
+    """Holds a replica's rank and options, so that long-running code sees the current values."""
 
     def __init__(
         self, rank_info: RankInfo = (0, 0, 0, 1), dask_task_config: Mapping[str, Any] | None = None
@@ -148,7 +148,7 @@ class RankHolder:
 
 
 class ModelSplit:
-    """The versions of a model at one step of its rollout, and how their requests ended in this replica.
+    """The versions of a model at one step of its rollout, and the outcomes of their requests in this replica.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class ModelSplit:
         return {"key": self.key, "new": self.new.plain(), "old": self.old.plain()}
 
 
-#: The versions of models that are drawn for one request or batch, by the name of the model.
+#: The versions of models that one request or batch is randomly assigned, by model name.
 Drawn: TypeAlias = dict[str, tuple[ModelSplit, bool]]
 
 
@@ -189,7 +189,7 @@ class LoadedModels:
         wanted = self.defaults.get(name) if version is None else str(version)
         if version is None and (split := self.splits.get(name)) is not None:
             drawn = drawn_here()
-            # One draw for each request. Code outside of requests gets the default version.
+            # The version is drawn once per request. Code outside of requests gets the default version.
             if drawn is not None and split.version in versions and wanted in versions:
                 chosen = drawn.setdefault(name, (split, self._rng.random() < split.share))
                 wanted = chosen[0].version if chosen[1] and chosen[0].version in versions else wanted
@@ -201,7 +201,7 @@ class LoadedModels:
 
 
 def count_drawn(drawn: Drawn, has_failed: bool, duration_s: float | None) -> None:
-    """Count a request or a batch that has ended at the versions that were drawn for it, once."""
+    """Count an ended request or batch once, for the versions of models that it was assigned."""
     for split, is_new in drawn.values():
         (split.new if is_new else split.old).count(has_failed, duration_s)
     drawn.clear()
@@ -238,15 +238,16 @@ class ReplicaContext:
     actor_of: tuple[str, ...] = ()
     #: ``"deployment"``, or ``"backend"`` for a replica of the classic system.
     kind: str = "deployment"
-    #: The tags of the replicas of its gang, in order; empty without one.
+    #: The tags of the replicas of its gang, in order; empty if it has no gang.
     gang: tuple[ReplicaTag, ...] = ()
-    #: The bundles of its placement group; empty without one.
+    #: The bundles of its placement group; empty if it has none.
     bundles: tuple[PlacementBundle, ...] = ()
     #: The models of its ``model_repository``.
     models: LoadedModels = field(default_factory=LoadedModels)
     #: Returns how many of its slots are taken, and how many it has; None in a fake replica.
     slots: Callable[[], tuple[int, int]] | None = None
-    #: The models that its functions have loaded (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
+    #: The models that its multiplexed functions have loaded
+    #: (`daskserve.data.multiplexing.multiplexer.Multiplexer`).
     multiplexer: Any = None
 
     @property
@@ -266,7 +267,7 @@ class ReplicaContext:
 
     @property
     def gang_context(self) -> GangContext | None:
-        """The replica's gang; None without one."""
+        """The replica's gang; None if it has none."""
         if not self.gang:
             return None
         rank = self.gang.index(self.replica_tag)
@@ -302,22 +303,22 @@ class ReplicaContext:
 class RequestContext:
     """The request that the current code answers, and the calls that this code makes through handles.
 
-    When the request is cancelled, its unanswered calls are cancelled, too, and so are its Dask tasks. Async
-    code receives a `CancelledError` and may make further calls to clean up. A plain function cannot be
+    When the request is cancelled, its unanswered calls and its Dask tasks are cancelled as well. Async code
+    receives a `CancelledError` and may make further calls to clean up. A plain function cannot be
     interrupted, so its later calls are cancelled as well.
     """
 
-    # One is created per request. For speed it is not frozen, and it has no set until the first call.
+    # One object is created per request: for speed it is not frozen, and the first call creates its set.
     request_id: str = ""
     route: str = ""
     #: The deadline, on the clock of the replica's event loop; None for no deadline.
     deadline: float | None = None
-    # Class attributes, until an instance changes them.
-    #: The options of the handle's call; empty without one.
+    # These are class attributes until an instance sets them, which saves time per request. This one and the
+    # following are the options of the handle's call; empty if the caller set none.
     multiplexed_model_id: ClassVar[str] = ""
     session_id: ClassVar[str] = ""
     priority: ClassVar[int | str] = 0
-    #: The number of a priority that is a name, if ``priority_config`` has the name.
+    #: The number of a named priority, from ``priority_config``.
     priority_number: ClassVar[int] = 0
     idempotent: ClassVar[bool] = False
     #: The id of an item of `Handle.map`, the same for each try; empty for other calls.
@@ -326,11 +327,11 @@ class RequestContext:
     response_serialization: ClassVar[str] = ""
     #: Whether the caller, a notebook, shows an error to its user at once.
     is_shown: ClassVar[bool] = False
-    #: The versions of models that were drawn for it; None before the first.
+    #: The versions of models that the request is assigned; None before the first is drawn.
     drawn: ClassVar[Drawn | None] = None
-    #: The functions that release its multiplexed models, called at its end; None if nothing calls them.
+    #: The functions that release its multiplexed models, called at its end; None if there are none.
     held: ClassVar[dict[Hashable, Callable[[], None]] | None] = None
-    #: The id, name, queue and attempt of the task that it is; see `daskserve.data.tasks.current`.
+    #: The id, name, queue and attempt, if the request is a queued task; see `daskserve.data.tasks.current`.
     task: ClassVar[Sequence[Any] | None] = None
     #: Its Dask tasks (`daskserve.cluster.worker.request_tasks.RequestTasks`); None before the first.
     dask_tasks: ClassVar[Any] = None
@@ -361,7 +362,7 @@ class RequestContext:
 
     @property
     def cancels_new_tasks(self) -> bool:
-        """Whether the request is cancelled, and this is a plain function of it, which cannot be stopped."""
+        """Whether the request is cancelled, and the caller is a plain function, which cannot be stopped."""
         return self._is_cancelled and running_loop() is None
 
     def cancel_calls(self) -> None:
@@ -377,14 +378,14 @@ class RequestContext:
 current_instance: ContextVar[InstanceName] = ContextVar("daskserve_instance", default="")
 current_replica: ContextVar[ReplicaContext | None] = ContextVar("daskserve_replica", default=None)
 current_request: ContextVar[RequestContext | None] = ContextVar("daskserve_request", default=None)
-#: The versions of models that are drawn for the current batch, which belongs to no single request.
+#: The versions of models that the current batch is assigned; a batch does not belong to a single request.
 current_batch: ContextVar[Drawn | None] = ContextVar("daskserve_batch", default=None)
 #: The requests of the current batch of `batch`.
 current_members: ContextVar[Sequence[RequestContext]] = ContextVar("daskserve_members", default=())
 
 
 def drawn_here() -> Drawn | None:
-    """Return the versions of models that are drawn for the current request or batch; None without one."""
+    """Return the versions of models that the current request or batch is assigned; None outside of both."""
     request = current_request.get()
     if request is None:
         return current_batch.get()
@@ -460,7 +461,7 @@ def requests_here() -> Sequence[RequestContext]:
 
 
 def get_multiplexed_model_id() -> str:
-    """Return the id of the model that the current request asks for; empty if it names none.
+    """Return the multiplexed model id of the current request; empty if the request has none.
 
     The caller names it in the header ``serve_multiplexed_model_id``, or with
     ``handle.options(multiplexed_model_id=...)``. Calls that a request makes do not inherit it.

@@ -107,11 +107,11 @@ class NotRegisteredError(BadRequestError):
 
 
 class ConfigFileError(BadRequestError):
-    """A configuration file has faults; the message has a line for each, with its place in the file."""
+    """A configuration file has errors; the message has a line for each, with its place in the file."""
 
 
 class StreamOptionError(BadRequestError, TypeError):
-    """A stream was requested from a method that is no generator, or a single answer from a generator."""
+    """A stream was requested from a method that is not a generator, or a single answer from a generator."""
 
 
 class UnpicklableError(BadRequestError, TypeError):
@@ -159,7 +159,7 @@ class VersionConflictError(ServeError):
 
 
 class InspectionError(ServeError):
-    """The code of a replica cannot be inspected now: it does not run, or does not answer."""
+    """The code of a replica cannot be inspected now, because it does not run or does not answer."""
 
     http_status = 409
 
@@ -226,7 +226,7 @@ class StoreLostError(InstanceError):
 
 
 class StoreTakenError(InstanceError):
-    """Another cluster has taken over the store of this instance, which serves on but accepts no changes."""
+    """Another cluster has taken over the store. This instance continues to serve, but accepts no changes."""
 
     http_status = 409
 
@@ -252,7 +252,7 @@ class CodeLoadError(ReplicaStartError):
 
 
 class RolloutError(DeployError):
-    """A new version was taken back before its rollout was complete: a gate failed, or ``by`` aborted it."""
+    """A new version was rolled back before its rollout was complete: a gate failed, or ``by`` aborted it."""
 
     def __init__(self, message: str = "", *, by: str = "") -> None:
         super().__init__(message)
@@ -406,7 +406,7 @@ class ReplicaUnavailableError(UnavailableError):
 
 
 class ModelCapacityError(UnavailableError):
-    """A multiplexed model found no room in its replica: it is too large, or the others are all in use."""
+    """A multiplexed model has no room in its replica: it is too large, or all other models are in use."""
 
 
 class QuarantinedError(UnavailableError):
@@ -446,12 +446,12 @@ class RequestCancelledError(ServeError, CancelledError):
 class PassedResponseError(ServeError, RuntimeError):
     """A response, or a request whose body was not read yet, cannot be pickled.
 
-    Only handles accept them as arguments, and none a stream.
+    Only handles accept them as arguments; no handle accepts a stream.
     """
 
 
 class BatchResultError(ServeError, TypeError):
-    """User code answered a batch with something else than a list of results."""
+    """User code answered a batch with something other than a list of results."""
 
 
 class StepError(ServeError):

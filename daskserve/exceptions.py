@@ -1,4 +1,4 @@
-"""The errors under the names that Ray Serve has for them; `daskserve.errors` has all.
+"""The errors under Ray Serve's names; `daskserve.errors` has all errors.
 
 ``from daskserve.exceptions import RayServeException`` is for programs that move from Ray Serve.
 """

@@ -33,7 +33,7 @@ __all__ = ["Counter", "Gauge", "Histogram"]
 RESERVED = frozenset(
     {"serve_instance", "deployment", "replica", "application", "instance", "job", "le", "quantile"}
 )
-#: If user code declares this tag and gives no value, the value is the request's route.
+#: If user code declares this tag without giving a value, the value is the request's route.
 ROUTE = "route"
 #: Prefixes of the metrics that daskserve, Dask and Prometheus' client export in the same process.
 _TAKEN_PREFIXES = ("daskserve_", "dask_", "python_", "process_")
@@ -70,7 +70,7 @@ class Metric:
             _checked_name(name, self._kind), self._kind, str(description), _checked_keys(tag_keys)
         )
         self._default_tags: dict[str, str] = {}
-        # For threads that user code starts, which have no replica in their context.
+        # Used for threads that user code starts, because their context has no replica.
         self._maker = _metrics_here()
 
     def __repr__(self) -> str:
@@ -232,7 +232,7 @@ def _checked_keys(tag_keys: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _metrics_here() -> UserMetrics | None:
-    # Only the values, so that a module-level metric does not keep a replica's objects alive.
+    # Keep only the values, so that a module-level metric does not keep a replica's objects alive.
     replica = current_replica.get()
     return None if replica is None or replica.metrics is None else replica.metrics.user
 

@@ -1,8 +1,8 @@
 """Classes under the names that `ray.serve.schema` has for them, for programs that move from Ray Serve.
 
-Those of the status are what `daskserve.status` returns, and `Explanation` is what `daskserve.explain`
-returns. Those of the configuration file check its values as `daskserve.config_file.reading.read` checks a
-file.
+The classes of the status are the types that `daskserve.status` returns, and `Explanation` is the type that
+`daskserve.explain` returns. The classes of the configuration file validate values like
+`daskserve.config_file.reading.read`.
 """
 
 from __future__ import annotations

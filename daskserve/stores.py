@@ -70,7 +70,7 @@ class InstanceReport:
 class StoreReport:
     """The contents of a store or a backup, by the name of the instance.
 
-    ``lack`` is what is missing as a whole, with what to do; empty if nothing.
+    ``lack`` describes what the store lacks as a whole, with the remedy; empty if it lacks nothing.
     """
 
     place: str
@@ -114,10 +114,10 @@ def check(place: str | Path) -> StoreReport:
 
 
 def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | None = None) -> StoreReport:
-    """Write the contents of a store to a file, also while it is in use, and return them.
+    """Write the contents of a store to a file, even while the store is in use, and return them.
 
-    The file is written whole or not at all, and is its user's only. Damaged records are left out; the report
-    names them.
+    The file is written whole or not at all, and only its user may access it. Damaged records are left out;
+    the report lists them.
 
     Raises
     ------
@@ -139,8 +139,8 @@ def restore(
 ) -> StoreReport:
     """Replace the records of the instances of a backup in a store, and return the new ones.
 
-    The kind of the store may be another one. Other instances in it stay. Each instance is replaced whole or
-    not at all, whenever the process is killed.
+    The store may be of another kind than the original. Other instances in it stay unchanged. Each instance is
+    replaced whole or not at all, even if the process is killed.
 
     Parameters
     ----------
@@ -173,7 +173,8 @@ def restore(
 def repair(url: str) -> list[str]:
     """Accept a store as complete, and return the records that are lost for good.
 
-    Damaged records stay aside. Call it only without a backup, after copying all files of the store.
+    Damaged records stay set aside. Call this only if there is no backup, after copying all files of the
+    store.
 
     Raises
     ------
@@ -218,7 +219,7 @@ def _chosen(
 
 
 def _covers(url: str, chosen: Mapping[InstanceName, StoredInstance]) -> bool:
-    """Return whether some instances are all that a store holds."""
+    """Return whether some instances are all instances in a store."""
     return not archive.exists(url) or set(archive.read_store(url).instances) <= set(chosen)
 
 
@@ -263,7 +264,7 @@ def _report_of(stored: StoredInstance) -> InstanceReport:
 
 
 def _broken_codes(change: Change, records: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the codes that cannot be loaded, with the reasons that can be found without running them."""
+    """Return the codes that cannot be loaded, with reasons that can be found without running them."""
     found = {}
     for each in change.values():
         if isinstance(each, BackendRecord) and not each.is_deleting:
@@ -287,7 +288,7 @@ def _fault_of(code: CodeRecord, records: Mapping[str, bytes]) -> str:
             return _fault_of_pickle(code.code)
         return _fault_of_parcel(parcel, _pieces(code.name, records))
     except Exception as error:
-        # Damaged bytes may fail in any way.
+        # Damaged bytes may raise any error.
         return f"cannot be read ({error!r})"
 
 

@@ -1,4 +1,4 @@
-"""Ray Serve's module of the decorators of tasks; `daskserve.tasks` has them, too.
+"""The decorators for tasks, in a module with Ray Serve's name; they are also in `daskserve.tasks`.
 
 ``serve.task_consumer`` is the decorator of this name as well as this module, so the module can be called.
 """

@@ -1,4 +1,4 @@
-"""The adapters to queues of tasks, and their errors, under the names that Ray Serve has for them."""
+"""The adapters to queues of tasks, and their errors, under Ray Serve's names."""
 
 from __future__ import annotations
 

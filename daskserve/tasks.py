@@ -1,4 +1,4 @@
-"""Queues of tasks and sources of messages: decorators, options, and the access of programs to queues."""
+"""Task queues and message sources: decorators, options, and programs' access to queues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ __all__ = [
     "task_handler",
 ]
 
-#: A consumer's replica needs no client, which would delay its start by a second.
+#: Loaded on use, because a consumer's replica does not need the client, which would delay its start by a
+#: second.
 __getattr__ = LazyNames(
     globals(),
     {

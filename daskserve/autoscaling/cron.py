@@ -29,7 +29,8 @@ class CronLine:
         ValueError
             The text is not a cron expression, or no day matches it.
         """
-        if not isinstance(text, str) or len(text.split()) != 5:  # cronsim also takes six, with seconds
+        # cronsim also accepts six fields, with seconds
+        if not isinstance(text, str) or len(text.split()) != 5:
             raise ValueError(f"{text!r} is not a cron expression; give five fields: {FIELDS}")
         line = cls(text)
         try:

@@ -25,9 +25,9 @@ def _mean(values: Iterable[float]) -> float:
         return math.fsum(each / len(found) for each in found)
 
 
-#: Functions by the values of ``aggregation_function``.
+#: Functions by the value of the option ``aggregation_function``.
 AGGREGATIONS: Mapping[str, Callable[[Iterable[float]], float]] = {"mean": _mean, "max": max, "min": min}
-#: Functions by the values of the argument ``across`` of `custom_metric`.
+#: Functions by the value of the argument ``across`` of `custom_metric`.
 ACROSS: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "mean": _mean, "max": max}
 
 
@@ -147,7 +147,7 @@ def custom_metric(metric: str, target: float, across: str = "sum") -> Policy:
         )
         missing = running - len(values)
         if missing > 0 and wanted < present:
-            # The unreported values may be the largest.
+            # The values that are missing may be the largest.
             wanted = present
             reason = f"{reason}; {missing} report nothing, so not fewer than {present}"
         return Decision(wanted, f"{reason}: {wanted}")

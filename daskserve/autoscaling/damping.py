@@ -46,7 +46,7 @@ class Damping:
 
     @classmethod
     def of(cls, config: AutoscalingConfig) -> Damping:
-        """Return the damping of a config. The classic policy is applied without our refinements."""
+        """Return the damping of a config. The classic policy gets only the damping of classic Ray Serve."""
         is_classic = config.policy == "classic"
         return cls(
             config.upscale_delay_s,

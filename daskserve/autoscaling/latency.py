@@ -22,7 +22,7 @@ COMFORT = 0.8
 MARGIN = 0.9
 #: Largest factor of one step up. The latencies of a growing queue do not tell how many replicas it needs.
 MOST_AT_ONCE = 2.0
-#: Share of the replicas that one attempt removes while the "bad" rate is unknown.
+#: Share of the replicas that one step down removes while the "bad" rate is unknown.
 TRIED = 0.1
 #: How long a learned rate is used, because code and callers change.
 MEMORY_S = 3600.0
@@ -48,7 +48,7 @@ def latency_objective(objective_s: float, quantile: float = 0.95) -> Policy:
             return Decision(1 if waiting > 0 else 0, f"{shown(waiting)} requests wait", context.state)
         if not context.samples:
             return Decision(present, "no metrics yet since the last change", context.state)
-        if context.may_go_to_zero:  # though the mean may contain requests from before
+        if context.may_go_to_zero:  # even if the mean still contains earlier requests
             return Decision(0, f"no requests for {shown(context.config.zero_delay_s)} s: 0", context.state)
         rate = sum([each.rate for each in context.samples]) / len(context.samples)
         taken_s = _latency(context, rate, quantile, objective_s)
@@ -116,7 +116,7 @@ def _fewer(context: AutoscalingContext, rate: float, text: str, known: Mapping[s
     state = {**known, "good": (good, context.current_time)}
     wanted = math.ceil(rate / good - ROUNDING)
     if "bad" in known:
-        # The geometric mean of the present rate and the bad one.
+        # The geometric mean of the present rate and the "bad" rate.
         most = MARGIN * known["bad"][0]
         wanted = max(
             min(wanted, math.ceil(rate / math.sqrt(carried * most))), math.ceil(rate / most - ROUNDING)

@@ -18,7 +18,7 @@ from daskserve.autoscaling.context import ROUNDING, AutoscalingContext, Decision
 from daskserve.autoscaling.custom import AGGREGATIONS
 from daskserve.common.formatting import shown
 
-#: Number of ended requests from which their mean duration is meaningful.
+#: Minimum number of ended requests for a meaningful mean duration.
 ENOUGH_ENDED = 10.0
 #: Assumed error of a mean load, in standard deviations.
 DEVIATIONS = 2.0
@@ -61,7 +61,7 @@ def target_ongoing_requests() -> Policy:
 def _target_ongoing(context: AutoscalingContext) -> Decision:
     if not context.samples:
         return _no_metrics(context)
-    if context.may_go_to_zero:  # though the mean may contain requests from before
+    if context.may_go_to_zero:  # even if the mean still contains earlier requests
         return Decision(0, f"no requests for {shown(context.config.zero_delay_s)} s: 0", context.state)
     samples = _counting(context)
     queueing = [each for each in context.samples if each.queued > 0]
@@ -76,7 +76,8 @@ def _target_ongoing(context: AutoscalingContext) -> Decision:
         recent = _since(samples, context.current_time - burst_s)
         if len(recent) >= ENOUGH_SAMPLES and _may_burst(context, recent):
             burst = _load(context, recent, each_runs)
-            # With random arrivals, the number in flight has its square root as standard deviation.
+            # With random arrivals, the standard deviation of the number in flight is the square root of its
+            # mean.
             chance = BURST_DEVIATIONS * math.sqrt(burst.requests / len(recent))
             sure = burst.replicas - chance / context.config.target_ongoing_requests
             if sure >= context.config.burst_factor * context.target_num_replicas - ROUNDING:

@@ -32,7 +32,7 @@ def queue(
         wanted = context.whole_replicas((requests + (backlog or 0.0)) / target)
         load = f"{requests:.1f} requests ongoing or queued"
         if backlog is None:
-            # An unknown length may be large.
+            # A queue of unknown length may be long.
             wanted = max(present, wanted)
             return Decision(
                 wanted,

@@ -28,8 +28,8 @@ def completion(shell: str) -> None:
     zsh:  add to ~/.zshrc, after compinit: eval "$(daskserve completion zsh)"
     fish: daskserve completion fish > ~/.config/fish/completions/daskserve.fish
 
-    Names of applications are completed if --address, or DASK_SCHEDULER_ADDRESS, is that of the scheduler's
-    HTTP server, and it answers within half a second.
+    Names of applications are completed if --address or DASK_SCHEDULER_ADDRESS is the address of the
+    scheduler's HTTP server, and the server answers within half a second.
     """
     root = click.get_current_context().find_root()
     kind = get_completion_class(shell)
@@ -53,5 +53,5 @@ def complete_applications(ctx: click.Context, _: click.Parameter, incomplete: st
         with urllib.request.urlopen(url, timeout=NAMES_S) as answer:
             names = list(json.loads(answer.read(_READ_BYTES))["applications"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return []  # a shell has no place for an error
+        return []  # a shell cannot show an error during completion
     return [CompletionItem(name) for name in names if str(name).startswith(incomplete)]

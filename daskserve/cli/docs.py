@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-#: Where the pages are: in an installed package, or in a clone.
+#: Folders of the pages: in an installed package, and in a clone.
 FOLDERS = (Path(__file__).parents[1] / "pages", Path(__file__).parents[2] / "docs")
-#: The folder of the pages that consist of directives for the generator of the site.
+#: The folder of pages that contain only directives for the site generator.
 GENERATED = "api"
 #: How many other sections are listed.
 MAX_OTHERS = 8
@@ -35,7 +35,7 @@ class Section:
     text: str
 
     def match(self, keyword: str) -> Match | None:
-        """Return how the section fits a keyword, in any case; None if it does not."""
+        """Return how well the section fits a keyword, ignoring case; None if it does not fit."""
         if self.rows(keyword):
             return Match.ROW
         if keyword.lower() in self.title.lower():

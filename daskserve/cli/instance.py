@@ -42,7 +42,7 @@ address_option = click.option(
 
 @dataclass(frozen=True, slots=True)
 class InstanceAddress:
-    """A running instance, as the options of a command select it."""
+    """The running instance that a command's options select."""
 
     address: str | None
     name: str | None

@@ -125,7 +125,7 @@ def print_json(value: Any, *, is_line: bool = False) -> None:
 def coloured(text: str) -> str:
     """Return a text with coloured words for states; `click.echo` drops the colours outside of terminals.
 
-    The names of columns have none: RUNNING is one of them, too.
+    Column names are not coloured, because RUNNING is also the name of a column.
     """
     return "\n".join(
         line if line.isupper() and "STATUS" in line else _STATE.sub(_styled, line)
@@ -164,7 +164,8 @@ def errors_as_messages() -> Iterator[None]:
             raise
         raise CommandError(error.format_message(), error.exit_code, type(error).__name__) from error
     except ValidationError as error:
-        from daskserve.config_file.option_checks import text_of  # with all options, which others need not
+        # imported here, because it loads the models of all options
+        from daskserve.config_file.option_checks import text_of
 
         raise _command_error(error, spelled(text_of(error))) from error
     except (ServeError, TypeError, ValueError) as error:

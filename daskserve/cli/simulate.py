@@ -172,7 +172,7 @@ def _configs(options: dict[str, Any], compare: tuple[str, ...]) -> dict[str, Aut
     first = str(values.get("policy", AutoscalingConfig.model_fields["policy"].default))
     found = {}
     for name in dict.fromkeys((first, *compare)):
-        # The arguments of one policy do not apply to another.
+        # A policy's arguments are not passed to the other policies.
         own = (
             values
             if name == first

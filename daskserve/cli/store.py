@@ -19,8 +19,8 @@ from daskserve.common.formatting import counted
 def store() -> None:
     """Back up, restore, check and list stores.
 
-    URL is what store= was when the instance was started, such as sqlite:////var/lib/serve.db. Paths are those
-    of this machine: for a store on a disk, run this where the scheduler runs.
+    URL is the value of store= with which the instance was started, such as sqlite:////var/lib/serve.db. Paths
+    are those of this machine: for a store on a disk, run this where the scheduler runs.
     """
 
 
@@ -50,7 +50,7 @@ instances_option = click.option(
 def backup(url: str, file: Path, instances: tuple[str, ...], as_json: bool) -> None:
     """Write the store at URL to FILE, also while an instance runs on it.
 
-    Exits with 1 if something in the store is damaged: FILE has the rest.
+    Exits with 1 if part of the store is damaged; FILE then contains the undamaged part.
     """
     with errors_as_messages():
         found = stores.backup(url, file, instances=instances or None)
@@ -81,7 +81,7 @@ def restore(file: Path, url: str, instances: tuple[str, ...], force: bool, as_js
 def check(place: str, as_json: bool) -> None:
     """Say what is damaged or missing in a store, or in a backup, and what to do. Changes nothing.
 
-    Exits with 1 if there is anything.
+    Exits with 1 if anything is damaged or missing.
     """
     with errors_as_messages():
         found = stores.check(place)
@@ -117,7 +117,7 @@ def list_(place: str, as_json: bool) -> None:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 def repair(url: str, yes: bool, as_json: bool) -> None:
-    """Go on with what is left in a store that lacks records, where there is no backup."""
+    """Make a store with missing records usable again, if there is no backup."""
     if not yes:
         click.confirm(f"What {url} lacks will not be looked for any more. Go on?", abort=True, err=as_json)
     with errors_as_messages():
@@ -129,7 +129,7 @@ def repair(url: str, yes: bool, as_json: bool) -> None:
 
 
 def end(found: stores.StoreReport, text: str, as_json: bool, **more: Any) -> None:
-    """Print a report, as JSON with more values, and exit with 1 if it reports damage."""
+    """Print a report, and exit with 1 if it reports damage; JSON also contains these extra values."""
     if as_json:
         print_json({"is_sound": found.is_sound, **dataclasses.asdict(found), **more})
     else:

@@ -1,4 +1,4 @@
-"""The handles of the classic system: one to block on, and one for event loops."""
+"""The handles of the classic system: a blocking one, and one for event loops."""
 
 from __future__ import annotations
 

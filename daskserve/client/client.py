@@ -1,4 +1,4 @@
-"""The two clients of an instance: the methods of one block, those of the other are awaited.
+"""The two clients of an instance: one with blocking methods, and one with methods to await.
 
 Both have the same verbs. Each verb is written once, as a coroutine of `ClientVerbs`.
 """
@@ -51,7 +51,7 @@ class InstanceClient:
         return f"<daskserve.{kind} of {self.instance_name!r} at {self.scheduler_address} {state}>"
 
     def _repr_html_(self) -> str:
-        """Return the same with links to what shows the instance, for notebooks."""
+        """Return the same for notebooks, with links to the pages that show the instance."""
         links = "" if self._connection.is_closed else html_links(links_of(self.dashboard_link))
         return f"<p>{escape(repr(self))}</p>" + (f"<p>{links}</p>" if links else "")
 
@@ -181,14 +181,14 @@ class ClientVerbs(
             try:
                 self._known_links = links_of(self._connection.cluster_connection.dashboard_link)
             except (ServeError, OSError, LookupError, ValueError):
-                return {}  # a status without links is one, too
+                return {}  # the status is useful without links, too
         return self._known_links
 
     async def next_status(self, seen: str = "", timeout_s: float = 30.0) -> tuple[str, Status | None]:
-        """Return the id of the status and the status, once it is another one than that with the id ``seen``.
+        """Return the id of the status and the status, once its id is no longer ``seen``.
 
-        This is for watching: the first call, without an id, returns at once. The status is None if it has not
-        changed within ``timeout_s``, of at most 30 seconds.
+        Use it to watch for changes: the first call, without an id, returns at once. The status is None if it
+        has not changed within ``timeout_s``, of at most 30 seconds.
         """
         answer = await self._call("next_status", seen=seen, timeout_s=timeout_s)
         status = answer["status"]
@@ -200,10 +200,10 @@ class ClientVerbs(
         return sorted(await self._run(self._connection.cluster_connection.ask("instances")))
 
     async def controller_health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """Return which controller answers, on which worker, and how it does.
+        """Return which controller answers, on which worker, and its health.
 
-        This is the delay of its event loop in seconds, the number and the durations of the rounds of its
-        loop, its tasks, and the memory of its process.
+        The health is the delay of its event loop in seconds, the number and the durations of the rounds of
+        its loop, its tasks, and the memory of its process.
 
         Raises
         ------
@@ -246,7 +246,7 @@ class ClientVerbs(
     async def rewrite_store(self) -> int:
         """Rewrite all records of the instance to the store, and return their number.
 
-        For a store that was lost: while its file or folder is removed, moved or replaced, the instance keeps
+        For a store that was lost. While its file or folder is removed, moved or replaced, the instance keeps
         serving and replaces what dies, but refuses changes with `StoreLostError`. The records go to the place
         that the store's URL names, and replace the instance's records there.
 

@@ -64,7 +64,7 @@ with needs("dask", ">=2025.1,<2026.9") as check:
     _INHERITED_CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
     check.constants(dask.config.collect_env, _INHERITED_CONFIG)
 
-#: For the other modules of the cluster room.
+#: Also used by other modules of `daskserve.cluster`.
 __all__ = ["gather_from_workers", "get_ip", "to_serialize"]
 
 #: Why a worker closes: its stream from the scheduler broke, or the scheduler does not know the worker.
@@ -92,7 +92,7 @@ def scheduler_address(client: Client) -> str | None:
 
 def is_asynchronous(client: Client) -> bool:
     """Return whether a client was created with ``asynchronous=True``, so that it runs on its user's loop."""
-    # Its property `asynchronous` is True on the loop of any client.
+    # The public property `asynchronous` is True on the loop of any client.
     return bool(client._asynchronous)
 
 
@@ -109,7 +109,7 @@ async def call_scheduler(client: Client, operation: str, **arguments: Any) -> An
 
 
 async def until_connected(client: Client) -> None:
-    """Return once a client is connected, perhaps again; raise `OSError` if it is closed."""
+    """Return once a client is connected or connected again; raise `OSError` if it is closed."""
     # Dask keeps trying to reach a dead scheduler long after another one has replaced it.
     while client.status in ("newly-created", "connecting"):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(_CONNECTING_S)
@@ -185,7 +185,7 @@ def connect_again_when(
 ) -> None:
     """Make a client that has lost its scheduler wait for a function before it connects again.
 
-    Dask's own attempts are further apart the longer they fail, and end after 30 seconds.
+    Dask's own attempts have growing pauses, and end after 30 seconds.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def connect_again_when(
             connected()
 
     client._ensure_connected = ensure_connected  # type: ignore[method-assign]
-    # Dask logs every error that ends this method, even that the client was closed.
+    # Dask logs every error that ends this method, even the one that says that the client was closed.
     client._reconnect = partial(inspect.unwrap(Client._reconnect), client)  # type: ignore[method-assign]
 
 
@@ -218,11 +218,11 @@ def scheduler_id(client: Client) -> str | None:
 class WorkerOutcome(enum.Enum):
     """The action of a worker that has lost its scheduler."""
 
-    #: It is registered again.
+    #: The worker registers again.
     STAYS = enum.auto()
-    #: It closes, and its nanny, if it has one, starts another.
+    #: The worker closes, and its nanny, if it has one, starts a new one.
     RESTARTS = enum.auto()
-    #: It closes, and so does its nanny, as without daskserve.
+    #: The worker and its nanny close, as without daskserve.
     CLOSES = enum.auto()
 
 
@@ -239,7 +239,7 @@ def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Worker
     ) -> str | None:
         nonlocal is_surviving
         if is_surviving and reason == _IS_UNKNOWN:
-            return None  # a heartbeat of before the loss has reached the next scheduler
+            return None  # a heartbeat from before the loss has reached the next scheduler
         is_lost = reason == _STREAM_BROKE and is_present(worker) and sys.exception() is None
         if is_lost and not is_surviving:
             is_surviving = True
@@ -253,7 +253,7 @@ def answer_lost_scheduler(worker: Worker, survive: Callable[[], Awaitable[Worker
             if fate is WorkerOutcome.STAYS:
                 return None
             if fate is WorkerOutcome.RESTARTS:
-                executor_wait = nanny = False  # what runs in its threads may run for long
+                executor_wait = nanny = False  # code in its threads may run for a long time
         return await original(timeout, executor_wait, nanny, reason)
 
     worker.close = close  # type: ignore[method-assign]
@@ -291,7 +291,7 @@ async def register_again(worker: Worker) -> None:
     worker.batched_stream = BatchedSend(interval="2ms", loop=worker.loop)
     await worker._register_with_scheduler()
     for extension in worker.extensions.values():
-        # The registration has collected measurements, which the first heartbeat expects to be sent.
+        # The registration has started a measurement that the first heartbeat must not count.
         if hasattr(extension, "heartbeat"):
             extension.heartbeat()
 
@@ -389,7 +389,7 @@ def restore_method(scheduler: Scheduler, name: str, original: Callable[..., Any]
 
 
 def answer_signal(scheduler: Scheduler, leave: Callable[[], None]) -> None:
-    """Call a function before a scheduler closes because of a signal, and not because a client wants it."""
+    """Call a function before a scheduler closes because of a signal, but not if a client closes it."""
     original = scheduler.close
 
     async def close(timeout: float | None = None, reason: str = "unknown") -> None:
@@ -424,7 +424,7 @@ def has_listeners(scheduler: Scheduler, topic: str) -> bool:
 
 def publish(scheduler: Scheduler, topic: str, message: Mapping[str, Any]) -> None:
     """Send plain values to the listeners of a topic, except those whose connection is closed."""
-    # Dask logs an error with a traceback for each of them, and keeps them in case they connect again.
+    # Dask keeps closed clients in case they connect again, and logs an error with a traceback for each.
     listeners = scheduler._broker._topics[topic].subscribers
     comms = scheduler.client_comms
     closed = {client for client in listeners if client in comms and comms[client].closed()}

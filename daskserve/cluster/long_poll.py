@@ -52,7 +52,7 @@ class LongPollHost:
         self._counter = 0
         self._values: dict[str, tuple[int, Any]] = {}
         self._changed = asyncio.Event()
-        #: How many `listen_for_change` wait.
+        #: Number of `listen_for_change` calls that wait.
         self.waiting = 0
 
     @property
@@ -146,7 +146,7 @@ class LongPollClient:
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         #: Time since which fetches have failed; None if the last one succeeded, or before the first one.
         self.silent_since: float | None = None
-        # Metrics.
+        # For the metrics: when the newest change was published.
         self._published_at: float | None = None
         self._delays = LatencyHistogram()
         self._fetches = self._fetch_failures = 0
@@ -227,7 +227,7 @@ class LongPollClient:
 
     def refresh(self) -> None:
         """Fetch all values, because messages may have been missed."""
-        self.silent_since = None  # from a scheduler that has returned, and starts a controller only now
+        self.silent_since = None  # a scheduler that has restarted starts a controller only now
         self._fetch_all()
 
     def _fetch_all(self) -> None:
@@ -308,7 +308,7 @@ class LongPollClient:
 
     async def _keep_fetching(self) -> None:
         delay_s = 0.01
-        # Checked in addition, in case a call in progress turns the cancellation into another error.
+        # Not only cancelled: a call in progress may turn the cancellation into another error.
         while not self._is_stopped:
             try:
                 await self._clock.wait_for(self._fetch_wanted.wait(), SILENCE_S)
@@ -321,7 +321,7 @@ class LongPollClient:
                 delay_s = 0.01
                 self.silent_since = None
             except (ServeError, OSError, TimeoutError) as error:
-                # The controller is busy or being replaced; the known values remain in use.
+                # The controller is busy or being replaced. Keep using the known values.
                 level = logging.DEBUG if isinstance(error, NotRunningError) else logging.INFO
                 self._fetch_failures += 1
                 if self.silent_since is None:
@@ -346,7 +346,7 @@ class LongPollClient:
         missed = snapshot_id[0] != self._seen[0] or snapshot_id[1] > self._seen[1]
         unfetched = set(self._watchers) - set(keys)
         if missed and unfetched:
-            # The answer is newer than the known values of the other keys: fetch all from one snapshot.
+            # The answer is newer than the known values of the other keys, so fetch all from one snapshot.
             self._fetch_all()
             return
         self._wanted.difference_update(keys)

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from daskserve.cluster.channel.wire.segments import HAS_SEGMENTS, Mapping, MemorySegment
 from daskserve.payload.parcels import Parcel
 
-#: Where a process holds shared memory: its number, and the segment's key, descriptor and inode.
+#: Where a process holds shared memory: its process id, and the segment's key, descriptor and inode.
 Place = tuple[int, int, int, int]
 #: Calls a verb of the supervisor with plain values.
 AskSupervisor = Callable[..., Awaitable[Any]]
@@ -35,7 +35,7 @@ class ParcelMemory:
 
     @classmethod
     def opened(cls, place: Sequence[int], digest: str) -> Self | None:
-        """Return the content that another process of this machine holds; None if it is another machine's."""
+        """Return the content that a process holds; None if the process is on another machine."""
         if not HAS_SEGMENTS:
             return None
         try:
@@ -78,7 +78,7 @@ class ParcelMemory:
 
     @property
     def place(self) -> Place | None:
-        """Where other processes of this machine find the content."""
+        """The place at which other processes of this machine can map the content."""
         mapping = self.mapping
         if mapping is None:
             return None
@@ -90,12 +90,12 @@ class ParcelCarrier:
 
     def __init__(self, ask: AskSupervisor) -> None:
         self._ask = ask
-        #: What replicas of this process use, so that the next one need not fetch it again.
+        #: The parcels that replicas of this process use, so that the next replica need not fetch them again.
         self._mappings: WeakValueDictionary[str, Mapping] = WeakValueDictionary()
         self._lock = asyncio.Lock()
 
     async def send(self, parcel: Parcel, parts: Sequence[Any]) -> None:
-        """Give the supervisor a parcel, if it does not have it."""
+        """Send a parcel to the supervisor, unless the supervisor already has it."""
         digest, size_bytes = parcel.digest, parcel.size_bytes
         if await self._ask("offer_parcel", digest=digest, place=None):
             return
@@ -108,7 +108,7 @@ class ParcelCarrier:
             await self._ask("add_to_parcel", digest=digest, size_bytes=size_bytes, at=at, piece=piece)
 
     async def fetch(self, code: str, parcel: Parcel) -> list[memoryview]:
-        """Return the parts of the parcel of some code, by the code's name."""
+        """Return the parts of the parcel with some code, given the code's name."""
         async with self._lock:
             known = self._mappings.get(parcel.digest)
             if known is not None:

@@ -1,18 +1,18 @@
 """Reserves the resources of replicas in Dask's scheduler, so that tasks go to other workers.
 
 Problem: Dask reserves nothing for actors. Its scheduler gives as many tasks to a worker whose threads and GPU
-belong to a replica as to an idle one. Choice: the scheduler counts less of the worker than it has:
+belong to a replica as to an idle one. Choice: the scheduler counts only a part of each worker:
 
 - its declared resources, without those of the replicas: a task that asks for more waits, or goes elsewhere;
 - its threads, without those of the replicas, but at least one, which Dask's own arithmetic needs;
 - a worker without a thread left stands aside: it gets the tasks that only it may run, and all others only
-  while every running worker stands aside.
+  while every running worker is set aside.
 
-The last one needs three decisions of the scheduler, which are replaced while instances run. Nothing changes
-in the workers, so a worker that rejoins, or another scheduler, starts with all of the worker's resources. In
-the other direction, controllers are notified of the declared resources that tasks hold, and do not place
-replicas on them. A replica that waits for such a resource claims it. Further tasks do not get the resource,
-and tasks that wait for it at the worker move to other workers.
+For the last point, three decisions of the scheduler are replaced while instances run. Nothing changes in the
+workers, so a worker that rejoins, or another scheduler, starts with all of the worker's resources. In the
+other direction, controllers are notified of the declared resources that tasks hold, and do not place replicas
+on them. A replica that waits for such a resource claims it. Further tasks do not get the resource, and tasks
+that wait for it at the worker move to other workers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
 CPU = "CPU"
 #: Tolerance for rounding errors of sums.
 TOLERANCE = 1e-9
-#: Added to the estimated start time of a task on a worker that stands aside, in seconds.
+#: Added to the estimated start time of a task on a worker that is set aside, in seconds.
 ASIDE_S = 1e9
 #: How long changes of the resources that tasks hold are collected before an announcement, in seconds.
 GATHER_S = 0.1
@@ -104,7 +104,7 @@ def _total(amounts: Iterable[Amounts]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Changed:
-    """A worker whose resources the scheduler counts only in part."""
+    """A worker of whose resources the scheduler counts only a part."""
 
     worker: WorkerState
     declared: Offer
@@ -114,7 +114,7 @@ class _Changed:
 
 
 class ReservedResources(SchedulerPlugin):
-    """See the module. It is part of the scheduler from `install` until `uninstall`.
+    """Reserves the resources of replicas in the scheduler, from `install` until `uninstall`.
 
     Parameters
     ----------
@@ -131,10 +131,10 @@ class ReservedResources(SchedulerPlugin):
         self._announce = announce
         self._reports: dict[InstanceName, UsageReport] = {}
         self._changed: dict[WorkerAddress, _Changed] = {}
-        #: The workers that get no tasks; empty if all of them stand aside.
+        #: The workers that get no tasks; empty if all of them are set aside.
         self._aside: frozenset[WorkerState] = frozenset()
         self._originals: dict[str, Callable[..., Any]] = {}
-        #: The last announced amounts that tasks hold.
+        #: The amounts that tasks hold on each worker, as last announced.
         self._announced: dict[WorkerAddress, Amounts] = {}
         self._announcing: asyncio.TimerHandle | None = None
 
@@ -160,7 +160,7 @@ class ReservedResources(SchedulerPlugin):
             self._announcing.cancel()
 
     def reserve(self, instance: InstanceName, report: UsageReport) -> None:
-        """Set what the replicas of an instance occupy and claim on each worker."""
+        """Set the resources that an instance's replicas occupy and claim on each worker."""
         before = self._reports.get(instance, UsageReport())
         self._reports[instance] = report
         if (before.occupied, before.claimed) != (report.occupied, report.claimed):
@@ -177,7 +177,7 @@ class ReservedResources(SchedulerPlugin):
         if changed is None or changed.worker is not worker:
             return Offer(worker.nthreads, dict(worker.resources))
         if dict(worker.resources) != changed.left.resources:
-            # `Worker.set_resources` has declared others.
+            # `Worker.set_resources` has declared different resources.
             changed.declared = Offer(changed.declared.threads, dict(worker.resources))
         return changed.declared
 
@@ -186,7 +186,7 @@ class ReservedResources(SchedulerPlugin):
         if not worker.resources:
             return {}
         taken: dict[str, float] = {}
-        # Not `used_resources`: Dask does not count in it that a task has moved to another worker.
+        # Not `used_resources`, which Dask does not update when a task moves to another worker.
         for task in worker.processing:
             for name, amount in (task.resource_restrictions or {}).items():
                 taken[name] = taken.get(name, 0.0) + amount
@@ -198,7 +198,7 @@ class ReservedResources(SchedulerPlugin):
     # ---- Dask's events
 
     def add_worker(self, scheduler: Scheduler, worker: WorkerAddress) -> None:
-        """Reserve the resources of a worker that joins; it may have been here before."""
+        """Reserve the resources of a worker that joins; it may be rejoining."""
         self._changed.pop(worker, None)
         self._apply([worker])
 
@@ -209,7 +209,7 @@ class ReservedResources(SchedulerPlugin):
         self._apply([])
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Decide again which workers stand aside, after one was paused or resumed."""
+        """Decide again which workers are set aside, after one was paused or resumed."""
         if isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
             # Dask logs the event before it updates its state of the worker.
             asyncio.get_running_loop().call_soon(self._apply, ())
@@ -235,7 +235,7 @@ class ReservedResources(SchedulerPlugin):
     # ---- the scheduler's counts
 
     def _apply(self, workers: Sequence[WorkerAddress]) -> None:
-        """Update the scheduler's counts for some workers, and decide which ones stand aside."""
+        """Update the scheduler's counts for some workers, and decide which ones are set aside."""
         scheduler = self._scheduler
         changed = []
         for address in dict.fromkeys(workers):
@@ -306,17 +306,17 @@ class ReservedResources(SchedulerPlugin):
             if others:
                 best = min(others, key=lambda each: len(each.processing) + counts[each])
                 counts[best] += 1
-                # As if the other worker had no tasks. A running task stays.
+                # Estimated as if the other worker had no tasks. A running task is not moved.
                 self._scheduler.extensions["stealing"].move_task_request(task, worker, best)
 
     # ---- the scheduler's decisions
 
     def check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
-        """Note whether a worker may get tasks from the scheduler's queue, or from other workers."""
+        """Record whether a worker may get tasks from the scheduler's queue, or from other workers."""
         self._originals["check_idle_saturated"](ws, occ)
         if ws in self._aside:
             self._scheduler.idle_task_count.discard(ws)
-            if not self._scheduler.validate:  # which requires that a worker without tasks is among them
+            if not self._scheduler.validate:  # validation requires that workers without tasks are idle
                 self._scheduler.idle.pop(ws.address, None)
 
     def valid_workers(self, ts: Any) -> set[WorkerState] | None:

@@ -1,9 +1,9 @@
 """The routes from one process to the workers, for one instance.
 
 Problem: two workers may reach the scheduler but not each other, and an unanswered dial takes seconds.
-Requests must not wait for it if another replica can take them. Choice: a worker whose connection was lost, or
-that did not answer the first dial at once, is set aside. A background task dials it again, with growing
-pauses. Routers are notified when that succeeds, and whether the route leads through the scheduler.
+Requests must not wait for a dial if another replica can take them. Choice: a worker whose connection was
+lost, or that did not answer the first dial at once, is set aside. A background task dials it again, with
+growing pauses. Routers are notified when that succeeds, and whether the route leads through the scheduler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NoteRoute = Callable[[WorkerAddress, Reachability], object]
 
 
 class WorkerRoutes:
-    """See the module."""
+    """The routes from one process to the workers; see the module."""
 
     def __init__(self, channels: ChannelPool, clock: Clock) -> None:
         self._channels = channels

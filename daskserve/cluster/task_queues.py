@@ -29,7 +29,7 @@ from daskserve.errors import BadRequestError
 
 #: Import path of the class that keeps the tasks in a file.
 HOSTED = "daskserve.data.tasks.queues.hosted:HostedQueues"
-#: What SQLite adds to the name of a file for its log and its shared memory.
+#: Suffixes of the files of an SQLite database: none, its log, and its shared memory.
 SUFFIXES = ("", "-wal", "-shm")
 #: The calls that may add tasks.
 _ADDING = frozenset({"add", "write"})
@@ -49,14 +49,14 @@ class _Wait:
     """The consumers that wait for tasks of one queue."""
 
     def __init__(self) -> None:
-        #: One for each consumer, in the order of their arrival.
+        #: One future for each consumer, in the order of arrival.
         self.turns: deque[asyncio.Future[None]] = deque()
         self.has_changed = asyncio.Event()
         self.watch: asyncio.Future[None] | None = None
 
 
 class InstanceTaskQueues:
-    """The queues of one instance; nothing until the first `call`.
+    """The queues of one instance, opened by the first `call`.
 
     Parameters
     ----------
@@ -134,13 +134,13 @@ class InstanceTaskQueues:
             del self._waits[queue]
 
     async def close(self) -> None:
-        """Close the file; remove it if it has the tasks of an instance whose store is in memory."""
+        """Close the file; remove it if the instance's store is in memory."""
         for each in list(self._waits.values()):
             if each.watch is not None:
                 each.watch.cancel()
             for turn in each.turns:
                 if not turn.done():
-                    turn.set_result(None)  # the next call of the consumer gets the error
+                    turn.set_result(None)  # the consumer's next call gets the error
         await self._calls.stop(self._close)
 
     def _answer(self, method: str, arguments: Sequence[Any]) -> Any:
@@ -172,7 +172,7 @@ def file_of(url: str, instance: InstanceName, start_id: str) -> Path:
     """
     name = quote(instance, safe="")
     if is_in_memory(url):
-        # The start id cannot be guessed, so the file is this user's.
+        # The start id cannot be guessed, so no other user can have created the file.
         return Path(tempfile.gettempdir(), f"daskserve-{name}-{start_id}.tasks")
     scheme, _, path = url.partition("://")
     if scheme != "sqlite":

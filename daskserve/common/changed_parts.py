@@ -37,7 +37,7 @@ class ChangedParts:
         return bool(changed)
 
     def keep(self, names: Collection[str]) -> bool:
-        """Remove all other parts; return whether there were any."""
+        """Keep only these parts; return whether any were removed."""
         gone = [name for name in self._parts if name not in names]
         for name in gone:
             del self._parts[name]
@@ -47,7 +47,7 @@ class ChangedParts:
         return bool(gone)
 
     def since(self, number: int) -> tuple[bool, dict[str, str]]:
-        """Return whether these are all parts, and those that an update after ``number`` has changed."""
+        """Return whether the result has all parts, and the parts changed by updates after ``number``."""
         is_all = number < self._removed_at or number > self.number
         found = self._parts.items()
         return is_all, {name: text for name, (at, text) in found if is_all or at > number}

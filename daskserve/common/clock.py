@@ -62,7 +62,7 @@ class LoopClock:
 
 
 class OneLoopClock(LoopClock):
-    """The clock of one event loop. A reading takes an eighth of the time, which matters per request."""
+    """The clock of one event loop, which takes an eighth of the time of `LoopClock` for each reading."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ class RequestIds:
     """Generates unique UUIDs (version 4); any thread may use it.
 
     The first digits are random and fixed. The last digits are a counter times an odd number, modulo a power
-    of two, so that none repeats. This takes a fifth of the time of `uuid.uuid4`.
+    of two, so that no id repeats. This takes a fifth of the time of `uuid.uuid4`.
     """
 
     def __init__(self, rng: random.Random) -> None:

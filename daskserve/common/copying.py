@@ -37,8 +37,8 @@ def replace(record: T, **changes: Any) -> T:
 def _copy_of(kind: Any) -> Copy:
     """Return the function that copies instances of a class.
 
-    The attributes of a frozen instance can only be set by one call for each, which takes most of the time of
-    a copy. So a copy begins as an instance of a class with the same slots that is not frozen. The function is
+    Setting the attributes of a frozen instance needs one call for each, which takes most of the time of a
+    copy. So a copy begins as an instance of a class with the same slots that is not frozen. The function is
     written out, because a statement for each attribute takes a fraction of the time of a loop.
     """
     names = [each.name for each in fields(kind)]
@@ -47,7 +47,7 @@ def _copy_of(kind: Any) -> Copy:
         twin().__class__ = kind
         is_plain = not hasattr(kind, "__post_init__")
     except TypeError:
-        is_plain = False  # there is more to an instance than these slots
+        is_plain = False  # instances have more state than these slots
     if not is_plain:
         return lambda record, changes: kind(**{**{name: getattr(record, name) for name in names}, **changes})
     assignments = "; ".join(f"found.{name} = record.{name}" for name in names)

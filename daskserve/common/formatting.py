@@ -89,7 +89,7 @@ def capitalized(text: str) -> str:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """Return a number with a noun, and perhaps its verb, in the singular or the plural.
+    """Return a number with a noun, and optionally a verb, in the singular or the plural.
 
     Examples
     --------

@@ -29,7 +29,7 @@ class Timeouts:
     proxy_s: float = 60.0
     #: Time within which the Dask scheduler must answer.
     connect_s: float = 5.0
-    #: How long an instance outlives a creator that has vanished, unless the instance is detached.
+    #: How long an instance outlives a program that started it and crashed, unless the instance is detached.
     grace_s: float = 5.0
 
 
@@ -39,10 +39,10 @@ class LocalClusterSize:
 
     #: Number of worker processes.
     n_workers: int = 2
-    #: Number of threads of each.
+    #: Number of threads per worker process.
     threads_per_worker: int = 4
-    #: Whether to slow down or switch off Dask's own periodic work there, such as its profiler, unless you
-    #: have set Dask's options.
+    #: Whether to slow down or switch off Dask's own periodic work in this cluster, such as its profiler,
+    #: unless you have set Dask's options.
     quiet_dask: bool = True
 
 
@@ -67,7 +67,7 @@ class ProcessSettings:
     #: Whether a separate thread calls the handlers of ``logging`` in a worker's process, so that a slow
     #: handler delays no request.
     log_thread: bool = True
-    #: The folder of virtual environments and unpacked files that backends request with ``env``. You may
+    #: The folder of virtual environments and unpacked files that deployments request with ``env``. You may
     #: delete its contents while nothing runs.
     environments_folder: str = "~/.cache/daskserve"
     #: Days after which an environment that no replica has used is deleted, when another one is made; None
@@ -123,8 +123,8 @@ class SchedulerSettings:
 class ErrorSettings:
     """How errors are shown to the programs that get them."""
 
-    #: Whether the tracebacks of errors have the frames of daskserve, too, which a report of a mistake in
-    #: daskserve needs. Those of the user's code are always there.
+    #: Whether tracebacks of errors include the frames of daskserve, which a bug report about daskserve needs.
+    #: Frames of user code are always included.
     full_tracebacks: bool = False
     #: Address of the site with this documentation, as ``make docs`` builds it: errors then end with the
     #: address of their section. ``daskserve docs`` shows sections without a site.
@@ -152,7 +152,7 @@ class ChannelSettings:
     """Settings of the connections from programs and workers to the workers."""
 
     #: ``direct``: connect to each worker. ``scheduler``: programs send everything through the scheduler's
-    #: connection. ``auto``: use the scheduler for workers that cannot be reached directly. Workers take
+    #: connection. ``auto``: use the scheduler for workers that cannot be reached directly. Workers treat
     #: ``scheduler`` as ``auto``.
     route: str = "auto"
     #: Timeout of a direct connection to a worker, in seconds.
@@ -168,15 +168,15 @@ class ChannelSettings:
 class RoutingSettings:
     """How processes that send requests choose replicas."""
 
-    #: How long a request waits for a free slot of a replica that has its multiplexed model while others have
-    #: one, in seconds; then any replica loads the model.
+    #: How long a request waits for a free slot of a replica that has its multiplexed model while other
+    #: replicas have free slots, in seconds; after that, any replica loads the model.
     model_matching_timeout_s: float = 1.0
 
 
 #: Limit of ``retry_direct_s`` between workers, which reach each other directly unless the network is broken.
 WORKER_RETRY_S = 30.0
 
-#: In a child process: settings of its worker.
+#: In a child process: the settings of its worker.
 given_process: ContextVar[ProcessSettings | None] = ContextVar("daskserve_given_process", default=None)
 given_metrics: ContextVar[MetricsSettings | None] = ContextVar("daskserve_given_metrics", default=None)
 

@@ -21,7 +21,7 @@ def strict_json(value: Any) -> str:
     '{"loss": "nan", "(1, 2)": "{3}"}'
     """
     try:
-        # Without a default for other objects, which would take ten times as long.
+        # No default function for other objects, because encoding would take ten times as long.
         return _ENCODER.encode(value)
     except (ValueError, TypeError, RecursionError):
         return _ENCODER.encode(_plain(value, ()))
@@ -39,7 +39,7 @@ def _plain(value: Any, around: tuple[int, ...]) -> Any:
                 return {_key(key): _plain(each, inside) for key, each in tuple(value.items())}
             if isinstance(value, (list, tuple)):
                 return [_plain(each, inside) for each in value]
-    except Exception:  # of user code, or a value that another thread changes
+    except Exception:  # user code may raise, or another thread may change the value
         pass
     return _shown(value)
 
@@ -62,6 +62,6 @@ def _is_encodable(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         found = repr(value)
-    except Exception as error:  # of user code
+    except Exception as error:  # user code may raise anything
         return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
     return found if len(found) <= MAX_SHOWN else f"{found[:MAX_SHOWN]}..."

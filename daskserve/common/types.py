@@ -37,10 +37,10 @@ async def nothing_to_receive() -> Message:
 
 
 class _Done(tuple[()]):
-    """An awaitable that returns None at once. It has no state, so one object serves all callers."""
+    """An awaitable that returns None at once. It has no state, so one object is enough for all callers."""
 
     __slots__ = ()
-    __await__ = tuple.__iter__  # implemented in C; stops at once
+    __await__ = tuple.__iter__  # implemented in C; ends at once
 
 
 #: A message type that is not part of ASGI: a complete response with ``status``, ``headers`` and ``body``. The
@@ -56,7 +56,7 @@ DONE: Awaitable[None] = cast(Awaitable[None], _Done())
 
 
 class OpenSocket(Protocol):
-    """An open WebSocket without anything between user code and the connection. Used on one event loop."""
+    """An open WebSocket whose connection user code uses directly, on one event loop."""
 
     def receive(self) -> Awaitable[Message]:
         """Return the client's next message; after the end, every call returns the disconnect."""
@@ -80,7 +80,7 @@ class SocketPlace(Protocol):
         """Call a function on `loop`, from any thread."""
 
     def expect_socket(self) -> None:
-        """Expect the socket: after the accept, nothing more may be sent the usual way."""
+        """Expect the socket: after the accept, nothing more may be sent through the pipe."""
 
     def take_socket(self, socket: OpenSocket) -> None:
         """Take the open socket; called once, on `loop`, after `expect_socket`."""
@@ -209,7 +209,7 @@ class ReplicaRank:
     local_rank: int
 
 
-#: The three numbers of a `ReplicaRank`, and how many replicas are wanted, as they travel to a replica.
+#: The three numbers of a `ReplicaRank` and the target number of replicas, as sent to a replica.
 RankInfo: TypeAlias = tuple[int, int, int, int]
 
 
@@ -232,7 +232,7 @@ EVERY_ADDRESS: Final = frozenset(("", "0.0.0.0", "::", "[::]"))
 
 
 class Reachability(enum.StrEnum):
-    """How a process reaches a worker: through the scheduler if they do not reach each other directly."""
+    """How a process reaches a worker: directly, or through the scheduler, or not at all."""
 
     DIRECT = "direct"
     SCHEDULER = "scheduler"
@@ -287,11 +287,11 @@ class WorkerInfo:
     is_head: bool = False
     #: The worker is being retired; its actors must move.
     is_retiring: bool = False
-    #: Whether its process has not answered the supervisor lately.
+    #: Whether the worker's process has not answered the supervisor recently.
     is_suspect: bool = False
     #: The worker is kept for the controller and the proxies.
     is_system: bool = False
-    #: The amounts of its resources that Dask's tasks hold.
+    #: The amounts of the worker's resources that Dask tasks hold.
     taken_by_tasks: Mapping[str, float] = field(default_factory=dict)
 
     def matches(self, names: Collection[str]) -> bool:
@@ -302,9 +302,9 @@ class WorkerInfo:
 class RetirementStatus(enum.StrEnum):
     """The state of a worker that retires after SIGTERM."""
 
-    #: Ask again.
+    #: The actors are still moving; ask again.
     MOVING = "moving"
-    #: Nothing of daskserve is left on the worker, nor data that only it has.
+    #: The worker has no actors left, and no data that only it has.
     MOVED = "moved"
     #: Its actors could not move in time, so the worker completes their requests.
     STAYED = "stayed"
@@ -407,11 +407,13 @@ class QueueTimeout:
 
 
 #: How a router's process handles the bodies of HTTP requests to a backend. ``"gather"``: a request is sent
-#: once its whole body has arrived, and takes no slot before, because its callable is plain and cannot wait.
-#: ``"drop"``: the same, but nothing is kept, as it cannot read it. ``"stream"``: parts are passed on at once.
+#: once its whole body has arrived, and takes no slot until then, because a plain callable cannot wait for the
+#: body. ``"drop"``: the same, but the body is discarded, because the callable cannot read it. ``"stream"``:
+#: parts are passed on at once.
 BodyUse: TypeAlias = Literal["gather", "drop", "stream"]
 
-#: The `Envelope.has_body` of a request whose client waits to be asked for it (``Expect: 100-continue``).
+#: The `Envelope.has_body` of a request whose client sends the body only on request (``Expect:
+#: 100-continue``).
 ON_DEMAND: Final = 2
 
 
@@ -424,8 +426,8 @@ class Envelope:
     empty body. If it is `ON_DEMAND`, the caller's ``receive`` is called only once user code reads. Without
     ``queue_timeout``, a full replica refuses the request at once. In a WebSocket that ``is_direct``, nothing
     between the server and a replica in its process needs to see the messages. ``note_turn`` is called, from
-    any thread, with the seconds that user code took for each message of a WebSocket. Both stay in this
-    process.
+    any thread, with the seconds that user code took for each message of a WebSocket. ``is_direct`` and
+    ``note_turn`` stay in this process.
     """
 
     kind: EnvelopeKind
@@ -438,9 +440,9 @@ class Envelope:
     note_turn: Callable[[float], object] | None = None
     #: The call that the answer is for; stays in this process.
     call: MayLeaveAnswer | None = None
-    #: Returns whether the caller has a part of the HTTP response; stays in this process, too.
+    #: Returns whether the caller has a part of the HTTP response; also stays in this process.
     has_started: Callable[[], bool] = bool
-    #: Its model, the state of its routing, and its `ValuePlaces`; they stay in this process, too.
+    #: The request's model, routing state and `ValuePlaces`. They also stay in this process.
     model_id: str = ""
     routed: Any = None
     places: Any = None
@@ -486,7 +488,7 @@ class ActorRequest(Protocol):
         """
 
     def respond(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Carry the request to its end in the present task; to cancel the task cancels the request."""
+        """Respond to the request in the present task; cancelling the task cancels the request."""
 
 
 #: Called once at the end of a request that was started, with the answer, if there is one, and the actor's

@@ -1,4 +1,4 @@
-"""Where the values are that a call refers to without sending them."""
+"""The places of values that a call refers to without sending them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of a configuration file: all faults and warnings, each at its place."""
+"""The checks of a configuration file: all errors and warnings, each with its place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def known_names(model: type[Options]) -> list[str]:
     return [name for name in names_of(model) if name not in INTERNAL]
 
 
-#: The names that an override may have.
+#: The option names that a deployment override may have.
 DEPLOYMENT_NAMES: Sequence[str] = ("name", *known_names(BackendConfig), *OTHER_NAMES)
 
 
@@ -150,7 +150,7 @@ class Checks:
         theirs: Mapping[str, RayKey],
         path: Path,
     ) -> None:
-        """Check the options under a key, and remove from ``found`` those that are not read."""
+        """Check the options under a key, and remove from ``found`` those that daskserve does not read."""
         where, options = (*path, name), found.pop(name, None)
         if options is not None and self._is_mapping(options, where, name):
             options = without_nulls(model, self._known(options, where, known_names(model), theirs, name))
@@ -248,7 +248,7 @@ class Checks:
         self._rays_policy({"policy": value}, path[:-1])
 
     def _rays_policy(self, config: Any, path: Path) -> None:
-        """Report a policy of Ray Serve itself, except its default policy."""
+        """Report a policy from Ray Serve's own modules, except its default policy."""
         policy = config.get("policy") if isinstance(config, Mapping) else None
         name = policy.get("policy_function", policy.get("name")) if isinstance(policy, Mapping) else policy
         if isinstance(name, str) and name.startswith("ray.") and name not in RAY_DEFAULT_POLICIES:
@@ -272,7 +272,7 @@ class Checks:
         return found if env is None else {**found, "runtime_env": env}
 
     def _replace_env(self, found: dict[str, Any], path: Path) -> None:
-        """Check an environment, under either of its names, and replace it by the options that are read."""
+        """Check an environment under either of its keys; replace it with the options that daskserve reads."""
         env = self._env(found, path)
         for name in ENV_NAMES:
             found.pop(name, None)
@@ -280,7 +280,7 @@ class Checks:
             found["env"] = env
 
     def _env(self, values: Mapping[str, Any], path: Path) -> Any:
-        """Check an environment and return the options that are read; None without one."""
+        """Check an environment and return the options that daskserve reads; None if there is none."""
         given = [name for name in ENV_NAMES if values.get(name) not in (None, {})]
         if not given:
             return None
@@ -294,12 +294,12 @@ class Checks:
         found = self._known(value, where, known_names(Environment), ray_keys.ENVIRONMENT, given[-1])
         options = dict(found)
         for name in ("packages", "pip", "uv"):
-            # The file would be read where the application is built.
+            # The file would be read on the worker that builds the application.
             if isinstance(file := found.get(name), str) and not has_references(options.pop(name)):
                 self._fault((*where, name), f"{name} must be a list of requirements, got the file {file!r}")
         self._options(Environment, options, where)
         if given[-1] != ENV_NAMES[0]:
-            for inside, _ in references_in(found):  # which have the other name from here on
+            for inside, _ in references_in(found):  # the key has been renamed
                 self._document.put((*path, ENV_NAMES[0], *inside), self._document.at((*where, *inside)))
         folder = found.get("working_dir")
         if isinstance(folder, str) and not has_references(folder) and "://" not in folder:
@@ -327,7 +327,7 @@ class Checks:
 
         self._each(actors, (*path, "deployment_actors"), one, "deployment_actors")
 
-    # ---- what all parts use
+    # ---- used by all parts
 
     def _each(self, value: Any, path: Path, check: Callable[[Any, Path], Any], what: str) -> list[Any]:
         if not isinstance(value, list):

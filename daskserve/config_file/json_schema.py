@@ -28,7 +28,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _REFERENCE: Mapping[str, Any] = {"type": "string", "pattern": r"\$\{"}
 _NAME: Mapping[str, Any] = {"type": "string", "minLength": 1}
-#: Keywords for people only.
+#: Keywords without effect on validation.
 _NOTES = frozenset({"description", "default", "deprecated"})
 
 
@@ -132,7 +132,7 @@ def _inlined(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _clean(value: Any) -> Any:
-    """Return a part of a schema without links, that accepts references for numbers and bools."""
+    """Return a part of a schema that also accepts references for numbers and bools, without links."""
     if isinstance(value, list):
         return [_clean(each) for each in value]
     if not isinstance(value, Mapping):
@@ -161,5 +161,5 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _noted(value: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return another schema with the notes of this one."""
+    """Return another schema with this schema's description and other annotations."""
     return {**{key: each for key, each in value.items() if key in _NOTES}, **other}

@@ -1,7 +1,7 @@
 """JSON as plain values with their places.
 
-JSON is not read as YAML: YAML 1.1 takes ``1e5`` for text, refuses tabs, and splits an escaped character
-beyond 16 bits in two.
+JSON is not parsed as YAML, because YAML 1.1 reads ``1e5`` as text, refuses tabs, and splits an escaped
+character beyond 16 bits in two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def parse_json(text: str, faults: Faults) -> Document:
-    """Return the document of a text; note its faults."""
+    """Return the document of a text; record its errors."""
     reading = _Reading(text, faults)
     try:
         value, end = reading.value(reading.skipped(0), (0,), None)
@@ -57,7 +57,7 @@ class _Reading:
             found: tuple[Any, int] = self._decoder.raw_decode(self._text, index)
         except json.JSONDecodeError:
             raise
-        except ValueError:  # Python reads no integer of more than 4,300 digits
+        except ValueError:  # Python does not parse integers of more than 4,300 digits
             raise self._error("This number has too many digits", index) from None
         return found
 

@@ -11,7 +11,7 @@ from daskserve.options.fields.base import WHOLE_NUMBERS
 
 
 def excess(applications: Iterable[Any]) -> str:
-    """Return which limit a configuration exceeds, and the remedy; empty if none."""
+    """Return which limit a configuration exceeds, and the remedy; empty if it exceeds none."""
     known, most = list(applications), settings.controller()
     lists = [each.get("deployments") for each in known if isinstance(each, Mapping)]
     deployments = sum(len(each) for each in lists if isinstance(each, list))

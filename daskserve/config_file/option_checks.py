@@ -13,7 +13,7 @@ from daskserve.config_file.places import Path
 from daskserve.config_file.references import has_references
 from daskserve.options.fields.base import Options, names_of, spellings_of
 
-#: How much of a wrong value a fault shows.
+#: Maximum number of characters of an invalid value in an error.
 SHOWN = 60
 _NOTHING: Any = object()
 _ALL_OPTIONS = re.compile(r"; \w+\.model_fields has all\.?$")
@@ -26,8 +26,8 @@ def faults_of(
 
     Pydantic does not compare the values of a model with each other while one of them is invalid. So values
     with faults are removed, and the others are validated again. Values with references to variables are not
-    known yet: they are left out, and that they are missing is no fault. A model of the options as they are
-    written (``are_written``) has them.
+    known yet, so they are removed, and do not count as missing. With ``are_written``, they are kept, because
+    the model describes options as written in the file.
     """
     unknown: set[Path] = set()
     left = dict(values) if are_written else _known(model, values, (), unknown)
@@ -61,7 +61,7 @@ def text_of(error: ValidationError) -> str:
 
 
 def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those that are null but have no null value: they count as not given."""
+    """Return options without nulls where null is not a valid value; these count as not given."""
     spellings = spellings_of(model)
 
     def cannot_be(name: str) -> bool:
@@ -74,7 +74,7 @@ def without_nulls(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a question with the most similar known name; empty if none is similar."""
+    """Return a "did you mean" question with the most similar known name; empty if no name is similar."""
     similar = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
@@ -106,13 +106,13 @@ def _place_and_text(error: Any) -> tuple[tuple[int | str, ...], str]:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as a fault shows it."""
+    """Return a value as an error shows it, shortened."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text: str) -> list[Path]:
-    """Return the paths of the given values that an error is about, by its place and its text."""
+    """Return the paths of the given values that an error is about, found by its location and its text."""
     path: Path = ()
     for each in loc:
         name = each if path else _spelling(model, values, each)
@@ -121,7 +121,7 @@ def _given(model: type[BaseModel], values: Any, loc: tuple[int | str, ...], text
             break
         values, path = inside, (*path, name)
     if isinstance(values, Mapping) and len(path) >= len(loc):
-        # A fault of several values together is shown at the first one that it names.
+        # An error about several values is shown at the first value that it names.
         named = sorted((found.start(), name) for name in values if (found := _word(name).search(text)))
         if named:
             return [(*path, name) for _, name in named]
@@ -140,7 +140,7 @@ def _word(name: Any) -> re.Pattern[str]:
 
 
 def names(text: str, path: Path) -> bool:
-    """Return whether the text of a fault names the option that it is about."""
+    """Return whether an error's text names the option that it is about."""
     return not path or _word(path[-1]).search(text) is not None
 
 
@@ -155,7 +155,7 @@ def _spelling(model: type[BaseModel], values: Any, name: int | str) -> int | str
 
 
 def _remove(values: Any, path: Path) -> None:
-    """Remove the last key of a path that is in a mapping, from that mapping."""
+    """Remove the innermost value on a path that is an item of a mapping."""
     holder, key = values, None
     for index, each in enumerate(path):
         if not isinstance(values, dict):

@@ -45,11 +45,11 @@ class Faults:
     warnings: dict[tuple[Place, str], None] = field(default_factory=dict)
 
     def add(self, place: Place, text: str) -> None:
-        """Note a fault."""
+        """Add a fault."""
         self.found[place, " ".join(text.split())] = None
 
     def warn(self, place: Place, text: str) -> None:
-        """Note a warning."""
+        """Add a warning."""
         self.warnings[place, " ".join(text.split())] = None
 
     def lines(self, kind: Mapping[tuple[Place, str], None]) -> list[str]:
@@ -77,20 +77,20 @@ class Document:
     _keys: dict[Path, Place] = field(default_factory=dict)
 
     def put(self, path: Path, place: Place, key: Place | None = None) -> None:
-        """Note where a value is, and where its key is."""
+        """Record the places of a value and of its key."""
         self._places[path] = place
         if key is not None:
             self._keys[path] = key
 
     def at(self, path: Sequence[str | int]) -> Place:
-        """Return the place of a value, or of the innermost value around it that is in the text."""
+        """Return the place of a value, or of the innermost enclosing value that is in the text."""
         found = tuple(path)
         while found and found not in self._places:
             found = found[:-1]
         return self._places.get(found, Place(1, 1))
 
     def key_at(self, path: Sequence[str | int]) -> Place:
-        """Return the place of the key of a value, or what `at` returns if it has none."""
+        """Return the place of a value's key, or of the value if it has no key; see `at`."""
         found = self._keys.get(tuple(path))
         return self.at(path) if found is None else found
 

@@ -57,7 +57,7 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
     faults = Faults(name)
     document = _parsed(text.removeprefix("\ufeff"), faults)
     if too_many := excess(_applications(document)):
-        # First, because checking so many values takes long.
+        # Checked first, because checking too many values takes long.
         faults.add(Place(1, 1), too_many)
         faults.check()
     checks = Checks(document, faults)
@@ -81,7 +81,7 @@ def read(text: str, name: str = "serve.yaml") -> ReadFile:
 def checked(
     values: Mapping[str, Any], part: Literal["instance", "application", "deployment"]
 ) -> dict[str, Any]:
-    """Return the values of a file, or of a part of one, that are read.
+    """Return the values of a file, or of a part of it, that daskserve reads.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def checked(
 
 
 def in_force(config: ConfigT, variables: Mapping[str, str]) -> ConfigT:
-    """Return a configuration with the values of variables, as `resolved` does; these are checked, too.
+    """Return a configuration with the values of variables, like `resolved`; these values are also checked.
 
     Raises
     ------
@@ -131,14 +131,15 @@ def _parsed(text: str, faults: Faults) -> Document:
 def _join(
     values: dict[str, Any], part: Mapping[str, Any], path: tuple[int], document: Document, faults: Faults
 ) -> None:
-    """Add the values of one document of a file to those of the others."""
+    """Add the values of one document of a file to the values of the others."""
     has_list = document.has((*path, "applications"))
     for index, each in enumerate(part.get("applications", ())):
         where = (*path, "applications", index) if has_list else path
         references = places_of_references(each, where, document, faults.name)
         named = {"name": DEFAULT_APPLICATION, **each}  # applications are stored by name
         if has_list and part.get("logging_config"):
-            # The instance may run already; its deployments log by the file.
+            # The instance may already run, so the file's logging options are applied to its deployments
+            # instead.
             outer = {"logging_config": part["logging_config"]}
             references = {**places_of_references(outer, path, document, faults.name), **references}
             named["logging_config"] = {**part["logging_config"], **(each.get("logging_config") or {})}

@@ -18,7 +18,7 @@ from daskserve.errors import ConfigFileError
 _REFERENCE = re.compile(r"\$(?:(\$)(?=\{)|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?)")
 _WORDS: Mapping[str, bool] = {"true": True, "false": False}
-#: The options below which the value of a variable stays text: values of the user's own, and secrets.
+#: The options below which the value of a variable stays text: values for user code, and secrets.
 _TEXTS = frozenset({"args", "user_config", "init_args", "init_kwargs"}) | HIDING.keys()
 
 ConfigT = TypeVar("ConfigT", ApplicationConfig, InstanceConfig)
@@ -52,19 +52,19 @@ def not_references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]
 
 
 def has_references(value: Any) -> bool:
-    """Whether a value, or one in it, has references."""
+    """Whether a value contains references, at any depth."""
     return next(references_in(value), None) is not None
 
 
 def slashed(path: Path) -> str:
-    """Return a path as the text that names it in ``references``."""
+    """Return a path as text, as it is written in ``references``."""
     return "/".join(map(str, path))
 
 
 def resolved(config: ConfigT, variables: Mapping[str, str]) -> ConfigT:
     """Return a configuration with the values of variables in place of its references.
 
-    Applications in the configuration of an instance keep theirs.
+    Applications within an instance's configuration keep their references.
 
     Raises
     ------

@@ -24,11 +24,11 @@ _ERROR_END = " (at end of document)"
 
 
 def parse_toml(text: str, faults: Faults) -> Document:
-    """Return the document of a text; note its faults."""
+    """Return the document of a text; record its errors."""
     text = text.replace("\r\n", "\n")
     try:
         value = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a ValueError, too, for a number with too many digits
+    except (ValueError, RecursionError) as error:  # raises ValueError for a number with too many digits
         message = str(error)
         found = _ERROR_PLACE.search(message)
         lines = text.splitlines() or [""]

@@ -29,9 +29,9 @@ _SCALARS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def parse_yaml(text: str, faults: Faults) -> Document:
-    """Return the documents of a text; note its faults."""
+    """Return the documents of a text; record its errors."""
     building = _Building(faults)
-    # The loader in C, where libyaml is installed, is several times as fast.
+    # With libyaml, the loader in C is several times as fast.
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         nodes = list(yaml.compose_all(text, Loader=loader))
@@ -101,7 +101,7 @@ class _Building:
             if construct is not None:
                 return construct(self._constructor, node)
         except (ValueError, LookupError, yaml.YAMLError):
-            pass  # such as !!int of a text, or of no text
+            pass  # such as !!int with a text, or without one
         self._faults.add(
             place, f"{shortened(node.value)} cannot have the tag {_shown_tag(node.tag)}; leave the tag out"
         )
@@ -124,14 +124,14 @@ class _Building:
                 first[key_node.value] = place
                 found[key_node.value] = self.value(value_node, (*path, key_node.value), place)
         for name in merged.keys() & found.keys():
-            # Merging has noted the places of values that this mapping replaces.
+            # Merging has recorded the places of values that this mapping overrides.
             node_of = next(pair for pair in node.value if pair[0].value == name)
             self.document.put((*path, name), _place(node_of[1].start_mark), first[name])
         return {**merged, **found}
 
     def _merge(self, node: Any, path: Path, merged: dict[str, Any]) -> None:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for each in reversed(nodes):  # the first of a list wins
+        for each in reversed(nodes):  # the first mapping in a list takes precedence
             if not isinstance(each, yaml.MappingNode):
                 self._faults.add(_place(each.start_mark), "<<: takes a mapping, or a list of mappings")
                 continue

@@ -130,7 +130,7 @@ class ActionExecutor:
         """Begin an action on a proxy."""
         proxy = action.proxy
         if isinstance(action, StartProxy):
-            # By incarnation, because an older one may not have answered yet.
+            # The key is the incarnation, because an older one may not have answered yet.
             self._spawn("start proxy", str(proxy.incarnation), self._start_proxy(proxy), None)
         else:
             starting = self._tasks.get(("start proxy", str(proxy.incarnation)))
@@ -188,7 +188,7 @@ class ActionExecutor:
             # User code may raise anything; the pure part decides how to react.
             self._observed.failed[replica.tag] = error
         else:
-            # It runs with the config in its record, because it may have existed before this call.
+            # The replica runs with the config in its record, because it may have existed before this call.
             self._observed.ready[replica.tag] = dict(facts)
             if facts.get("rank_info"):
                 self._observed.rank_infos[replica.tag] = as_rank_info(facts["rank_info"])
@@ -302,7 +302,8 @@ class ActionExecutor:
         try:
             facts = await self._clock.wait_for(self._cluster.create(spec, address.worker), PROXY_START_S)
         except Exception as error:
-            # A port in use, a lost worker, or a middleware that raises. Callers that wait for HTTP get it.
+            # Causes include a port in use, a lost worker and a middleware that raises. Callers that wait for
+            # HTTP get the error.
             if self._is_current(proxy):
                 self._observed.proxies_failed[proxy.name] = error
             logger.warning("Proxy %s did not start on %s: %s", proxy.name, proxy.worker, text_of(error))

@@ -49,7 +49,7 @@ HEALTH_SLEEP_S = 0.02
 
 
 class Controller:
-    """One per instance. ``context.spec.incarnation`` is its epoch."""
+    """The controller of one instance. ``context.spec.incarnation`` is its epoch."""
 
     def __init__(self, context: ActorContext) -> None:
         self._core = ControllerCore(context)
@@ -94,9 +94,9 @@ class ReadingVerbs:
     async def wait_for_goal(
         self, goal_id: GoalId, timeout_s: float, until_served: bool = False
     ) -> dict[str, Any]:
-        """Return when a goal has ended, or after ``timeout_s`` (at most 30 s) with ``is_done`` False.
+        """Wait until a goal has ended, or for ``timeout_s`` (at most 30 s); ``is_done`` is then False.
 
-        With ``until_served``, return also once a rollout of it has the traffic of its first step.
+        With ``until_served``, also return once the goal's rollout gets the traffic of its first step.
 
         A goal that was superseded is done; the answer has its error and its successor.
 
@@ -135,7 +135,7 @@ class ReadingVerbs:
 
     @verb
     async def wait_for_http(self, timeout_s: float) -> dict[str, Any]:
-        """Return when every target proxy listens and the store is this instance's own.
+        """Wait until every target proxy listens and this instance owns the store.
 
         Raises
         ------
@@ -160,7 +160,7 @@ class ReadingVerbs:
 
     @verb
     async def next_worker(self) -> str | None:
-        """Return the worker that would get a replica with default options; None if none has room."""
+        """Return the worker that would get a replica with default options; None if no worker has room."""
         return self._core.loop.next_worker()
 
     @verb
@@ -203,7 +203,7 @@ class ReadingVerbs:
 
     @verb
     async def next_status(self, seen: str, timeout_s: float) -> dict[str, Any]:
-        """Return the status once its id is not ``seen``; without it after a time."""
+        """Return the status once its id is not ``seen``; return without it after the timeout."""
         core = self._core
         deadline = core.clock.now() + min(timeout_s, MAX_WAIT_S)
         return await self._watched.next(core.writer, seen, deadline)
@@ -270,8 +270,8 @@ class ReadingVerbs:
     ) -> None:
         """Record a router's queued requests and requests in flight, by backend.
 
-        ``versions`` are its counts for both versions of rollouts. ``live`` are its counts of all calls, while
-        a client reads the live metrics. ``troubles`` are the faults of the users' request routers.
+        ``versions`` are its counts for both versions of rollouts. ``live`` contains its counts of all calls,
+        while a client reads live metrics. ``troubles`` contains the errors of the users' request routers.
         """
         going_on = {
             tag: each
@@ -326,7 +326,7 @@ class ReadingVerbs:
 
     @verb
     async def ping(self, store: Mapping[str, Any] | None = None) -> int:
-        """Record the store's condition and return the epoch; the answer shows that the event loop runs."""
+        """Record the store's condition and return the epoch; an answer shows that the event loop runs."""
         if store is not None:
             self._core.learn_of_store(store)
         return self._core.epoch

@@ -69,7 +69,7 @@ _TOUCHED: Mapping[str, str] = {"endpoint": "routes", "app": "routes", "proxy": "
 
 
 class ControllerCore:
-    """One per instance. ``context.spec.incarnation`` is its epoch."""
+    """The core of the controller of one instance. ``context.spec.incarnation`` is its epoch."""
 
     def __init__(self, context: ActorContext) -> None:
         self.cluster: Cluster = context.cluster
@@ -132,7 +132,7 @@ class ControllerCore:
         self.undoing += [watch.stop, models.stop]
         watching = self.spawn(watch.run(), "watch-workers")
         reconciling = self.spawn(reconciler.run(), "reconcile")
-        # It ends if a newer controller has taken over, and then this one must not act either.
+        # The loop ends if a newer controller has taken over, and then this one must also stop acting.
         reconciling.add_done_callback(lambda _: watching.cancel())
         self.spawn(self._keep_refreshing(), "refresh")
         self.spawn(self.scaler.run(), "scale")
@@ -243,7 +243,7 @@ class ControllerCore:
         return task
 
     def resume(self) -> None:
-        """Run the loop again if it has ended because another cluster has taken over."""
+        """Run the loop again if it ended because another cluster had taken over."""
         if any(task.done() and task.get_name() == "daskserve-reconcile" for task in self._tasks):
             self.spawn(self.loop.run(), "reconcile")
 
@@ -255,7 +255,7 @@ class ControllerCore:
         return ProxyStart(
             options=self.http.model_copy(update={"port": port or proxy.port}),
             middlewares=self.start_message.middlewares,
-            # Always where it can be, so that the instance of an upgrade may listen beside it.
+            # Set wherever possible, so that during an upgrade the new instance can listen on the same port.
             reuse_port=self.http.location is Location.EVERY_WORKER or hasattr(socket, "SO_REUSEPORT"),
             claims_port=not (self.http.take_over or ports),
             may_move=proxy.may_move and not ports,
@@ -286,7 +286,7 @@ class ControllerCore:
         self.loop.poke()
 
     def _note_system_workers(self) -> None:
-        """Log a change of whether any of the ``system_workers`` is in the cluster."""
+        """Log when the first of the ``system_workers`` joins the cluster, or the last one leaves."""
         names, had_any = ", ".join(self.observed.system_workers), self.observed.had_system_workers
         self.observed.had_system_workers = self.observed.has_system_workers()
         if self.observed.had_system_workers is had_any:
@@ -316,7 +316,7 @@ class ControllerCore:
             known = self.observed.workers
             try:
                 await self._refresh_workers()
-            except Exception as error:  # whatever it is, the next refresh may succeed
+            except Exception as error:  # for any error, the next refresh may succeed
                 logger.warning("The list of workers could not be refreshed: %r", error)
             if self.observed.workers != known or self.observed.lost_workers:
                 self.loop.poke()  # changes without an event
@@ -349,7 +349,7 @@ class ControllerCore:
         left: Change = {
             each.key: None for each in self.state.replicas.values() if each.backend not in backends
         }
-        await self.writer.note(left)  # their actors end as others without a record do
+        await self.writer.note(left)  # their actors are stopped, like all actors without a record
         self.loop.poke()
 
     def _apply(self, change: Change) -> None:
@@ -453,7 +453,7 @@ class ControllerCore:
         call = self.cluster.call(
             address, "wait_for_snapshot", epoch=epoch, counter=counter, timeout_s=MAX_WAIT_S
         )
-        # A stopped process does not report its own timeout.
+        # A suspended process cannot report its own timeout.
         await self.clock.wait_for(call, MAX_WAIT_S)
 
 
@@ -477,12 +477,12 @@ def _keys_touched(change: Change) -> set[str]:
 
 
 def _may_end_waiting(record: Record | None) -> bool:
-    """Return whether callers that wait for a goal may go on with a change of a record."""
+    """Return whether a change of a record may end the wait of callers that wait for a goal."""
     return isinstance(record, GoalRecord) or (isinstance(record, BackendRecord) and record.canary is not None)
 
 
 def follow_logging(core: ControllerCore, context: ActorContext, logs: ProcessLogs) -> None:
-    """Have the controller log as its instance does, until it stops."""
+    """Apply the instance's logging options to the controller, until it stops."""
     spec = context.spec
     configure = partial(logs.configure, spec.name, Tags(component="controller", instance=spec.instance))
     configure(core.start_message.logging)

@@ -49,7 +49,7 @@ TICK_SLICE = 50
 #: Number of backends whose changes are written as one transaction.
 BATCH = 50
 
-#: Stands for the proxies among the tags of backends, which are never empty.
+#: Represents the proxies among the tags of backends; a backend's tag is never empty.
 PROXIES = ""
 
 
@@ -193,7 +193,7 @@ class Reconciler:
         self._report()
 
     async def _attempt(self, tags: list[str], stepping: Awaitable[list[str]]) -> list[str]:
-        """Run a step; return the backends still to do, none if the step or the store fails."""
+        """Run a step; return the backends that are left; none if the step or the store fails."""
         try:
             return await stepping
         except StaleEpochError:
@@ -229,7 +229,7 @@ class Reconciler:
             more,
             frozenset(self._state.proxies.workers),
             frozenset(http_state.held_workers(self._state, self._rules.location)),
-            # It iterates over all backends, so compute it only while it matters.
+            # This iterates over all backends, so compute it only when it is needed.
             departure.grace_s(self._state) if retiring else 0.0,
             {worker: dict(amounts) for worker, amounts in self._state.occupied.by_replicas.items()},
             claims(self._state, self._observed.cleared_workers(), waiting) if waiting else {},
@@ -237,7 +237,7 @@ class Reconciler:
         self._executor.tell_scheduler(self._epoch, report)
 
     async def _step_backends(self, tags: list[str]) -> list[str]:
-        """Step some backends and write all changes as one transaction; return those that are left.
+        """Step some backends and write all changes as one transaction; return the backends that are left.
 
         Many replicas start at once when an application is deployed, and a transaction takes much longer than
         a step. So when a deployment comes up, the deployments that wait for it start in the same transaction.
@@ -332,7 +332,7 @@ class Reconciler:
             self._executor.announce(changed)
 
     def _affected(self, backend: BackendRecord, change: Change, later: set[str]) -> set[str]:
-        """Return the backends for which a change from a step of one of them matters.
+        """Return the backends that a change from a backend's step affects.
 
         ``later`` are the backends that were stepped after it for the same transaction.
         """
@@ -341,7 +341,8 @@ class Reconciler:
         found = {name for kind, _, name in (key.partition("/") for key in change) if kind == "backend"}
         current = self._state.backends.get(backend.tag)
         if current is None or (current.goal, current.is_deleting) == (backend.goal, backend.is_deleting):
-            found.discard(backend.tag)  # otherwise the goal ended, perhaps with a rollback: step again
+            # unless the goal ended, perhaps with a rollback, which needs another step
+            found.discard(backend.tag)
         return found.union(app_state.neighbours(self._state, current or backend, change, later))
 
     async def _step_proxies(self) -> list[str]:

@@ -38,7 +38,7 @@ async def sent(
         return send(message)
 
     try:
-        # A WebSocket may move to another event loop; then its messages do not pass here.
+        # A WebSocket may move to another event loop; its messages then do not pass through here.
         value = await call(envelope, receive, send if is_socket(envelope) else note)
     except asyncio.CancelledError:
         if is_over(envelope.deadline, asyncio.get_running_loop().time()):
@@ -57,10 +57,10 @@ async def sent(
 
 @contextmanager
 def counted_batch() -> Iterator[list[Any]]:
-    """Count the code within as one batch, for the versions of models that it uses.
+    """Count the code in the block as one batch, for the versions of models that it uses.
 
     A batch counts once, regardless of its size: its requests get the same version, and may fail for the same
-    reason. The code adds the outcomes to the list. The batch has failed if one of them is an error.
+    reason. The code adds the outcomes to the yielded list. The batch has failed if one of them is an error.
     """
     replica = current_replica.get()
     if replica is None or not replica.models.splits:

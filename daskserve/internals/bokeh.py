@@ -1,4 +1,4 @@
-"""The undocumented parts of bokeh's server that daskserve uses: pages of a server that runs already."""
+"""The undocumented parts of bokeh's server that daskserve uses: adding pages to a running server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AddedPages:
             for part, handler, *_ in per_app_patterns:
                 arguments = {"application_context": context, "bokeh_websocket_path": f"{route}/ws"}
                 if issubclass(handler, WSHandler):
-                    # As the server's other pages.
+                    # The same as for the server's other pages.
                     arguments |= {"compression_level": None, "mem_level": None}
                 self._routes.append(add_route(server, route + part, handler, arguments))
 

@@ -1,7 +1,7 @@
 """How objects of the standard library that a program defines are rebuilt in another process.
 
 Pickle stores such an object by the name of its variable, which the other process does not have, or refuses
-it. What it holds for this process alone is left behind: a cache arrives empty, a lock unlocked, a context
+it. State that is only valid in this process is left behind: a cache arrives empty, a lock unlocked, a context
 variable with its default, a pool without threads.
 """
 
@@ -28,7 +28,7 @@ with needs(PYTHON, ">=3.11,<3.15") as check:
     check.attributes(functools, "_lru_cache_wrapper")
     check.fields(ThreadPoolExecutor, "_max_workers", "_thread_name_prefix", "_initializer", "_initargs")
 
-#: What `functools.lru_cache` and `functools.cache` return.
+#: The type of what `functools.lru_cache` and `functools.cache` return.
 CACHED_FUNCTION: type[Any] = functools._lru_cache_wrapper
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 LOCKS: tuple[type[Any], ...] = (type(threading.Lock()), type(threading.RLock()))
@@ -69,7 +69,7 @@ def made_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> 
 
 
 def reduce_cached(value: Any) -> Any:
-    """Rebuild what `functools.lru_cache` returned, without its results."""
+    """Rebuild a function that `functools.lru_cache` returned, without its cached results."""
     function = value.__wrapped__
     given = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters", *vars(function)}
     own = {name: each for name, each in vars(value).items() if name not in given}
@@ -82,9 +82,9 @@ def is_dispatching(function: FunctionType) -> bool:
 
 
 def reduce_dispatching(function: Any) -> Any:
-    """Rebuild what `functools.singledispatch` returned: it keeps weak references to the types it has met."""
+    """Rebuild a function that `functools.singledispatch` returned, which holds weak references to types."""
     implementations = {kind: each for kind, each in function.registry.items() if kind is not object}
-    # After the function, because an implementation may call it.
+    # Restored after the function, because an implementation may call it.
     state = function.registry[object], implementations
     return functools.singledispatch, (function.__wrapped__,), state, None, None, _register
 
@@ -151,9 +151,9 @@ def _reduce_for_asyncio(value: Any) -> Any:
 
 
 def family_reduction(kind: type[Any]) -> Callable[[Any], Any] | None:
-    """Return the function that `copyreg` has for a base class of Starlette; None without one.
+    """Return the function that `copyreg` has for a base class of Starlette; None if there is none.
 
-    Pickle itself looks up the class of an object only, and not those that it is derived from.
+    Pickle itself looks up only the class of an object, and not its base classes.
     """
     for base in kind.__mro__[1:]:
         if base.__module__.startswith("starlette.") and base in copyreg.dispatch_table:
@@ -162,7 +162,7 @@ def family_reduction(kind: type[Any]) -> Callable[[Any], Any] | None:
     return None
 
 
-#: The types that are rebuilt wherever they are.
+#: The types of objects that are always rebuilt.
 REBUILT: Mapping[type[Any], Callable[[Any], Any]] = {
     CACHED_FUNCTION: reduce_cached,
     functools.cached_property: _reduce_cached_property,
@@ -182,8 +182,8 @@ def _reduce_pool(pool: Any) -> Any:
     return ThreadPoolExecutor, arguments
 
 
-#: The types that are rebuilt only where code uses them. They are refused as arguments, because a copy of a
-#: lock or a pool would not be shared with the caller.
+#: The types of objects that are rebuilt only if code uses them. They are refused as arguments, because a copy
+#: of a lock or a pool would not be shared with the caller.
 RENEWED: Mapping[type[Any], Callable[[Any], Any]] = {
     LOCKS[0]: lambda _: (threading.Lock, ()),
     LOCKS[1]: lambda _: (threading.RLock, ()),
@@ -192,12 +192,12 @@ RENEWED: Mapping[type[Any], Callable[[Any], Any]] = {
 }
 
 
-#: The types of objects that are rebuilt only where code uses them.
+#: All types of objects that are rebuilt only if code uses them.
 HELD = frozenset({*RENEWED, *LOCK_HOLDERS, queue.SimpleQueue})
 
 
 def renewal_of(value: Any) -> Callable[[Any], Any] | None:
-    """Return the function that says how to rebuild an object that code uses; None for other objects."""
+    """Return the reducer for an object that code uses; None if it is not one of these types."""
     found = RENEWED.get(type(value))
     if found is not None:
         return found
@@ -219,7 +219,7 @@ _is_rebuilding: contextvars.ContextVar[bool] = contextvars.ContextVar("is_rebuil
 
 
 def made_quietly(make: Callable[..., Any], *args: Any) -> Any:
-    """Make a class without the hooks of `quiet_hook`."""
+    """Create a class without running the hooks that `quiet_hook` replaces."""
     token = _is_rebuilding.set(True)
     try:
         return make(*args)
@@ -230,8 +230,8 @@ def made_quietly(make: Callable[..., Any], *args: Any) -> Any:
 def quiet_hook(hook: Any) -> Any:
     """Return an ``__init_subclass__`` that does not run for classes that are rebuilt.
 
-    It ran for the original, and its effects are pickled with the class. A rebuilt class has no attributes
-    yet, and the arguments of the hook are not known.
+    The hook ran for the original class, and its effects are pickled with the class. A rebuilt class has no
+    attributes yet, and the arguments of the hook are not known.
     """
     function = hook.__func__
 
@@ -262,7 +262,7 @@ class EnumMember:
 
 
 def _new_member(cls: Any, saved: Any) -> Any:
-    if isinstance(saved, tuple):  # as the values of an enumeration of tuples arrive
+    if isinstance(saved, tuple):  # values of an enumeration of tuples arrive in this form
         (saved,) = saved
     member = cls._member_type_.__new__(cls, *saved.arguments)
     member._value_ = saved.value
@@ -273,12 +273,12 @@ def _new_member(cls: Any, saved: Any) -> Any:
 def _ignore(*_: Any) -> None: ...
 
 
-#: The methods with which an enumeration is made again.
+#: The methods with which an enumeration is rebuilt.
 _MAKERS: Mapping[str, Any] = {"__new__": _new_member, "__init__": _ignore}
 
 
 def made_enum(make: Callable[..., Any], bases: Any, name: str, members: Mapping[str, Any], *rest: Any) -> Any:
-    """Make an enumeration with these members, or return the one that this process already has."""
+    """Create an enumeration with these members, or return the one that this process already has."""
     qualname, *others = rest
     cls = make(bases, name, qualname, {**_MAKERS, **members} if members else {}, *others)
     for each, maker in (("__init__", _ignore), ("__new_member__", _new_member)):

@@ -87,7 +87,7 @@ def needs(library: str, versions: str) -> Iterator[Check]:
 
 
 def _is_moved(library: str, error: ImportError) -> bool:
-    """Return whether an import failed within a library that is installed."""
+    """Return whether an import failed inside a library that is installed."""
     root = library.replace("-", "_")
     name = error.name or ""
     if isinstance(error, ModuleNotFoundError):

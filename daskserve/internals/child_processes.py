@@ -1,4 +1,4 @@
-"""Processes that user code starts with `multiprocessing` in a worker: allowed, and ended with the worker.
+"""Lets user code start processes with `multiprocessing` in a worker; they end with the worker.
 
 Problem: Dask's nannies start workers as daemonic processes, and "daemonic processes are not allowed to have
 children", because children of a process that is killed live on. Choice: the worker's process is marked as not
@@ -30,7 +30,7 @@ TERMINATE_S = 1.0
 
 
 class _EndsWithParent:
-    """Ends the children of its process. Each child gets a copy, and passes it on to its own children.
+    """Ends the children of a process with it. Each child gets a copy, and passes it on to its own children.
 
     A forked child inherits the registry of its parent. Any other child unpickles this object.
     """
@@ -56,7 +56,7 @@ def _watch_parent() -> None:
 
 def _end_with_parent() -> None:
     while (parent := multiprocessing.parent_process()) is None:
-        threading.Event().wait(STARTING_S)  # it is set after the process has been unpickled
+        threading.Event().wait(STARTING_S)  # the parent is set after the process has been unpickled
     connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,8 +1,8 @@
 """A pickler for user code, and the parts of cloudpickle that its documentation does not describe.
 
-cloudpickle stores the functions and classes that no module of the receiver has. They may refer to objects
-that belong to this process and cannot be pickled: the variables of the function that defines a pydantic
-model, caches, locks, and the types in `by_value`. The receiver gets new objects instead, or none.
+cloudpickle stores functions and classes by value if the receiver has no module with them. They may refer to
+objects that belong to this process and cannot be pickled: the variables of the function that defines a
+pydantic model, caches, locks, and the types in `by_value`. The receiver gets new objects instead, or none.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ with needs("cloudpickle", ">=3.0,<4") as check:
     )
 
     check.attributes(Pickler, "reducer_override")
-    # The third item of what they return for a class: its attributes, and its slots.
+    # For a class, the third item of the result has its attributes and slots.
     check.parameters(_dynamic_class_reduce, "obj")
     check.parameters(_class_getstate, "obj")
-    # The second item of what it returns: the arguments of `CodeType`.
+    # The second item of the result: the arguments of `CodeType`.
     check.parameters(_code_reduce, "obj")
     check.parameters(_lookup_module_and_qualname, "obj", "name")
     check.parameters(_whichmodule, "obj", "name")
@@ -54,17 +54,17 @@ with needs("cloudpickle", ">=3.0,<4") as check:
 MAIN = "__main__"
 HOOK = "__init_subclass__"
 MOVE_TO_MODULE = "Define it in a module that the workers can import."
-#: Where the name of the file is in the arguments of `CodeType`.
+#: Index of the file's name in the arguments of `CodeType`.
 FILE_ARGUMENT = 10
-#: The file of code that is in no file, as cloudpickle names it since 3.1.3.
+#: The file name that cloudpickle gives to code since 3.1.3.
 NO_FILE = "<dynamic-code>"
-#: Packages whose objects get new locks, like objects of the program's own classes. Their locks protect
-#: caches.
+#: Packages whose objects get new locks, like objects of the program's own classes, because their locks only
+#: protect caches.
 FRAMEWORKS = ("fastapi.", "starlette.")
 STANDARD_LIBRARY = sys.stdlib_module_names - {"builtins", MAIN}
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict, OrderedDict})
-#: How deep in containers, and among how many items of one, locks are found.
+#: The depth of containers, and the number of items of each, up to which locks are searched.
 SEARCHED_DEPTH = 3
 SEARCHED_ITEMS = 1000
 #: The types whose objects are pickled as a name in their module if code has imported them from there. A copy
@@ -86,7 +86,7 @@ class NotSentError(pickle.PicklingError):
 class CodePickler(Pickler):  # type: ignore[misc]
     """Pickles user code, by value where the receiver does not have its module.
 
-    Locks are rebuilt if code or an object of a class that travels by value holds them.
+    Locks are rebuilt if they belong to code, or to an object whose class is pickled by value.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ class CodePickler(Pickler):  # type: ignore[misc]
         return _checked(value, reduced)
 
     def _hold(self, values: Iterable[Any], depth: int = SEARCHED_DEPTH) -> None:
-        """Note the locks among some values, and in containers among them."""
+        """Record the locks among some values, and in containers among these."""
         for each in values:
             kind = type(each)
             if kind in PLAIN:
@@ -253,9 +253,9 @@ class CodePickler(Pickler):  # type: ignore[misc]
 
 
 class SeparatingPickler(CodePickler):
-    """Leaves out the values for which ``is_taken`` returns True, and appends each of them to ``values`` once.
+    """Leaves out the values for which ``is_taken`` returns True, and appends each to ``values``, once.
 
-    The pickle has a number for each of them, which `pickle.Unpickler.persistent_load` receives.
+    The pickle contains a number for each of them, which `pickle.Unpickler.persistent_load` receives.
     """
 
     def __init__(
@@ -278,10 +278,10 @@ class SeparatingPickler(CodePickler):
 
 
 def _with_its_file(code: CodeType) -> Any:
-    """Keep the name of the file, which tracebacks show, with the lines where the file can be read.
+    """Keep the name of the code's file, because tracebacks show it, with the lines if the file can be read.
 
-    cloudpickle has dropped it since 3.1.3, because the cells of a notebook have other names in each process.
-    So it is dropped here if there is no such file. A cell gets the name that its user sees.
+    cloudpickle drops it since 3.1.3, because the cells of a notebook have different names in each process. So
+    it is dropped here if the file does not exist. A cell gets the name that its user sees.
     """
     make, arguments = _code_reduce(code)
     name = code.co_filename
@@ -293,7 +293,7 @@ def _with_its_file(code: CodeType) -> Any:
 def _contents(cell: CellType) -> tuple[Any, ...]:
     try:
         return (cell.cell_contents,)
-    except ValueError:  # not assigned yet
+    except ValueError:  # the variable is not assigned yet
         return ()
 
 
@@ -308,7 +308,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _reduce_method(value: Any) -> Any:
-    """Reduce a method of an object that its module has made, such as `random.choice`, to its name there."""
+    """Reduce a method of an object in a module, such as `random.choice`, to its name in the module."""
     owner = value.__self__
     if owner is None or isinstance(owner, (ModuleType, type)):
         return NotImplemented
@@ -347,7 +347,7 @@ def trace(
 ) -> tuple[dict[int, ModulePlace], list[Any]]:
     """Return the objects to pickle by name in a value, and the path to a part that cannot be pickled.
 
-    The first result has the places of objects, by their ids, that cannot be pickled but that code may have
+    The first result has the places of objects, by their ids, that cannot be pickled, but that code may have
     imported from a module, such as a connection. The path is empty if everything else can be pickled.
     """
     places: dict[int, ModulePlace] = {}
@@ -366,7 +366,7 @@ def _failing_path(
     pickler = TracingPickler(reducers)
     try:
         pickler.dump(value)
-    except Exception:  # the caller has seen the error, which a foreign object raised
+    except Exception:  # a foreign object raised it, and the caller has already seen the error
         return pickler.path
     return []
 
@@ -409,7 +409,7 @@ def release_class_ids(modules: Collection[str]) -> dict[str, type]:
     """Free the ids of the classes of some modules; return the classes by id, for `take_class_ids`.
 
     A module that is imported again has new classes. A new class with unchanged code gets the id of the old
-    one.
+    class.
     """
     with _DYNAMIC_CLASS_TRACKER_LOCK:
         known = list(_DYNAMIC_CLASS_TRACKER_BY_ID.items())

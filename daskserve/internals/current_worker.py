@@ -1,4 +1,4 @@
-"""The current worker and client that Dask finds in a process that is no worker, without importing it.
+"""Sets the current worker and client that Dask finds in a process without a worker, without importing Dask.
 
 Importing distributed takes half a second of CPU time, and most processes that run user code never use it.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 _PACKAGE = "distributed"
 #: The context variables with the current worker and the current client, by their modules.
-#: `daskserve.cluster.distributed_internals` checks that they are there.
+#: `daskserve.cluster.distributed_internals` checks that they exist.
 _VARIABLES: Mapping[str, str] = {
     "distributed.worker": "_worker_cvar",
     "distributed.client": "_current_client",

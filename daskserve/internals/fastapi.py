@@ -31,7 +31,7 @@ with needs("fastapi", ">=0.115.7,<1") as check:
 
 
 class FastAPICopier(AppCopier):
-    """Copies applications of FastAPI as `AppCopier` does; see there."""
+    """Copies applications of FastAPI; see `AppCopier`."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         super().__init__(change)
@@ -42,7 +42,8 @@ class FastAPICopier(AppCopier):
         super().fill_app(made, app)
         if isinstance(app, FastAPI):
             made.openapi_schema = None
-            made.dependency_overrides = vars(app)["dependency_overrides"]  # which tests change later
+            # shared, because tests change them later
+            made.dependency_overrides = vars(app)["dependency_overrides"]
 
     def app_for(self, router: Any) -> Any:
         """Return an application with a router."""
@@ -51,7 +52,7 @@ class FastAPICopier(AppCopier):
         )
 
     def route(self, route: Any, router: Any) -> Any:
-        """Return a router's route, to the changed endpoint or a copied application; None to leave it out."""
+        """Return a router's route, with a changed endpoint or a copied application; None to leave it out."""
         # FastAPI before 0.136 copies the routes of a router that is included.
         included = getattr(route, "original_router", None)
         if included is None:
@@ -66,14 +67,14 @@ class FastAPICopier(AppCopier):
         if kind is None:
             return super().routed(route, endpoint, router)
         # The constructor analyses the endpoint. A route keeps the other arguments as attributes, except for
-        # one of a WebSocket's, which is the router's.
+        # one argument of a WebSocket's route, which comes from the router.
         names = [*inspect.signature(kind).parameters]
         arguments = {name: getattr(route, name) for name in names if hasattr(route, name)}
         arguments["endpoint"] = self._function(endpoint) if isinstance(endpoint, BoundEndpoint) else endpoint
         arguments.setdefault("dependency_overrides_provider", router.dependency_overrides_provider)
         arguments["dependencies"] = [self._depends(each) for each in route.dependencies]
         if getattr(route, "stream_item_type", None) is not None:
-            arguments["response_model"] = Default(None)  # the annotation says it
+            arguments["response_model"] = Default(None)  # the annotation defines it
         made = copy.copy(route)
         kind.__init__(made, **arguments)
         return made
@@ -83,7 +84,7 @@ class FastAPICopier(AppCopier):
     def _function(self, bound: BoundEndpoint) -> Any:
         """Return a function that FastAPI calls with the bound argument, as one of its dependencies."""
         if bound not in self._functions:
-            # One function for each: FastAPI tells dependencies apart by identity.
+            # One function for each, because FastAPI distinguishes dependencies by identity.
             self._functions[bound] = made = _copied_function(bound.function)
             signature = inspect.signature(bound.function)
             first, *others = signature.parameters.values()
@@ -106,7 +107,7 @@ class FastAPICopier(AppCopier):
         if not isinstance(bound, BoundEndpoint):
             return depends
         made = copy.copy(depends)
-        object.__setattr__(made, "dependency", self._function(bound))  # it is frozen
+        object.__setattr__(made, "dependency", self._function(bound))  # the dependency is frozen
         return made
 
 
@@ -123,7 +124,8 @@ def encode_types(types: tuple[type[Any], ...], encode: Callable[[Any], Any]) -> 
 
 
 def _awaitable(first: Callable[[HTTPConnection], Any]) -> Any:
-    async def find(connection: HTTPConnection) -> Any:  # a plain function would run in a thread
+    # async, because a plain function would run in a thread
+    async def find(connection: HTTPConnection) -> Any:
         return first(connection)
 
     return find

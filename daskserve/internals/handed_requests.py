@@ -25,7 +25,7 @@ with needs("starlette", ">=0.42,<2") as check:
 #: The items of a scope that belong to the application that answers the request.
 _OF_THE_APP = frozenset({"app", "router", "endpoint", "route"})
 _OF_LIBRARIES = ("daskserve.", "fastapi_", "starlette.")
-#: A form without its files' handles: names, with text or a file's name, content and headers.
+#: A form without open files: names, each with a text, or with a file's name, content and headers.
 PlainForm: TypeAlias = list[tuple[str, str | tuple[str | None, bytes, list[tuple[bytes, bytes]]]]]
 _NO_BODY = object()
 
@@ -43,7 +43,7 @@ def _body_of(request: Request) -> bytes | None:
     found: bytes | None = getattr(request, "_body", None)
     if found is None:
         found = getattr(request, "whole_body", None)
-    # One that was made without a connection, as in a test, has no body that could arrive.
+    # A request without a connection, as in a test, has no body that could arrive.
     return b"" if found is None and request._receive is empty_receive else found
 
 
@@ -52,7 +52,7 @@ def _is_streamed(request: Request) -> bool:
 
 
 def reduce_request(request: Request, rebuild: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the result of ``__reduce__``: a function, and the scope, the body and the form of a request.
+    """Return the result of ``__reduce__`` for a request: a function, and the scope, the body and the form.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def _plain_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     try:
         pickle.dumps(value, protocol=5)
-    except Exception:  # a foreign object may raise anything; it stays here
+    except Exception:  # a foreign object may raise anything; leave it out
         return False
     return True
 
@@ -112,7 +112,7 @@ def _plain_file(upload: UploadFile) -> tuple[str | None, bytes, list[tuple[bytes
 
 
 def set_form(request: Request, form: PlainForm) -> None:
-    """Give a request the form that travelled with it, instead of a body that can be read."""
+    """Give a rebuilt request its pickled form, instead of a body that can be read."""
     items = [(name, value if isinstance(value, str) else _file_of(*value)) for name, value in form]
     request._form = FormData(items)
     request._stream_consumed = not hasattr(request, "_body")

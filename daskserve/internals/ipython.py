@@ -1,4 +1,4 @@
-"""IPython, if this program runs in it: the names of its cells, and how it shows errors."""
+"""Support for IPython: the names of its cells, and how it shows errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-#: How tracebacks of other processes name the code of a cell.
+#: Pattern of the names of cells in tracebacks of other processes.
 CELL = re.compile(r"Cell In\[(\d+)\]")
 _FRAME_OF_CELL = re.compile(r' *File "Cell In\[(\d+)\]", line (\d+), in ')
 
@@ -27,16 +27,16 @@ def in_notebook() -> bool:
 
 
 def in_cell() -> bool:
-    """Return whether this is the code of a notebook's cell, which may block the loop that it runs in."""
+    """Return whether the current code is a notebook's cell, which may block the loop in which it runs."""
     return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
 def cell_name(file: str) -> str | None:
     """Return how IPython names the cell that it has compiled as a file, such as ``Cell In[3]``.
 
-    The file exists in no process, and its name has the number of one.
+    The file does not exist, and its name contains the process id.
     """
-    with suppress(AttributeError, TypeError, ValueError):  # of a shell that is no `InteractiveShell`
+    with suppress(AttributeError, TypeError, ValueError):  # the shell is not an `InteractiveShell`
         kind, name = shell().compile.format_code_name(file)
         found = f"{kind} {name}"
         return found if CELL.fullmatch(found) else None

@@ -22,10 +22,11 @@ NAMESPACE = "__pydantic_parent_namespace__"
 
 
 def needed_namespace(model: type[pydantic.BaseModel]) -> dict[str, Any]:
-    """Return the attribute `NAMESPACE` with what a model may still need; empty if that is nothing.
+    """Return the attribute `NAMESPACE` with the variables that a model may still need; empty if none.
 
-    A model that a function defines keeps all variables of that function, in order to resolve annotations
-    that name other types. A complete model has resolved its annotations, and any other needs types alone.
+    A model that a function defines keeps all variables of that function, in order to resolve annotations that
+    name other types. A complete model has already resolved its annotations; an incomplete one needs only the
+    types.
     """
     names = unpack_lenient_weakvaluedict(model.__pydantic_parent_namespace__)
     if model.__pydantic_complete__ or names is None:

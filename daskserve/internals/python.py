@@ -31,7 +31,7 @@ CallHandlers: TypeAlias = Callable[[logging.Logger, logging.LogRecord], None]
 
 
 def is_from_import(depth: int) -> bool:
-    """Return whether the frame ``depth`` levels above the caller of this runs ``from ... import ...``."""
+    """Return whether the frame ``depth`` levels above the caller runs ``from ... import ...``."""
     caller = sys._getframe(depth + 1)
     return caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
 
@@ -65,7 +65,7 @@ class TracingPickler(PicklerInPython):  # type: ignore[misc]
         super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
         self.dispatch_table = reducers.dispatch_table
         self.reducer_override = reducers.reducer_override
-        #: From the whole value to the part that is being pickled.
+        #: The path from the whole value to the part that is being pickled.
         self.path: list[Any] = []
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
@@ -80,10 +80,10 @@ class _Nowhere:
 
 
 def intercept_records(intercept: CallHandlers) -> CallHandlers:
-    """Pass all log records of the process to a function; return the one that called the handlers before.
+    """Pass all log records of the process to a function; return the function that called the handlers before.
 
-    Levels and filters of loggers apply before this; those of handlers apply when the returned function is
-    called.
+    Levels and filters of loggers apply before the function is called; those of handlers apply when the
+    returned function is called.
     """
     original: CallHandlers = logging.Logger.callHandlers
     logging.Logger.callHandlers = intercept  # type: ignore[method-assign, assignment]
@@ -111,7 +111,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of(value: Any) -> int:
-    """Return the address of the memory of a contiguous buffer, also of a read-only one."""
+    """Return the address of the memory of a contiguous buffer, even of a read-only one."""
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(value), ctypes.byref(found), 0)
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))

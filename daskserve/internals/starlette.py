@@ -1,7 +1,7 @@
 """The undocumented parts of Starlette that daskserve uses: the parts of an application.
 
 Starlette's applications cannot be copied with `copy.deepcopy`: their middlewares and routers refer to each
-other by bound methods, and what they hold (locks, connections) is the user's. `AppCopier` copies only the
+other by bound methods, and locks or connections in them belong to the user. `AppCopier` copies only the
 objects on the way from an application to its endpoints.
 """
 
@@ -35,12 +35,12 @@ with needs("starlette", ">=0.42,<2") as check:
 
 #: A name for a part of an application, which is the same in each process that has the application.
 PartName: TypeAlias = tuple[str, int]
-#: The copies of parts in the present context, by the part.
+#: The copies of parts in the present context, by the part's name.
 current_copies: ContextVar[Mapping[PartName, Any] | None] = ContextVar("current_copies", default=None)
 
 
 def parts_of(app: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield an application or router, and those in it, each once: included, mounted, by host."""
+    """Yield an application or router, and those in it (included, mounted, or by host), each once."""
     seen = set() if seen is None else seen
     if not isinstance(app, (Starlette, Router)) or id(app) in seen:
         return
@@ -54,7 +54,7 @@ def parts_of(app: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def routes_of(app: Any) -> Iterator[BaseRoute]:
-    """Yield the routes of an application or router, and of those in it."""
+    """Yield the routes of an application or router, and of all applications and routers in it."""
     for part in parts_of(app):
         if isinstance(part, Router):
             yield from part.routes
@@ -117,7 +117,7 @@ def _made_shared(name: PartName, make: Callable[..., Any], *arguments: Any) -> A
 
 
 def share(apps: Iterable[Any], name: str) -> None:
-    """Make the parts of applications forward to the copies of the running code, unless they do already."""
+    """Make the parts of applications forward to the copies of the running code, unless they already do."""
     seen: set[int] = set()
     parts = [part for app in apps for part in parts_of(app, seen)]
     taken = {type(each).part_name for each in parts if isinstance(each, SharedPart)}
@@ -137,10 +137,10 @@ def _share(part: Any, name: PartName) -> None:
 
 
 class AppCopier:
-    """Copies applications, with the same routes to other endpoints.
+    """Copies applications; the copies have the same routes, but changed endpoints.
 
     The copies have the state, the lifespan and the middlewares of the originals, but separate lists. Routes
-    that are added to a copy later get changed endpoints, too, but are not copied.
+    that are added to a copy later also get changed endpoints, but are not copied.
 
     Parameters
     ----------
@@ -150,14 +150,16 @@ class AppCopier:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        #: By name, because an application may be mounted twice, or in itself. Also, code that another replica
-        #: has loaded in the meantime refers to other objects with the same names. None once all copies exist.
+        #: By name, because an application may be mounted twice or in itself, and because code that another
+        #: replica has loaded in the meantime refers to different objects with the same names. None once all
+        #: copies exist.
         self._copies: dict[PartName, Any] | None = {}
 
     def copied(self, app: Any, *others: Any) -> tuple[Any, Mapping[PartName, Any]]:
         """Return the copy of an application or router, and the copies of all parts by their names.
 
-        All parts are shared; see `share`. ``others`` are copied, too: code may add them to the application.
+        All parts are shared; see `share`. ``others`` are also copied, because code may add them to the
+        application.
         """
         made, *_ = [self.part(each) for each in (app, *others)]
         copies, self._copies = self._copies or {}, None
@@ -185,7 +187,7 @@ class AppCopier:
     def fill_app(self, made: Any, app: Any) -> None:
         """Replace the parts of a shallow copy of an application by copies."""
         made.router = self.part(made.router)
-        made.middleware_stack = None  # the first request builds it
+        made.middleware_stack = None  # the first request builds a new one
 
     def _added(self, app: Any) -> Any:
         """Return the application or router to add to a copy: its copy, or itself with changed routes."""
@@ -197,17 +199,17 @@ class AppCopier:
         return app
 
     def app_for(self, router: Any) -> Any:
-        """Return an application with a router, which serves HTTP as the router alone does not."""
+        """Return an application with a router, because a router alone is not a full HTTP application."""
         return self.with_router(Starlette(), router)
 
     def with_router(self, app: Any, router: Any) -> Any:
-        """Replace an application's router by another one, which gets its routes; return the application."""
+        """Replace an application's router with another one that gets its routes; return the application."""
         router.routes.extend(app.routes)
         app.router = router
         return app
 
     def route(self, route: BaseRoute, router: Any) -> BaseRoute | None:
-        """Return a router's route, to the changed endpoint or a copied application; None to leave it out."""
+        """Return a router's route, with a changed endpoint or a copied application; None to leave it out."""
         if isinstance(route, LeftOutRoute):
             return None
         if isinstance(route, (Mount, Host)):
@@ -239,7 +241,7 @@ class AppCopier:
 
 
 class OwnRoutes(list[BaseRoute]):
-    """The routes of a router; those that are added are changed by an `AppCopier`."""
+    """The routes of a router; an `AppCopier` changes routes that are added."""
 
     def __init__(self, copier: AppCopier, router: Any, routes: Iterable[BaseRoute]) -> None:
         self._copier = copier

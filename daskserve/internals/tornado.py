@@ -18,7 +18,7 @@ with needs("tornado", ">=6.6,<6.7") as check:
 
 
 def path_patterns(application: Application) -> Iterator[str]:
-    """Yield the regular expressions of the routes that an application was made with."""
+    """Yield the regular expressions of the routes with which an application was created."""
     for rule in application.wildcard_router.rules:
         if isinstance(rule.matcher, PathMatches):
             yield rule.matcher.regex.pattern

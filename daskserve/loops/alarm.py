@@ -10,8 +10,8 @@ from collections.abc import Callable
 class Alarm:
     """Calls a function at the earliest of the times that were set; then it can be set again.
 
-    It keeps its time itself: uvloop returns a handle without ``when()`` if the time is less than
-    a millisecond away.
+    It stores its time itself, because uvloop returns a handle without ``when()`` for times less than a
+    millisecond away.
     """
 
     __slots__ = ("_at", "_callback", "_timer")
@@ -23,7 +23,7 @@ class Alarm:
 
     @property
     def is_set(self) -> bool:
-        """Whether it will fire."""
+        """Whether the alarm will fire."""
         return self._timer is not None
 
     def set(self, at: float) -> None:

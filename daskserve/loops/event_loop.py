@@ -27,7 +27,7 @@ running_loop: Callable[[], asyncio.AbstractEventLoop | None] = asyncio._get_runn
 
 
 def settle(future: asyncio.Future[None]) -> None:
-    """Complete a future of this loop, unless it is done already."""
+    """Complete a future of this loop, unless it is already done."""
     if not future.done():
         future.set_result(None)
 

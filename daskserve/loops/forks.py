@@ -4,10 +4,10 @@ A forked process has the sockets of its parent, and holds them open for as long 
 other requests do not end when the worker closes them, and when the worker dies, neither its clients nor the
 scheduler notice. It also has the parent's event loops, and would take events from them.
 
-So in a forked process, the connections of daskserve and Dask and all inherited event loops lead nowhere:
+So in a forked process, the connections of daskserve and Dask and all inherited event loops are disconnected:
 their descriptors become those of ``/dev/null``. Closing them instead would be dangerous: an object of user
-code might later close a descriptor number that is in use again. All other files and sockets stay. This works
-on Linux; elsewhere, nothing is changed.
+code might later close a descriptor number that is in use again. All other files and sockets stay open. This
+works on Linux; on other systems, nothing is changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ForkGuard:
             os.register_at_fork(after_in_child=after_in_child)
 
     def close(self) -> None:
-        """Leave forked processes as they are again; idempotent."""
+        """Stop detaching forked processes; idempotent."""
         self._is_open = False
 
     def cut_off(self) -> None:
@@ -65,7 +65,7 @@ class ForkGuard:
 
 
 def end_fork() -> NoReturn:
-    """End this process, a fork in which user code has returned: the parent answers the request."""
+    """End this process, which is a fork in which user code has returned; the parent answers the request."""
     os._exit(0)
 
 

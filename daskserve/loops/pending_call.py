@@ -2,8 +2,8 @@
 
 This is a reduced `concurrent.futures.Future` at a quarter of the cost: the standard one creates a condition
 variable per call, which most calls never use. There is no lock either. Anything that two threads may both
-claim is in a list: `list.pop` and `list.remove` give it to one of them. Both threads may append their end,
-but only the first in the list counts.
+claim is in a list: `list.pop` and `list.remove` give it to one of them. Both threads may append an end, but
+only the first one in the list is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 class PendingCall(Generic[T]):
-    """The outcome of a call. Every method may be called from any thread; the first end counts."""
+    """The outcome of a call. Every method may be called from any thread; only the first end is used."""
 
     __slots__ = ("__weakref__", "_callbacks", "_ends", "_stop", "leaves_value")
 
     def __init__(self) -> None:
-        #: The end of the call, as (value, error). The first entry counts and is never removed.
+        #: The end of the call, as (value, error). Only the first entry is used, and it is never removed.
         self._ends: list[tuple[Any, BaseException | None]] = []
         self._callbacks: list[Callable[[PendingCall[Any]], object]] = []
         self._stop: list[Callable[[], object]] | None = None
-        #: Whether a large value stays where it was made, because no caller waits to read it.
+        #: Whether a large value stays in the process that made it, because no caller waits to read it.
         self.leaves_value = True
 
     def done(self) -> bool:
@@ -40,7 +40,7 @@ class PendingCall(Generic[T]):
         return type(self.exception()) is CancelledError
 
     def cancel(self) -> bool:
-        """End the call as cancelled; return whether it is cancelled, now or from before."""
+        """End the call as cancelled; return whether it is cancelled, by this call or an earlier one."""
         return self._end(None, CancelledError()) or self.cancelled()
 
     def set_result(self, value: T) -> None:
@@ -85,7 +85,7 @@ class PendingCall(Generic[T]):
         self.add_done_callback(wake)
         if ended.wait(timeout_s):
             return True
-        with suppress(ValueError):  # it ends now
+        with suppress(ValueError):  # the call is just ending
             self._callbacks.remove(wake)
         return bool(self._ends)
 
@@ -97,7 +97,8 @@ class PendingCall(Generic[T]):
         """Call back once when the call has ended: on the ending thread, or at once on this one."""
         if not self._ends:
             self._callbacks.append(callback)
-            # Check after adding, as `_end` checks the callbacks after ending: one of the two sees the other.
+            # Check after adding, because `_end` checks the callbacks after ending: one of the two sees the
+            # other.
             if not self.done():
                 return
             try:
@@ -107,7 +108,7 @@ class PendingCall(Generic[T]):
         callback(self)
 
     def on_cancel(self, stop: Callable[[], object]) -> None:
-        """Call ``stop`` if the call is cancelled, or now if it already is; holds one function only."""
+        """Call ``stop`` if the call is cancelled, or now if it already is; holds only one function."""
         self._stop = [stop]
         if self._ends:
             self._call_stop()
@@ -118,7 +119,7 @@ class PendingCall(Generic[T]):
         ends, end = self._ends, (value, error)
         ends.append(end)
         if ends[0] is not end:
-            del ends[1:]  # another thread was first; release this end's value
+            del ends[1:]  # another thread was first, so release this end's value
             return False
         callbacks = self._callbacks
         while callbacks:
@@ -137,5 +138,5 @@ class PendingCall(Generic[T]):
             try:
                 only = stop.pop()
             except IndexError:
-                return  # another thread has it
+                return  # another thread has taken it
             only()

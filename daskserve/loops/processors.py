@@ -1,4 +1,4 @@
-"""Keeps a thread on the processor of the one that waits for it.
+"""Keeps a thread on the processor of the thread that waits for it.
 
 Two threads that take turns, each waiting for the other, gain nothing from a second processor. The system must
 wake the other processor for each turn, and the interpreter lock changes hands twice. So a turn of 7 µs takes
@@ -35,7 +35,7 @@ class Follower:
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
         self._present = _find_present()
-        #: Where the thread is kept; -1 while it may run anywhere.
+        #: The processor to which the thread is pinned; -1 while it may run anywhere.
         self._processor = -1
 
     def follow(self) -> None:

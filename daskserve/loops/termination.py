@@ -1,9 +1,9 @@
 """Graceful SIGTERM: the process first shuts down its parts, then exits as it would have without this module.
 
 Problem: systemd, Kubernetes and job schedulers send SIGTERM and wait before they kill; Python's and Dask's
-handlers end the process at once. Choice: one handler per process, in front of the previous one. On the first
-SIGTERM it starts the registered shutdowns; when all of them are done, or on a second SIGTERM, it calls the
-previous handler.
+handlers end the process at once. Choice: one handler per process, which later calls the previous one. On the
+first SIGTERM it starts the registered shutdowns; when all of them are done, or on a second SIGTERM, it calls
+the previous handler.
 
 Some senders send the signal twice, to the process and to its group, so two within a moment count as one. A
 forked child inherits the handler but does not need it: there, the signal ends the process. Python drops
@@ -34,9 +34,9 @@ Begin: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Termination:
-    """The handler of SIGTERM; see the module. It is the state: a process has one, in its table of signals."""
+    """The handler of SIGTERM; see the module. A process has one, which is stored in its table of signals."""
 
-    #: Seconds; a signal handler has no event loop whose clock it could read.
+    #: Returns seconds. The clock of an event loop cannot be used, because a signal handler has no event loop.
     now: Callable[[], float] = staticmethod(stopwatch)
 
     def __init__(self, previous: Any) -> None:
@@ -157,7 +157,7 @@ def begin_on(loop: asyncio.AbstractEventLoop, start: Callable[[], asyncio.Future
     def begin(done: Callable[[], None]) -> None:
         try:
             loop.call_soon_threadsafe(lambda: start().add_done_callback(lambda _: done()))
-        except RuntimeError:  # the loop is closed: the process ends already
+        except RuntimeError:  # the loop is closed, because the process is already ending
             done()
 
     return begin

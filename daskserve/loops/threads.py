@@ -1,4 +1,4 @@
-"""Threads for user code: new ones, or the main thread of a process that does not need it otherwise."""
+"""Threads for user code: new ones, or the main thread of a process that does not use it otherwise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RunningThread(Protocol):
 
     @property
     def ident(self) -> int | None:
-        """Its number in Python."""
+        """The thread's ``ident`` in Python."""
 
     @property
     def native_id(self) -> int | None:
-        """Its number in the operating system."""
+        """The thread's id in the operating system."""
 
     def join(self) -> None:
         """Return when the function has returned."""
@@ -47,7 +47,7 @@ def start_daemon(name: str, function: Callable[[], object]) -> RunningThread:
 async def in_daemon(name: str, function: Callable[[threading.Event], ResultT]) -> ResultT:
     """Return the result of a function that runs in a new thread.
 
-    The function gets an event, which is set when this coroutine ends, even if it is cancelled before.
+    The function gets an event, which is set when this coroutine ends, even if it is cancelled.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[ResultT] = loop.create_future()
@@ -63,7 +63,7 @@ async def in_daemon(name: str, function: Callable[[threading.Event], ResultT]) -
             outcome = result.set_result, function(stop)
         except Exception as error:
             outcome = result.set_exception, error
-        except BaseException as error:  # SystemExit ends no more than this thread
+        except BaseException as error:  # even SystemExit, which would end only this thread
             outcome = result.set_exception, RuntimeError(repr(error))
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(end, *outcome)
@@ -141,7 +141,7 @@ class MainThread:
         try:
             while (job := _next_job(self._jobs)) is not None:
                 job.run()
-                del job  # an idle thread must not keep user code alive
+                del job  # an idle thread must not keep user code in memory
                 self._is_free.release()
         finally:
             self.has_ended.set()

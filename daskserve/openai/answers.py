@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from daskserve.openai.engine import Embeddings, Token
 from daskserve.openai.generation import Piece
 
-#: The log probability of tokens that are next to impossible.
+#: The log probability of tokens that are almost impossible.
 IMPOSSIBLE = -9999.0
 
 
 class Answer(BaseModel):
-    """A body."""
+    """The body of a response."""
 
     def as_text(self) -> str:
         """Return the JSON text."""
@@ -41,14 +41,14 @@ class Usage(Answer):
 
 
 class Function(Answer):
-    """The function of a call of a tool."""
+    """The function of a tool call."""
 
     name: str | None = None
     arguments: str = ""
 
 
 class ToolCallPart(Answer):
-    """A call of a tool, or a part of one."""
+    """A tool call, or a part of one."""
 
     index: int | None = None
     id: str | None = None
@@ -57,7 +57,7 @@ class ToolCallPart(Answer):
 
 
 class ChatMessage(Answer):
-    """A message of the model, or a part of it in a stream."""
+    """A message of the model, or a part of a message in a stream."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = None
@@ -165,7 +165,7 @@ def _with_bytes(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float:
-    """Return a number that JSON can hold; OpenAI writes -9999 for what is next to impossible."""
+    """Return a number that JSON can hold; OpenAI writes -9999 for almost impossible tokens."""
     return logprob if logprob is not None and logprob > IMPOSSIBLE else IMPOSSIBLE
 
 

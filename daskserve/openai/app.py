@@ -14,7 +14,7 @@ from daskserve.errors import BadRequestError
 from daskserve.openai.model import ModelServer
 from daskserve.openai.server import ModelFacts, OpenAIServer
 
-#: How many requests a replica of a model has at once; its engine may let them wait.
+#: Maximum number of concurrent requests of a replica of a model; its engine may queue them.
 MAX_ONGOING = 256
 #: The same for the server, which only passes tokens on.
 MAX_ONGOING_OF_SERVER = 1000
@@ -83,7 +83,7 @@ def build_app(models: Mapping[str, Any], *, server: Mapping[str, Any] | None = N
         made = deployment(**options)(ModelServer)
         applications[name] = made.bind(config.engine, config.args, config.token_timeout_s)
         facts[name] = ModelFacts(config.adapters, config.owned_by)
-    # Cancelled, so that the model stops, also when a client leaves that waits for a whole answer.
+    # Requests are cancelled when their client leaves, so that the model stops even for a whole answer.
     own = {"max_ongoing_requests": MAX_ONGOING_OF_SERVER, "on_disconnect": "cancel", **(server or {})}
     return deployment(**own)(OpenAIServer).bind(applications, facts)
 
@@ -97,7 +97,7 @@ def _config_of(name: Any, given: Any) -> ModelConfig:
 
 
 def _deployment_name(model: str, taken: set[str]) -> str:
-    """Return a name for the deployment of a model: that of the model, as far as its characters go."""
+    """Return a name for the deployment of a model: the model's name, with invalid characters replaced."""
     base = name = re.sub(r"[^A-Za-z0-9_.-]+", "-", model).strip("-.") or "model"
     number = 2
     while name in taken or name == OpenAIServer.__name__:

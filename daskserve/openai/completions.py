@@ -25,14 +25,14 @@ from daskserve.openai.requests import ChatBody, CompletionBody, Sampling
 
 #: The pieces of several answers, each with the number of its answer.
 Numbered = AsyncIterator[tuple[int, Piece | str]]
-#: How the text of one zero character is written in JSON.
+#: The JSON text of a string with one NUL character, which marks the place of a chunk's text.
 FILLER = '"\\u0000"'
 #: The end of a stream.
 DONE = "data: [DONE]\n\n"
 
 
 class Whole:
-    """An answer, put together from its pieces."""
+    """A whole answer, joined from its pieces."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -60,12 +60,12 @@ async def gathered(numbered: Numbered, count: int) -> list[Whole]:
 
 
 def as_piece(item: Piece | str) -> Piece:
-    """Return an item of a stream as a piece; pieces of text alone are sent as `str`."""
+    """Return an item of a stream as a piece; pieces that contain only text are sent as `str`."""
     return Piece(item) if isinstance(item, str) else item
 
 
 class Format(Protocol):
-    """Makes the answers of one path."""
+    """Formats the answers of one path."""
 
     def whole(self, wholes: Sequence[Whole]) -> str: ...
 
@@ -77,7 +77,7 @@ class Format(Protocol):
 
 
 class _Choices:
-    """What chat and plain completions have in common.
+    """The common part of chat and plain completions.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class ChatFormat(_Choices):
     def chunks(self, index: int, piece: Piece) -> Iterator[str]:
         if index not in self._last:
             yield self._chunk(index, ChatMessage(role="assistant", content=""), None, ())
-            # From the right, because the client chooses the model's name, which comes first.
+            # Split from the right, because the client chooses the model's name, which comes first.
             before, after = self._chunk(index, ChatMessage(content="\0"), None, ()).rsplit(FILLER, 1)
             self._frames[index] = (before, after)
         self._last[index] = piece

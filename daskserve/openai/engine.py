@@ -119,7 +119,7 @@ class Embeddings:
 
 @dataclass(slots=True)
 class EmbeddingRequest:
-    """A request to ``embed`` of an engine: texts, or lists of tokens."""
+    """A request to an engine's ``embed``: texts, or lists of tokens."""
 
     model: str = ""
     adapter: str = ""
@@ -134,7 +134,7 @@ class Engine(Protocol):
     """Makes the tokens of a model. Each replica constructs one, with the ``args`` of its model.
 
     ``generate`` is an async generator, or a method with ``@serve.batching.continuous_batch``. It is closed
-    when the answer is complete, when the client leaves, and when it takes too long. All that follows is
+    when the answer is complete, when the client leaves, and when it takes too long. The following members are
     optional:
 
     ``count_tokens(request)``

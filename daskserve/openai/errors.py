@@ -18,7 +18,7 @@ from daskserve.errors import (
 
 
 class InvalidRequestError(BadRequestError):
-    """The request is wrong: ``param`` names the field. Engines may raise it, too."""
+    """The request is wrong: ``param`` names the field. Engines may also raise it."""
 
     default_code: ClassVar[str | None] = None
 
@@ -41,7 +41,7 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 
 class ModelNotFoundError(NotFoundError):
-    """There is no model, or no adapter, of this name. Engines raise it for adapters that they lack."""
+    """There is no model or adapter of this name. Engines raise this for adapters that they do not have."""
 
 
 def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, Any], Mapping[str, str]]:

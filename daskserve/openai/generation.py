@@ -19,7 +19,7 @@ from daskserve.openai.stopping import StopScanner
 class Piece:
     """A part of an answer. The last one has a ``finish_reason`` and the token counts.
 
-    A piece of text alone is sent as `str` instead, at a tenth of the cost.
+    A piece that contains only text is sent as `str` instead, at a tenth of the cost.
     """
 
     text: str = ""
@@ -41,7 +41,7 @@ class _Assembly:
         self._count = 0
         self._prompt_tokens = prompt_tokens
         self._has_tool_calls = False
-        # Tokens with probabilities whose text is held back, and the position where it begins.
+        # Tokens with probabilities whose text is held back, and the position at which the text begins.
         self._waiting: deque[tuple[int, Token]] = deque()
         self._seen = 0
         self._sent = 0
@@ -71,7 +71,7 @@ class _Assembly:
         return self._piece(self._scanner.end(), "tool_calls" if self._has_tool_calls else "stop", None)
 
     def nothing(self) -> Piece:
-        """Return the whole answer to a request for no tokens."""
+        """Return the whole answer to a request for zero tokens."""
         return self._piece("", "length", None)
 
     def _piece(self, text: str, reason: str | None, token: Token | None) -> Piece:
@@ -80,7 +80,7 @@ class _Assembly:
         while self._waiting:
             start, waiting = self._waiting[0]
             is_sent = start + len(waiting.text) <= self._sent
-            # The last piece also has tokens that were sent in part, but none of a stop string.
+            # The last piece also has tokens whose text was sent in part, but no tokens of a stop string.
             if not is_sent and (reason is None or start >= self._sent):
                 break
             logprobs.append(waiting)

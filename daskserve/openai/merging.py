@@ -15,7 +15,8 @@ async def called(remote: Callable[[Any], Any], requests: Iterable[Any]) -> list[
     try:
         for each in requests:
             streams.append(remote(each))
-            await LoopClock().sleep(0)  # each call copies its request, which may take long
+            # let other tasks run: each call copies its request, which may take long
+            await LoopClock().sleep(0)
     except BaseException:
         for stream in streams:
             await stream.aclose()

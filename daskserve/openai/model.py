@@ -1,4 +1,4 @@
-"""The deployment of one model: it runs an engine, and does what all engines need."""
+"""The deployment of one model, which runs an engine and does what all engines have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.openai.errors import ContextLengthError, InvalidRequestError
 from daskserve.openai.generation import Piece, pieces
 from daskserve.payload.importing import import_definition
 
-#: Prompts of more characters are counted in a thread.
+#: The tokens of prompts with more characters are counted in a thread.
 LONG_PROMPT = 10_000
 #: The greatest number that a vector may contain: base64 encodes floats of four bytes.
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -43,7 +43,7 @@ class ModelServer:
                 f"{self._engine!r}"
             )
 
-    # ---- what the server calls
+    # ---- called by the server
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Piece | str]:
         """Yield the pieces of an answer."""
@@ -106,10 +106,10 @@ class ModelServer:
             request.max_tokens = limit - count
         return int(count)
 
-    # ---- what the replica calls
+    # ---- called by the replica
 
     async def check_health(self) -> None:
-        """Have the engine check itself, if it can."""
+        """Call the engine's ``check_health``, if it has one."""
         check = getattr(self._engine, "check_health", None)
         if check is not None:
             await _call(check)
@@ -142,7 +142,7 @@ class ModelServer:
 
 
 async def _call(function: Any, *args: Any) -> Any:
-    """Call a function of the engine: on the loop if it is async, or else in a thread."""
+    """Call a function of the engine: on the loop if it is async, otherwise in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     found = await asyncio.to_thread(function, *args)

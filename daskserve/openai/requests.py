@@ -26,7 +26,7 @@ MAX_SENT_SIZE = 16 * 2**20
 MAX_DIMENSIONS = 65_536
 #: Maximum number of messages of a conversation, or of items of the input of a response.
 MAX_MESSAGES = 10_000
-#: Maximum number of fields of objects whose values have a type; OpenAI has fewer.
+#: Maximum number of fields of objects whose values are validated; OpenAI's limits are lower.
 MAX_FIELDS = 2048
 #: Maximum number of tools; OpenAI has 128.
 MAX_TOOLS = 1024
@@ -43,7 +43,8 @@ def few_fields(found: Any) -> Any:
     return found
 
 
-# Without fail_fast, a body with many wrong items makes one error for each: seconds and gigabytes.
+# Without fail_fast, a body with many wrong items would produce one error for each, which takes seconds and
+# gigabytes.
 Items: TypeAlias = Annotated[list[ItemT], Field(fail_fast=True)]
 Fields: TypeAlias = Annotated[dict[str, ItemT], BeforeValidator(few_fields)]
 #: Engines count in 32 bits, as NumPy and llama.cpp do.
@@ -112,7 +113,7 @@ class Sampling(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    # As OpenAI: the generators of models take no others.
+    # The same range as OpenAI's, because the generators of models do not accept other values.
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | StopTexts | None = None
     frequency_penalty: Penalty | None = None
@@ -132,7 +133,7 @@ class Sampling(Body):
         return parsed
 
     def sent_size(self, size: int) -> int:
-        """Return about how many bytes a body of a size sends to the models; 0 if it is sent once."""
+        """Return roughly how many bytes are sent to the models for a body; 0 if it is sent only once."""
         count = self.n or 1
         return size * count if count > 1 else 0
 
@@ -191,7 +192,7 @@ class CompletionBody(Sampling):
     """``POST /v1/completions``."""
 
     prompt: str | Tokens | Texts | TokenLists
-    # Plain completions may ask for 0 tokens, to have the prompt echoed.
+    # Plain completions may request 0 tokens, to get only the prompt echoed.
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -82,12 +82,12 @@ class ResponseBody(Body):
             if kind == "message":
                 said, last = _message(index, item), messages[-1] if messages else {}
                 if said["role"] == last.get("role") == "assistant" and last["content"] is None:
-                    last["content"] = said["content"]  # after its calls
+                    last["content"] = said["content"]  # the text follows its calls
                 else:
                     messages.append(said)
             elif kind == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                # All calls that the model made at once, and what it said with them, are one message.
+                # All calls that the model made at once, and the text with them, form one message.
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
                 messages[-1].setdefault("tool_calls", []).append(
@@ -96,7 +96,7 @@ class ResponseBody(Body):
             elif kind == "function_call_output":
                 content, call_id = item.get("output"), item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            elif kind != "reasoning":  # left out, because it is of no use to another model
+            elif kind != "reasoning":  # left out, because another model cannot use it
                 text = f"Items of the type {kind!r} are not supported."
                 raise InvalidRequestError(text, param=f"input[{index}].type", code="unsupported_value")
         if not messages:
@@ -156,7 +156,7 @@ class ResponseFormat:
         self._id = head["id"].removeprefix("resp_")
         self._whole = Whole()
         self._number = 0
-        # The positions in the output: that of the message, and those of the calls by index.
+        # Positions in the output: of the message, and of the calls by index.
         self._message_at: int | None = None
         self._calls_at: dict[int, int] = {}
         self._is_open = False

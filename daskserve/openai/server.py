@@ -48,7 +48,7 @@ KINDS: Mapping[str, tuple[Any, Any, str]] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the server knows about a model."""
+    """Facts about a model."""
 
     adapters: tuple[str, ...] = ()
     owned_by: str = "daskserve"
@@ -107,7 +107,7 @@ class OpenAIServer:
         return ModelCard(id=name, object="model", created=self._created, owned_by=owner)
 
     def _find(self, name: str) -> tuple[str, str]:
-        """Return the model and the adapter of a name; raise `ModelNotFoundError` without one."""
+        """Return the model and the adapter of a name; raise `ModelNotFoundError` if there is none."""
         if name in self._facts:
             return name, ""
         for model in sorted(self._facts, key=len, reverse=True):
@@ -166,7 +166,7 @@ class OpenAIServer:
             model, adapter = self._find(body.model)
             asked = body.request()
             asked.model, asked.adapter, asked.request_id = body.model, adapter, _request_id()
-            # Idempotent, so that the hedging of the model's deployment applies.
+            # Marked as idempotent, so that the hedging of the model's deployment applies.
             found = await self._handle(model, adapter, idempotent=True).embed.remote(asked)
             return _json(
                 _written(lambda: EmbeddingList.of(found, body.model, body.encoding_format).as_text())
@@ -180,7 +180,7 @@ class OpenAIServer:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that closes its source, also if the client leaves before the first event."""
+    """A stream of events that closes its source, even if the client leaves before the first event."""
 
     def __init__(self, source: Any, events: AsyncIterator[str]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -202,7 +202,7 @@ async def _events(
             item = await anext(numbered, None)
         yield _written(made.end)
     except Exception as error:
-        # Without this event, the client would take the response for a complete one.
+        # Without this event, the client would treat the response as complete.
         yield "".join(made.failure(error_answer(error, _request_id())[1]))
 
 

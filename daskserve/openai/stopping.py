@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that arrives in pieces, without sending the beginning of one too early."""
+"""Finds stop strings in a text that arrives in pieces, without sending the start of one too early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StopScanner:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """Add text; return the part that no stop string can contain."""
+        """Add text; return the part that cannot belong to a stop string."""
         if not self._stops:
             return text
         text = self.held + text
@@ -35,7 +35,7 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def end(self) -> str:
-        """Return what was held back: the text is complete without a stop string."""
+        """Return the text that was held back, because the text has ended without a stop string."""
         held, self.held = self.held, ""
         return held
 

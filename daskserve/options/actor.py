@@ -13,7 +13,7 @@ from daskserve.options.fields.ray_names import INSTEAD
 
 #: Prefix of the resource that names a worker's type of accelerator.
 ACCELERATOR = "accelerator_type:"
-#: The amount of its accelerator's resource that a replica takes, so that many replicas can share one.
+#: The amount of the accelerator's resource that a replica occupies, so that many replicas can share one.
 ACCELERATOR_SHARE = 0.001
 
 

@@ -25,7 +25,7 @@ BUILT_IN_POLICIES = (
     "queue",
     "schedule",
 )
-#: Ray Serve's import paths of its default policy, which counts requests as ``target_ongoing_requests`` does.
+#: Ray Serve's import paths of its default policy, which counts requests like ``target_ongoing_requests``.
 RAY_DEFAULT_POLICIES = (
     "ray.serve.autoscaling_policy:default_autoscaling_policy",
     "ray.serve.autoscaling_policy:replica_queue_length_autoscaling_policy",
@@ -43,7 +43,7 @@ BURST_WINDOW_S = 6.0
 class AutoscalingConfig(Options):
     """The bounds, the policy and the speed of a backend's autoscaling."""
 
-    # Without ser_json_inf_nan, an infinite value would be serialised as null.
+    # Without ser_json_inf_nan, an infinite value would be serialized as null.
     model_config = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
     place: ClassVar[str] = "autoscaling_config"
 
@@ -252,7 +252,7 @@ class AutoscalingConfig(Options):
         return self
 
     def in_groups_of(self, size: int) -> AutoscalingConfig:
-        """Return a copy for groups of another size; ``multiple_of`` does not count as set in it.
+        """Return a copy for groups of another size; ``multiple_of`` is not marked as set in the copy.
 
         Raises
         ------
@@ -272,12 +272,12 @@ class AutoscalingConfig(Options):
 
     @property
     def up_factor(self) -> float:
-        """The share of a wanted change that one step up makes."""
+        """The share of a wanted increase that one step applies."""
         return self.smoothing_factor if self.upscaling_factor is None else self.upscaling_factor
 
     @property
     def down_factor(self) -> float:
-        """The share of a wanted change that one step down makes."""
+        """The share of a wanted decrease that one step applies."""
         return self.smoothing_factor if self.downscaling_factor is None else self.downscaling_factor
 
     @property

@@ -29,7 +29,7 @@ SYNC_CONCURRENCY = 8
 ASYNC_CONCURRENCY = 100
 #: Default maximum number of replicas with ``num_replicas="auto"``.
 AUTO_MAX_REPLICAS = 100
-#: Failed starts after which a change fails, for each replica that is wanted.
+#: Number of failed starts per target replica after which a change fails.
 STARTS_PER_REPLICA = 3
 
 
@@ -299,9 +299,7 @@ class BackendConfig(Options):
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:
-        """Accept ``num_replicas="auto"``, the autoscaler's options where the classic system has them, and
-        the options that Ray Serve spells in another way.
-        """
+        """Accept ``num_replicas="auto"``, the classic form of autoscaling, and Ray Serve's spellings."""
         if not isinstance(values, Mapping):
             return values
         found = translated(values)
@@ -342,7 +340,8 @@ class BackendConfig(Options):
         gangs, scaling = self.gang_scheduling_config, self.autoscaling_config
         size = 1 if gangs is None else gangs.gang_size
         if scaling is not None and "multiple_of" not in scaling.model_fields_set:
-            # Not assigned, which would validate all again; and it stays unset, so that it follows the size.
+            # Not assigned normally, because that would validate all fields again. The field stays unset, so
+            # that it follows the gang size.
             vars(self)["autoscaling_config"] = scaling.in_groups_of(size)
         elif scaling is not None and scaling.multiple_of % size:
             raise ValueError(
@@ -386,20 +385,20 @@ class BackendConfig(Options):
     def for_replicas(self, **how: Any) -> dict[str, Any]:
         """Return the options that a replica reads; ``how`` goes to ``model_dump``.
 
-        ``user_config`` is not among them: it is user code, and reaches replicas pickled.
+        They do not include ``user_config``, which is user code and is sent to replicas pickled.
         """
         others = {n for n, each in type(self).model_fields.items() if CONTROLLER_ONLY in each.metadata}
         return self.model_dump(exclude={"user_config", *others}, **how)
 
     @property
     def packs(self) -> bool:
-        """Whether replicas are packed onto few workers: those of a gang, or all of the backend."""
+        """Whether replicas (of each gang, or all of the backend) are packed onto few workers."""
         gangs = self.gang_scheduling_config
         return self.placement == "PACK" if gangs is None else gangs.gang_placement_strategy == "PACK"
 
     @property
     def strategy(self) -> Strategy:
-        """Where the bundles of a gang, or of one replica, go."""
+        """How the bundles of a gang, or of one replica, are placed."""
         gangs = self.gang_scheduling_config
         return self.placement_group_strategy or "PACK" if gangs is None else gangs.gang_placement_strategy
 
@@ -416,7 +415,7 @@ class BackendConfig(Options):
         return min(self.max_constructor_retry_count, STARTS_PER_REPLICA * max(1, replicas))
 
     def fixed(self) -> dict[str, Any]:
-        """Return the options with other than default values that are fixed for the life of a replica."""
+        """Return the non-default options that are fixed for the life of a replica."""
         return {
             name: value.to_plain() if isinstance(value, Options) else value
             for name, default in _fixed_defaults()
@@ -452,12 +451,12 @@ class BackendConfig(Options):
 
     @property
     def bodies(self) -> BodyUse:
-        """How a proxy handles the bodies of its HTTP requests."""
+        """How a proxy handles the bodies of HTTP requests to the backend."""
         facts = self.internal_metadata
         if facts.is_asgi_app:
             return "stream"
         if self.method_header:
-            return "gather"  # the method that a request names may be any
+            return "gather"  # a request may name any method
         if facts.ignores_bodies:
             return "drop"
         return "gather" if facts.is_blocking or facts.accepts_batches else "stream"
@@ -465,14 +464,14 @@ class BackendConfig(Options):
     def merged(self, changes: BackendConfig, *, ends_autoscaling: bool = False) -> BackendConfig:
         """Return a copy in which the fields that ``changes`` sets are replaced.
 
-        Autoscaling replaces a number of replicas. A number replaces autoscaling only with
-        ``ends_autoscaling``; otherwise the two together are an error.
+        Autoscaling replaces a fixed number of replicas. A number replaces autoscaling only with
+        ``ends_autoscaling``; otherwise, giving both is an error.
         """
         named = changes.model_fields_set - {"internal_metadata"}
         if not named:
             return self.model_copy()
         if not self.model_fields_set and named == changes.model_fields_set:
-            return changes.model_copy()  # validated as a whole already
+            return changes.model_copy()  # already validated as a whole
         values = {name: getattr(self, name) for name in self.model_fields_set}
         config = changes.autoscaling_config
         if config is not None and not config.dry_run:
@@ -481,7 +480,7 @@ class BackendConfig(Options):
         if ends_autoscaling and has_number and before is not None and not before.dry_run:
             values["autoscaling_config"] = None
         values |= {name: getattr(changes, name) for name in named}
-        return BackendConfig(**values)  # not model_copy: that skips validation
+        return BackendConfig(**values)  # not model_copy, which skips validation
 
 
 @cache

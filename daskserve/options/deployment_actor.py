@@ -13,7 +13,7 @@ from daskserve.options.actor import ActorOptions
 from daskserve.options.backend import BackendConfig
 from daskserve.options.fields.base import Options, parse_options
 
-#: Calls that an actor runs at once if all its methods are ``async def``.
+#: Maximum number of concurrent calls of an actor whose methods are all ``async def``.
 ASYNC_CALLS = 1000
 #: Separates the name of a deployment from that of its actor, in the name of the actor's own deployment.
 SEPARATOR = ":"
@@ -53,7 +53,7 @@ class DeploymentActorConfig(Options):
         return value
 
     def config(self, of: BackendConfig, *, is_blocking: bool) -> BackendConfig:
-        """Return how the actor runs.
+        """Return the backend options with which the actor runs.
 
         Parameters
         ----------

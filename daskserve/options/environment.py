@@ -126,7 +126,7 @@ class Environment(Options):
     def to_text(self) -> str:
         """Return the environment as text for `from_text`; equal environments have equal texts.
 
-        Without the working directory, whose files travel with the code.
+        The working directory is not included, because its files are sent with the code.
         """
         if self.python is not None and not self.env_vars:
             return self.python
@@ -165,7 +165,7 @@ class Interpreter:
 
 
 def parse_environment(value: Any) -> Environment | None:
-    """Return a user's ``env`` as options; None is the worker's environment.
+    """Return a user's ``env`` as options; None means the worker's environment.
 
     Parameters
     ----------

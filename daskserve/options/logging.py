@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from daskserve.common import settings
 from daskserve.options.fields.base import ByteCount, Options, parse_options
 
-#: The levels of Python itself. Workers do not know the levels that a program adds.
+#: Only the levels of Python itself, because workers do not know levels that a program adds.
 _LEVELS: Mapping[str, int] = {
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
@@ -27,7 +27,7 @@ _LEVELS: Mapping[str, int] = {
 class LoggingConfig(Options):
     """How an instance, an application or a deployment logs.
 
-    Fields that a deployment does not set are those of its application, and then those of its instance.
+    A deployment takes fields that it does not set from its application, and then from its instance.
     """
 
     place: ClassVar[str] = "logging_config"
@@ -91,7 +91,7 @@ class LoggingConfig(Options):
         return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
     def over(self, outer: LoggingConfig | None) -> LoggingConfig:
-        """Return this config, with the fields that it does not set from ``outer``."""
+        """Return this config, with fields that it does not set taken from ``outer``."""
         return self if outer is None else LoggingConfig(**{**outer.model_dump(), **self.model_dump()})
 
 

@@ -53,5 +53,5 @@ class PayloadLoggingConfig(Options):
 
     @field_serializer("redact", when_used="json")
     def _shown(self, value: Any) -> Any:
-        # A function is pickled when it is deployed; before that, a dump is for people.
+        # A function is shown by name: it is pickled when it is deployed, and any earlier dump is for people.
         return getattr(value, "__qualname__", repr(value)) if callable(value) else value

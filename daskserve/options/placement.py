@@ -21,7 +21,7 @@ Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 class GangSchedulingConfig(Options):
-    """How the replicas of a deployment form gangs, for code that works only if all its parts are there."""
+    """How the replicas of a deployment form gangs, for code that works only if all of its parts run."""
 
     place: ClassVar[str] = "gang_scheduling_config"
 
@@ -51,7 +51,7 @@ class GangSchedulingConfig(Options):
 
 
 def check_whole(replicas: int, size: int) -> None:
-    """Raise `ValueError` unless a number of replicas is one of whole gangs."""
+    """Raise `ValueError` unless a number of replicas forms whole gangs."""
     if replicas % size:
         raise ValueError(
             f"num_replicas={replicas} must be a multiple of gang_size={size}; the next one is "

@@ -13,9 +13,9 @@ from daskserve.common.formatting import shown
 from daskserve.options.fields.secrets import SecretOption, checked_secret, masked, read_secret
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-#: For a queue of daskserve's own in a file, with an absolute path: ``sqlite:///var/tasks.sqlite``.
+#: URL scheme of daskserve's own queues in a file, with an absolute path: ``sqlite:///var/tasks.sqlite``.
 SQLITE_SCHEME = "sqlite"
-#: For a queue that the instance keeps: ``instance://``.
+#: URL scheme of queues that the instance keeps: ``instance://``.
 INSTANCE_SCHEME = "instance"
 #: Kombu's schemes, and whether they use TLS.
 RABBITMQ_SCHEMES: Mapping[str, bool] = {"amqp": False, "pyamqp": False, "amqps": True}
@@ -196,7 +196,7 @@ class QueueOptions:
 
     @property
     def max_age_s(self) -> float:
-        """The age from which a length is stale, in seconds."""
+        """The age at which a length is stale, in seconds."""
         return FRESH_POLLS * self.poll_interval_s
 
     def management(self) -> ManagementURL:
@@ -210,7 +210,7 @@ class QueueOptions:
             base, asker = (f"https://{host}:15671" if is_tls else f"http://{host}:15672"), broker
         else:
             given = urlsplit(self.management_url)
-            # The URL may be that of the API or that of the web interface.
+            # The URL may point to the API or to the web interface.
             path = given.path.rstrip("/").removesuffix("/api")
             base = f"{given.scheme}://{given.netloc.rpartition('@')[2]}{path}"
             asker = given if given.username is not None else broker
@@ -220,7 +220,7 @@ class QueueOptions:
 
 
 def queue_options_of(policy: Any, arguments: Mapping[str, Any]) -> QueueOptions | None:
-    """Return the queue that a policy, or the policy below a schedule, reads; None if it reads none.
+    """Return the queue that a policy, or the policy within a schedule, reads; None if it reads none.
 
     Raises
     ------

@@ -43,7 +43,7 @@ def _checked_share(value: Any) -> str:
 
 
 def _as_path(value: Any) -> Any:
-    """Return the import path of a function, with which other processes import it."""
+    """Return the import path of a function, by which other processes import it."""
     if not callable(value):
         return value
     path = f"{value.__module__}:{getattr(value, '__qualname__', value)}"

@@ -1,7 +1,7 @@
 """The specs of backends and applications that clients send to the controller.
 
-The options are the models that the client formed. On the wire, and in the store, a model is the options that
-were set: a reader with newer models fills in its own defaults.
+The options are models that the client has validated. In messages and in the store, a model consists of the
+options that were set, so that a reader with newer models fills in its own defaults.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spec:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Self:
-        """Return the spec that `to_plain` gave.
+        """Return the spec for values from `to_plain`.
 
         Its models are validated, which fills in options that follow from others.
         """
@@ -142,7 +142,7 @@ class ApplicationSpec(Spec):
 
     @property
     def ingress(self) -> DeploymentSpec:
-        """The deployment that requests to the application reach."""
+        """The deployment that handles requests to the application."""
         return self.deployments[-1]
 
 

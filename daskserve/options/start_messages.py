@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OptionValues:
-    """The values that an option model dumped, including defaults, as attributes.
+    """The values of an option model, including defaults, as attributes.
 
     The writer has validated them. Workers read them without pydantic, which takes 0.1 s to import.
     """
@@ -38,7 +38,7 @@ def dump_config(config: BackendConfig) -> dict[str, Any]:
 
 
 def dump_config_in(config: BackendConfig, logging: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the result of `dump_config`, over the logging options of the instance."""
+    """Return the result of `dump_config`, with unset logging options taken from the instance."""
     found = dump_config(config)
     if logging is not None:
         found["logging_config"] = {**logging, **(found["logging_config"] or {})}
@@ -155,7 +155,7 @@ class ReplicaStart(StartMessage):
 
     @property
     def kind(self) -> str:
-        """``"deployment"``, or ``"backend"`` for one of the classic system."""
+        """``"deployment"``, or ``"backend"`` in the classic system."""
         return "deployment" if self.is_deployment else "backend"
 
     @property

@@ -12,7 +12,7 @@ from daskserve.options.fields.base import Options, parse_options
 
 
 class TracingConfig(Options):
-    """Traces of an instance by OpenTelemetry. They act when the instance starts."""
+    """Traces of an instance by OpenTelemetry. They take effect when the instance starts."""
 
     place: ClassVar[str] = "tracing_config"
 
@@ -43,7 +43,7 @@ class TracingConfig(Options):
 
 
 def checked_tracing(config: TracingConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the plain values of the options of traces; empty without traces."""
+    """Return the tracing options as plain values; empty without tracing."""
     if config is None:
         return {}
     return parse_options(TracingConfig, config, what="tracing_config").model_dump(mode="json")

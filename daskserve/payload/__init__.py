@@ -1,1 +1,1 @@
-"""Values, code and errors as bytes, on their way between processes."""
+"""Values, code and errors as bytes, for sending them between processes."""

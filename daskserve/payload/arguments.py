@@ -1,4 +1,4 @@
-"""Arguments of calls without some of their values, which travel apart and are filled in by the replica."""
+"""Arguments of calls without some of their values, which are sent separately and inserted by the replica."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daskserve.payload.pickling import dump_in, dump_with, with_places
 
 
 class ValueSource(enum.StrEnum):
-    """Where a replica finds a value that was taken out of a call's arguments."""
+    """The place of a value that was taken out of a call's arguments."""
 
     #: On the Dask cluster, by its key.
     DASK = "dask"
@@ -27,7 +27,8 @@ class ValueSource(enum.StrEnum):
 
 def take_out(arguments: Any, is_taken: Callable[[Any], bool]) -> tuple[Payload, list[Any]]:
     """Pickle arguments without the values for which ``is_taken`` returns True; return both."""
-    from daskserve.internals.cloudpickle import SeparatingPickler  # late, as in `daskserve.payload.pickling`
+    # imported on use, as in `daskserve.payload.pickling`
+    from daskserve.internals.cloudpickle import SeparatingPickler
 
     def take_once(places: Mapping[int, Any]) -> tuple[Payload, list[Any]]:
         values: list[Any] = []
@@ -43,7 +44,8 @@ class _FillingUnpickler(pickle.Unpickler):
     def persistent_load(self, number: Any) -> Any:
         value = self.values[number]
         if isinstance(value, Payload):
-            # Here, because unpickling may run user code; once, because the arguments may name it twice.
+            # Unpickled here, because that may run user code; and once, because the arguments may refer to it
+            # twice.
             value = self.values[number] = value.load()
         return value
 

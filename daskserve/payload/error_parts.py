@@ -1,12 +1,12 @@
-"""Errors taken apart for other processes, and put together again without running their constructors.
+"""Errors taken apart for other processes, and rebuilt without running their constructors.
 
-Problem: pickle calls an error's class with ``args``, which many classes do not accept, and gives up on the
-whole error for one attribute that cannot be pickled. What else it stores depends on the process: distributed
+Problem: pickle calls an error's class with ``args``, which many classes do not accept, and fails for the
+whole error if one attribute cannot be pickled. What it stores besides depends on the process: distributed
 registers reducers (of tblib) that add the cause, the context and the traceback. Choice: an error is its
-class, ``args``, the fields of its built-in class, its attributes, its cause and its context. Each value that
-needs code of its own travels as a separate pickle. One that cannot be pickled is left out, or is a text among
-``args``. The receiver makes the error with the built-in class that it is derived from. Only a class with
-methods for pickling is pickled and unpickled by these, if they work.
+class, ``args``, the fields of its built-in class, its attributes, its cause and its context. Each value whose
+class defines pickling is sent as a separate pickle. A value that cannot be pickled is left out, or replaced
+by a text among ``args``. The receiver creates the error with the built-in class from which it is derived.
+Only if the error's own class has methods for pickling, these are used, if they work.
 
 So an error keeps its class unless the class itself cannot be pickled, or does not exist at the receiver.
 """
@@ -45,17 +45,17 @@ from daskserve.payload.error_text import (
 )
 from daskserve.payload.pickling import load_bytes
 
-#: Maximum size of a value that travels without its own pickle, and of all pickles of an error.
+#: Maximum size of a value that is sent without its own pickle, and of all pickles of an error.
 MAX_PLAIN_BYTES = 16 * 1024
 MAX_PICKLED_BYTES = 1024 * 1024
-#: Maximum nesting of values that travel without their own pickle, and of errors among values.
+#: Maximum nesting of values that are sent without their own pickle, and of errors among values.
 MAX_DEPTH = 4
 #: An error with more frames is not packed where user code runs.
 MAX_FRAMES_AT_ONCE = 100
 
 #: The attribute of an error that holds the ids of the requests for which a replica has logged it.
 LOGGED_FOR = "_daskserve_logged_for"
-#: The flag of classes that are not built in.
+#: The type flag of classes that are not built in.
 _IS_HEAP_TYPE = 1 << 9
 #: Methods of a class that run when its errors are formatted or read.
 _FORMATTING = frozenset(
@@ -70,18 +70,18 @@ _PICKLING = frozenset(("__reduce__", "__reduce_ex__", "__getstate__", "__setstat
 _LOOKUP_HOOKS = frozenset(("__dir__", "__getattribute__", "__getattr__", "__class__"))
 _SCALARS = frozenset((float, complex, bool, type(None)))
 _CONTAINERS = frozenset((tuple, list, set, frozenset))
-#: The field of an `AttributeError` that may be any object of user code.
+#: Fields that are not sent: ``obj`` of an `AttributeError` may be any object of user code.
 _UNSENT_FIELDS = frozenset(("obj",))
 
 
 class Foreign(Enum):
-    """The treatment of an error's values and class if they have code that would run."""
+    """How to treat an error's values and class if pickling them would run code."""
 
     #: `HasCodeError` is raised.
     REFUSED = 0
-    #: They are left out, but for a class that the receiver can import.
+    #: The values are left out; a class is kept if the receiver can import it.
     LEFT_OUT = 1
-    #: They are left out, but for the class, which is pickled by value if necessary.
+    #: The values are left out; the class is pickled by value if necessary.
     BY_VALUE = 2
     #: Their code is run.
     RUN = 3
@@ -96,7 +96,7 @@ class _TooLargeError(Exception):
 
 
 class Part(NamedTuple):
-    """One error of a chain, as it travels.
+    """One error of a chain, in the form in which it is sent.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
 
 def take_apart(error: BaseException, foreign: Foreign, summary: str = "", *, depth: int = 0) -> list[Part]:
-    """Return an error and its chain in parts. A given ``summary`` is not made again.
+    """Return an error and its chain in parts. A given ``summary`` is not computed again.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _size_of(value: Any, most: int, depth: int = 0) -> int:
-    """Return about how many bytes a value takes as a text; more than ``most`` if it has code of its own."""
+    """Return the approximate size of a value as text; more than ``most`` if its class is not built in."""
     kind = type(value)
     if kind is str:
         return len(value)
@@ -241,7 +241,7 @@ class _Dumps:
         return found
 
     def _value(self, name: str, value: Any, items: dict[str, bytes]) -> Any:
-        """Return an argument if it is plain; else keep its pickle, or return a substitute."""
+        """Return an argument if it is plain; otherwise keep its pickle, or return a substitute."""
         if is_plain(value):
             return value
         if self._foreign is Foreign.RUN:
@@ -252,12 +252,12 @@ class _Dumps:
         return _stand_in(value, self._foreign)
 
     def _state(self, state: tuple[Any, ...]) -> bytes | None:
-        # By reference if the receiver can import the class, which takes a tenth of the time.
+        # Pickled by reference if the receiver can import the class, which takes a tenth of the time.
         try:
             data = pickle.dumps(state, 5)
             if data.find(b"__main__") < 0:
                 return data
-        except Exception:  # what a pickler raises depends on the class
+        except Exception:  # the error depends on the class
             pass
         if self._foreign is Foreign.REFUSED:
             raise HasCodeError
@@ -266,7 +266,7 @@ class _Dumps:
     def _dump(self, value: Any, own: BaseException | None = None) -> bytes | None:
         """Return a pickle; None if it is impossible or too large. ``own`` is pickled by its own methods."""
         if type(value) in (str, bytes, bytearray) and len(value) > self._left_bytes:
-            return None  # a pickler would copy it first
+            return None  # a pickler would first copy the value
         file = _Bounded(self._left_bytes)
 
         def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -276,7 +276,8 @@ class _Dumps:
         def substitute(found: Any) -> Any:
             return self._reduced(found, own)
 
-        from daskserve.internals.cloudpickle import CodePickler  # late, as in `daskserve.payload.pickling`
+        # imported on use, as in `daskserve.payload.pickling`
+        from daskserve.internals.cloudpickle import CodePickler
 
         try:
             CodePickler(file, substitute=substitute, protocol=5, buffer_callback=is_small).dump(value)
@@ -287,7 +288,7 @@ class _Dumps:
         return data
 
     def _reduced(self, value: Any, own: BaseException | None) -> Any:
-        """Return how errors among the values are pickled: by this module, in any process."""
+        """Return the reduction of errors among the values, which this module pickles."""
         if value is own and own is not None:
             return value.__reduce_ex__(5)
         if issubclass(type(value), BaseException):
@@ -308,7 +309,7 @@ def _stand_in(value: Any, foreign: Foreign) -> Any:
     if type(value) is bytes:
         return value[:MAX_TEXT]  # the constructor of a `UnicodeDecodeError` takes no text
     if foreign is Foreign.RUN:
-        with suppress(Exception):  # of the value's __repr__
+        with suppress(Exception):  # the value's __repr__ may raise anything
             return brief(value)
     return f"<{name_of(type(value))}>"
 
@@ -330,7 +331,7 @@ class _Bounded(io.BytesIO):
 
 
 def _fields_of(error: BaseException) -> dict[str, Any]:
-    """Return what built-in classes and ``__slots__`` store beside ``args`` and attributes."""
+    """Return the values that built-in classes and ``__slots__`` store beyond ``args`` and attributes."""
     found = {}
     for cls in type(error).__mro__:
         if cls is BaseException or cls is object:
@@ -348,7 +349,7 @@ def _nothing() -> None:
     """Return None, in place of a value that is not sent."""
 
 
-# ---- the way back
+# ---- unpacking
 
 
 def dump_parts(parts: Sequence[Any]) -> bytes:
@@ -420,7 +421,7 @@ def _new(
     error: BaseException = base.__new__(cls, *args)
     try:
         base.__init__(error, *args)
-    except Exception:  # the arguments are those of a derived class
+    except Exception:  # the arguments belong to a derived class
         BaseException.__init__(error, *args)
     for name, value in fields.items():
         with suppress(Exception):  # the class may have changed; groups have fields that cannot be set

@@ -1,4 +1,4 @@
-"""The text of an error, whatever its class does: bounded, encodable, and made even if ``__str__`` fails."""
+"""The text of an error of any class: bounded, encodable, and available even if ``__str__`` fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_TEXT = 8 * 1024
 MAX_TRACEBACK = 64 * 1024
 #: Maximum length of one value in the text of an error that has large arguments.
 MAX_VALUE = 200
-#: How many frames of a deep recursion a traceback has: the innermost.
+#: Maximum number of frames of a traceback; of a deep recursion, the innermost are kept.
 MAX_FRAMES = 500
 
 #: Replaces the text of an error if code of its class must not run, or takes too long.
 NO_TEXT = "<its text was not made in time>"
 
-#: How the text of an error begins if its cause is a traceback of another process.
+#: The beginning of an error's text if its cause is a traceback of another process.
 _REMOTE = f"{RemoteTraceback.__module__}.{RemoteTraceback.__qualname__}: \n"
 
 #: The first line of a traceback.
@@ -33,7 +33,7 @@ _TITLE = "Traceback (most recent call last):\n"
 
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
 
-# What Python itself stores of a class and of an error, even if the class overrides these names.
+# Read the values that Python itself stores for a class and an error, even if the class overrides these names.
 name_of = type.__dict__["__name__"].__get__
 stored_args = BaseException.__dict__["args"].__get__
 stored_attributes = BaseException.__dict__["__dict__"].__get__
@@ -65,7 +65,7 @@ def brief(value: Any) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error; if its class fails to make one, say so."""
+    """Return the text of an error, or a note if its class fails to produce one."""
     try:
         if _has_large_text(error):
             args = stored_args(error)
@@ -73,7 +73,7 @@ def text_of(error: BaseException) -> str:
             return encodable(shortened(args[0], MAX_TEXT) if is_text else f"({', '.join(map(brief, args))})")
         # A subclass of `str` may have any methods.
         return encodable(shortened(str.__str__(str(error)), MAX_TEXT))
-    except BaseException as failure:  # of user code, which may raise anything here
+    except BaseException as failure:  # user code may raise anything here
         return f"<its text cannot be made: {name_of(type(failure))}>"
 
 
@@ -85,7 +85,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def summary_without_text(error: BaseException) -> str:
-    """Return the name of an error's class, for an error whose text must not be made."""
+    """Return the name of an error's class, for an error whose text must not be computed."""
     return f"{name_of(type(error))}: {NO_TEXT}"
 
 
@@ -107,9 +107,9 @@ def _is_large(value: Any) -> bool:
 
 
 def user_frames(error: BaseException) -> TracebackType | None:
-    """Return an error's traceback without the frames that lead to user code, ours and those of frameworks.
+    """Return an error's traceback without the frames of daskserve and frameworks that lead to user code.
 
-    ``daskserve.errors.full-tracebacks`` keeps those of frameworks.
+    ``daskserve.errors.full-tracebacks`` keeps the frames of frameworks.
     """
     found: TracebackType | None = stored_traceback(error)
     frames = list(frames_of(found))
@@ -137,7 +137,7 @@ def traceback_of(frames: Sequence[TracebackType]) -> TracebackType | None:
     return found
 
 
-#: The modules through which user code is called, and those through which it calls other deployments.
+#: The modules that call user code, and those through which user code calls other deployments.
 _OURS = ("daskserve.data.", "daskserve.payload.")
 _FRAMEWORKS = ("starlette.", "fastapi.", "anyio.")
 _CALLS = ("daskserve.data.caller.",)
@@ -149,19 +149,19 @@ def _is_in(frame: TracebackType, names: tuple[str, ...]) -> bool:
 
 
 def _keeps_frameworks() -> bool:
-    # A child process of a worker has not loaded Dask, which takes longer than all of this.
+    # A worker's child process has not loaded Dask, and loading it takes longer than formatting the error.
     return "dask.config" in sys.modules and settings.errors().full_tracebacks
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return an error's traceback as Python prints it, from the first frame that is not ours."""
+    """Return an error's traceback as Python prints it, from the first frame outside of daskserve."""
     try:
         if not any(_has_large_text(each) or _has_large_notes(each) for each in chain_of(error)):
             lines = traceback.format_exception(type(error), error, user_frames(error), limit=-MAX_FRAMES)
             text = _joined(error) or "".join(lines)
-            # A traceback of another process, which is the cause, begins the text already.
+            # If the cause is a traceback of another process, the text already begins with it.
             return encodable(shortened(text.removeprefix(_REMOTE), MAX_TRACEBACK))
-    except BaseException:  # of user code; `traceback` reads more attributes than the text
+    except BaseException:  # user code may raise anything; `traceback` reads more attributes than the text
         pass
     return bare_traceback(error, summary_of(error))
 
@@ -169,7 +169,7 @@ def traceback_text(error: BaseException) -> str:
 def _joined(error: BaseException) -> str:
     """Return one traceback for an error that was raised in another process; empty for other errors.
 
-    The frames of this process come before those of the other process, without the lines of markers.
+    The frames of this process come before those of the other process, without marker lines.
     """
     cause, frames = stored_cause(error), user_frames(error)
     if type(cause) is not RemoteTraceback or frames is None:
@@ -194,12 +194,12 @@ def bare_traceback(error: BaseException, summary: str) -> str:
 
 
 def count_frames(error: BaseException, most: int) -> int:
-    """Return how many frames an error's traceback has, or ``most``."""
+    """Return the number of frames of an error's traceback, at most ``most``."""
     return sum(1 for _ in islice(frames_of(stored_traceback(error)), most))
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on; each once."""
+    """Yield an error and the chain of its causes, each once."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and not any(cause is each for each in seen):
@@ -209,9 +209,9 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def chain_of(error: BaseException, most: int = 16) -> Sequence[BaseException]:
-    """Return an error, its cause, its context, theirs, and so on; each once."""
+    """Return an error, its cause and context, their causes and contexts, and so on, each once."""
     found = [error]
-    for each in found:  # which grows meanwhile
+    for each in found:  # the list grows during the loop
         for other in (stored_cause(each), stored_context(each)):
             if other is not None and len(found) < most and not any(other is known for known in found):
                 found.append(other)

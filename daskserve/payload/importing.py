@@ -2,7 +2,8 @@
 
 Problem: a Python process imports a module once, so a worker that has imported ``shop`` keeps serving its code
 after the file has changed, and a deploy sees no difference between two equal paths. Choice: a deployed path
-carries the digests of the user's modules, and a worker that has imported other ones imports them again.
+contains the digests of the user's modules, and a worker that has imported other versions imports the modules
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The attribute of a module that holds the digest of its file when it was imported.
 _DIGEST = "__daskserve_digest__"
-#: The digests of files before they were imported, by real path: a file may change while it is imported.
+#: The digests of files before they were imported, by real path, because a file may change while it is
+#: imported.
 digests_before: ContextVar[Mapping[str, str] | None] = ContextVar("daskserve_digests", default=None)
 MODULE_REMEDY = "Install it on the workers, too, or put its folder on their PYTHONPATH."
 
@@ -63,7 +65,7 @@ def _modules_beside(name: str) -> list[ModuleType]:
     folder = folder_of(name)
     if folder is None:
         return []
-    # A copy, because other threads import and forget modules, too.
+    # A copy, because other threads also import and forget modules.
     modules = sys.modules.copy()
     files = {each: getattr(module, "__file__", None) or "" for each, module in modules.items()}
     return [
@@ -79,7 +81,7 @@ def folder_of(name: str) -> str | None:
     module = sys.modules.get(first)
     try:
         found = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(first)
-    except ValueError:  # it has none, as __main__ may have
+    except ValueError:  # the module has no spec, like __main__
         found = None
     file = getattr(module, "__file__", None) or getattr(found, "origin", None)
     if file is None or not os.path.isabs(file):
@@ -96,13 +98,13 @@ def folder_of(name: str) -> str | None:
 def have_changed(modules: Iterable[ModuleType]) -> bool:
     """Return whether the file of any of the modules may have changed since it was imported."""
     for module in modules:
-        # Without a digest, it is unknown when the module was imported.
+        # Without a digest, the time of the module's import is unknown.
         before = module.__dict__.get(_DIGEST)
         try:
             if before is None or (before and before != digest_of_file(str(module.__file__))):
                 return True
         except OSError:
-            return True  # it is gone
+            return True  # the file was removed
     return False
 
 
@@ -116,10 +118,12 @@ def modules_in(folders: Iterable[str]) -> dict[str, ModuleType]:
         file = getattr(module, "__dict__", {}).get("__file__")
         if not file or file.startswith(stdlib) or _is_installed(file):
             continue
-        if name == "__main__" or name.partition(".")[0] == "daskserve":  # from a clone of the repository
+        # daskserve itself may run from a clone of the repository
+        if name == "__main__" or name.partition(".")[0] == "daskserve":
             continue
         if not file.startswith(starts):
-            # It may be the same folder by another name, which only the file system knows, and slowly.
+            # It may be the same folder by another name. Only the file system knows that, and asking it is
+            # slow.
             real = real or tuple(os.path.join(os.path.realpath(each), "") for each in starts)
             inside = os.path.realpath(file)
             if not inside.startswith(real) or _is_installed(inside):
@@ -136,7 +140,7 @@ class ModuleScan:
         self._found: dict[str, dict[str, ModuleType]] = {}
 
     def modules_in(self, folder: str) -> dict[str, ModuleType]:
-        """Return the imported modules of a folder, as `modules_in` does."""
+        """Return the imported modules in some folders; see `modules_in`."""
         imported = list(sys.modules.copy().values())
         is_same = len(imported) == len(self._imported) and all(map(operator.is_, imported, self._imported))
         if not is_same:
@@ -165,7 +169,7 @@ def file_digest(module: ModuleType) -> str:
         if found is None:
             try:
                 found = digest_of_file(path)
-            except OSError:  # it is in a ZIP file, or gone
+            except OSError:  # the file is in a ZIP file, or was removed
                 found = ""
         setattr(module, _DIGEST, found)
     return found
@@ -214,8 +218,8 @@ def forget(names: Iterable[str]) -> dict[str, ModuleType]:
     """Forget modules, so that they are imported again from their sources; return those that were imported."""
     gone = {name: sys.modules.pop(name) for name in list(names) if name in sys.modules}
     for module in gone.values():
-        # Bytecode counts as current if size and second are those of the source, which may have changed twice
-        # in a second.
+        # Python treats bytecode as current if size and mtime in seconds match the source, which may have
+        # changed twice in a second.
         cached = getattr(module, "__cached__", None)
         if cached:
             with suppress(OSError):
@@ -228,7 +232,7 @@ def import_definition(path: str, *, is_exact: bool = False) -> Any:
     """Import and return the object that ``"pkg.mod.Name"`` or ``"pkg.mod:Name"`` names.
 
     The modules of an `ImportPath` are imported again if this process has imported other versions of them.
-    Objects that refer to the old modules keep them.
+    Existing objects continue to refer to the old modules.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def newest_last(versions: Iterable[str]) -> list[str]:
-    """Return versions in their order: numbers in a name count as numbers.
+    """Return versions sorted, with numbers in names compared as numbers.
 
     Examples
     --------
@@ -25,8 +25,8 @@ def newest_last(versions: Iterable[str]) -> list[str]:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, without what it remembers of earlier calls, and the path in it."""
-    from fsspec.core import url_to_fs  # takes long, and most processes do not need it
+    """Return the file system of a URL, with an empty listings cache, and the path in it."""
+    from fsspec.core import url_to_fs  # slow to import, and most processes do not need it
 
     found, path = url_to_fs(url)
     found.invalidate_cache()

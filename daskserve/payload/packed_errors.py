@@ -1,14 +1,14 @@
-"""Errors of user code as bytes: packed where user code runs, and unpacked where it is called.
+"""Errors of user code as bytes: packed where user code runs, and unpacked in the caller's process.
 
 Between the two, an error is a `PackedError`, so no part of daskserve runs code of the error's class. Errors
 of daskserve itself are not packed. This lets a router distinguish the loss of its own replica from a call
 that failed inside that replica.
 
 The bytes are msgpack of a summary, the traceback, a mapping, and the ids of the requests for which the error
-is logged. The mapping has ``known``: the error of daskserve that it is, or that its class is derived from;
-``parts`` if that is not all of it (`daskserve.payload.error_parts`); ``type``, the name of its class; and
-``of_user`` if user code raised it.
-In the stores of earlier versions a pickle stands in place of the mapping.
+is logged. The mapping has ``known``: the error as one of daskserve's, if its class is one or is derived from
+one; ``parts`` if the error has more than that (`daskserve.payload.error_parts`); ``type``, the name of its
+class; and ``of_user`` if user code raised it. In stores of earlier versions, there is a pickle in place of
+the mapping.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from daskserve.payload.shown_errors import cause_of
 
 
 def note_logged(error: BaseException, *request_ids: str) -> None:
-    """Record that a replica has logged an error; the note travels with the error to other processes."""
+    """Record that a replica has logged an error; the record is sent with the error to other processes."""
     if type(error) is PackedError:
         error.request_ids = request_ids
     else:
@@ -82,7 +82,7 @@ def _logged_for(error: BaseException) -> Sequence[str] | None:
 
 
 class PackedError(StandInError):
-    """An error that passes through parts of daskserve, and processes, that must not run code of its class.
+    """An error in a form that passes through daskserve and its processes without running code of its class.
 
     Attributes
     ----------
@@ -122,18 +122,18 @@ class PackedError(StandInError):
 
     @property
     def is_of_user(self) -> bool:
-        """Whether user code raised it."""
+        """Whether user code raised the error."""
         return isinstance(self._content, dict) and "of_user" in self._content
 
     @property
     def type_name(self) -> str:
-        """The name of its class with the module, unless that is built in."""
+        """The name of the error's class, with the module unless it is built in."""
         known = self._content.get("type") if isinstance(self._content, dict) else None
         return known or self.summary.partition(":")[0]
 
     @property
     def _traceback(self) -> str:
-        # The text of an error of daskserve is complete, and internals do not help the caller.
+        # The text of an error of daskserve is sufficient, and internals do not help the caller.
         is_known = isinstance(self._content, dict) and "parts" not in self._content
         return "" if is_known else self.text
 
@@ -188,12 +188,12 @@ def pack_now(error: BaseException) -> PackedError | None:
         return error
     try:
         return _packed(error, Foreign.REFUSED)
-    except Exception:  # `HasCodeError`, or another thread changes the error's values
+    except Exception:  # raises `HasCodeError`, or another thread changes the error's values
         return None
 
 
 def pack_in_steps(error: BaseException) -> Iterator[PackedError]:
-    """Yield an error of user code, packed more completely each time; a step may run user code for ever."""
+    """Yield an error of user code, packed more completely each time; a step may run user code forever."""
     packed = pack_now(error)
     if packed is not None:
         yield packed
@@ -211,7 +211,7 @@ def pack_in_steps(error: BaseException) -> Iterator[PackedError]:
 
 
 def pack_all(error: BaseException) -> PackedError:
-    """Pack an error of user code completely, for as long as that may take."""
+    """Pack an error of user code completely, however long that takes."""
     *_, packed = pack_in_steps(error)
     return packed
 
@@ -236,7 +236,7 @@ def packed_here(error: BaseException) -> PackedError:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Return an error as bytes: one that was packed, or one of daskserve and the libraries that it uses."""
+    """Return an error as bytes: an already packed error, or an error of daskserve or its libraries."""
     if type(error) is not PackedError:
         # Errors of daskserve are complete without a traceback.
         summary = summary_of(error)
@@ -259,7 +259,7 @@ def load_error(data: bytes) -> BaseException:
 
 
 def unpacked(error: BaseException) -> BaseException:
-    """Return an error as user code gets it, without frames of daskserve; may run code of its class."""
+    """Return an error for user code, without frames of daskserve; may run code of its class."""
     if type(error) is PackedError:
         return error.load()
     if isinstance(error, ServeError):
@@ -274,7 +274,7 @@ def known_of(error: BaseException) -> BaseException:
 
 
 def raisable(error: BaseException) -> Exception:
-    """Return the error, or a `UserCodeError` for one that would end more than its call."""
+    """Return the error, or a `UserCodeError` if raising the error would end more than its call."""
     if is_raisable(error):
         return error  # type: ignore[return-value]
     stand_in = UserCodeError(f"User code raised {summary_of(error)}")
@@ -283,8 +283,8 @@ def raisable(error: BaseException) -> Exception:
 
 
 def is_raisable(error: BaseException) -> bool:
-    """Return whether an error ends no more than its call if it is raised elsewhere."""
-    kind = type(error)  # `isinstance` may run code of the class
+    """Return whether raising an error ends only its call."""
+    kind = type(error)  # `isinstance` may run code of the error's class
     return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
 
 
@@ -324,10 +324,10 @@ def _packed(
 
 
 def _as_raised_by_user(error: BaseException, summary: str) -> BaseException:
-    """Return the error to send; one that would mislead the caller's router is replaced."""
+    """Return the error to send; an error that would mislead the caller's router is replaced."""
     if not is_raisable(error):
         return UserCodeError(f"User code raised {summary}")
-    # Unchanged, these two would say that this replica has not begun the request.
+    # Unchanged, these two errors would mean that this replica has not begun the request.
     if type(error) is ReplicaBusyError:
         return UnavailableError(_of_call(error))
     if type(error) is ActorLostError:
@@ -341,7 +341,7 @@ def _of_call(error: ServeError) -> str:
 
 
 def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] | None, bool]:
-    """Return the name, message and fields of an error of daskserve, and whether it has nothing else.
+    """Return the name, message and fields of an error of daskserve, and whether that is all it has.
 
     For other errors, return None and False.
     """
@@ -357,7 +357,7 @@ def _known_parts(error: BaseException) -> tuple[tuple[str, str, dict[str, Any]] 
 
 
 def _is_field(name: Any, value: Any) -> bool:
-    """Return whether an attribute is one that msgpack stores as it is."""
+    """Return whether msgpack can store an attribute unchanged."""
     if type(name) is not str or (type(value) is int and value.bit_length() > 63):
         return False
     return type(value) in (str, float, bool, int, type(None))

@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A pickled callable with large constructor arguments, which travels outside of messages and records.
+    """A pickled callable with large constructor arguments, which is sent outside of messages and records.
 
     Problem: 200 MB of weights would pass through the event loops of the controller and of every replica's
     start. Choice: messages and records contain only the short label of a parcel. The content goes from the
@@ -50,7 +50,7 @@ class Parcel:
 
     @classmethod
     def labelled(cls, code: bytes) -> Self | None:
-        """Return the parcel that a label names; None if the code itself is there."""
+        """Return the parcel that a label names; None if the bytes are the code itself."""
         if not code.startswith(LABEL):
             return None
         digest, sizes = msgpack.unpackb(code[len(LABEL) :])
@@ -71,7 +71,7 @@ class Parcel:
         return self._ends()[-1]
 
     def split(self, content: memoryview) -> list[memoryview]:
-        """Return the parts in the content."""
+        """Split the content into its parts."""
         starts = self.starts()
         return [content[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
 
@@ -92,7 +92,7 @@ def pack_code(
     substitution: Callable[[], Substitute] | None = None,
     classes: dict[type, bool] | None = None,
 ) -> tuple[bytes, tuple[Any, ...]]:
-    """Pickle user code; return it, or the label of its parcel, for messages, and the parcel's parts.
+    """Pickle user code; return the pickle or the label of its parcel, and the parcel's parts.
 
     The other arguments are those of `dump_code`.
     """
@@ -106,7 +106,8 @@ def pack_code(
 def unpack_code(code: bytes, parts: Sequence[Any], *, is_exact: bool = False) -> Any:
     """Unpickle the result of `pack_code`.
 
-    ``is_exact`` is for the modules that the code names; see `daskserve.payload.importing.import_definition`.
+    ``is_exact`` applies to the modules that the code names; see
+    `daskserve.payload.importing.import_definition`.
     """
     found = Payload(parts[0], tuple(parts[1:])).load() if parts else load_bytes(code)
     for each in found:

@@ -2,10 +2,11 @@
 
 User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
 (lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band, so an array crosses a channel
-without being copied into the pickle. Only the replica, and the caller for the result, ever unpickle them.
+without being copied into the pickle. Arguments are unpickled only in the replica, and results only by the
+caller.
 
-Buffers of 1 MiB and more are read-only after unpickling. Processes of one machine share their memory, and
-code must not depend on where the other process runs.
+Buffers of 1 MiB and more are read-only after unpickling. Processes of one machine share this memory, and code
+must not behave differently on other machines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from daskserve.common.types import SHARED_BYTES, Message, Payload
 from daskserve.errors import ServeError
 
 T = TypeVar("T")
-#: Returns what to pickle in place of an object, as ``__reduce__`` does, or `NotImplemented`.
+#: Returns what to pickle in place of an object, like ``__reduce__``, or `NotImplemented`.
 Substitute: TypeAlias = Callable[[Any], Any]
 
 OUT_OF_BAND_BYTES = 4096
@@ -28,7 +29,7 @@ OUT_OF_BAND_BYTES = 4096
 SEARCHED_BYTES = 16 * 1024
 
 
-#: Overhead that each message counts for, so that many small messages reach the bounds, too.
+#: Overhead that is counted for each message, so that many small messages also reach the bounds.
 MESSAGE_BYTES = 256
 
 
@@ -70,7 +71,7 @@ def dump(value: Any) -> Payload:
         payload = dump_with(pickle.dumps, value)
         # The standard pickler stores functions and classes of __main__ by reference, and the receiver does
         # not have them; cloudpickle stores them by value.
-        if bytes(payload.data).find(b"__main__") < 0:  # half the time of `in`
+        if bytes(payload.data).find(b"__main__") < 0:  # takes half the time of `in`
             return payload
     except (pickle.PicklingError, TypeError, AttributeError, ImportError):
         pass
@@ -83,7 +84,7 @@ def _dump_by_value(
     substitution: Callable[[], Substitute] | None = None,
     **options: Any,
 ) -> Payload:
-    # Imported late: it takes 20 ms, and most processes never need it.
+    # Imported on use, because it takes 20 ms and most processes never need it.
     from daskserve.internals.cloudpickle import CodePickler
 
     def dump_once(places: Mapping[int, Any]) -> Payload:
@@ -95,7 +96,7 @@ def _dump_by_value(
 
 
 def dump_in(pickler: Callable[..., Any], value: Any, **options: Any) -> bytes:
-    """Pickle a value with a class of picklers."""
+    """Pickle a value with a subclass of `pickle.Pickler`."""
     file = io.BytesIO()
     pickler(file, **options).dump(value)
     return file.getvalue()
@@ -106,14 +107,14 @@ def with_places(
     value: Any,
     substitution: Callable[[], Substitute] | None = None,
 ) -> T:
-    """Pickle a value. An object that cannot be pickled travels by name if it is a variable of a module.
+    """Pickle a value. An object that cannot be pickled is sent by name if it is a variable of a module.
 
     ``dump_once`` gets the ids of these objects, with their module and name.
     """
     try:
         return dump_once({})
     except ServeError:
-        raise  # it says what to do
+        raise  # the error says what to do
     except Exception:
         # A foreign object may raise anything. It is raised again unless there is another way to pickle it.
         from daskserve.internals.cloudpickle import trace
@@ -125,7 +126,7 @@ def with_places(
 
 
 def may_mention_dask(payload: Payload) -> bool:
-    """Return whether pickled arguments may hold values of Dask; a fast check that misses none."""
+    """Return whether pickled arguments may contain values of Dask; a fast check without false negatives."""
     if len(payload.data) > SEARCHED_BYTES:
         return True
     data = bytes(payload.data)
@@ -137,7 +138,7 @@ def dump_code(
     substitution: Callable[[], Substitute] | None = None,
     classes: dict[type, bool] | None = None,
 ) -> Payload:
-    """Pickle user code as `dump_bytes` does, with large buffers out of band.
+    """Pickle user code like `dump_bytes`, but with large buffers out of band.
 
     ``substitution`` returns a `Substitute`. ``classes`` gets all classes, with whether this process pickles
     them by value for the first time.

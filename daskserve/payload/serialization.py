@@ -1,4 +1,4 @@
-"""The serializations of arguments and results that a handle's options name.
+"""The serializations of arguments and results that can be set in a handle's options.
 
 ``"msgpack"`` and ``"orjson"`` refuse objects of user classes, so that these are never sent by accident. The
 encoded value is wrapped in a pickle, which the receiver loads like any other value.

@@ -1,11 +1,11 @@
-"""Errors as their users see them: with the user's frames, and without those of daskserve.
+"""Errors as shown to users: with the frames of user code, and without those of daskserve.
 
-The error's message and the traceback of the process where it was raised show what has failed. The latter
-is its cause. The frames of this process that are daskserve's own are left out where a function of daskserve
-returns to its caller; ``daskserve.errors.full-tracebacks`` keeps them. One stays, because Python adds it
-afterwards; a notebook leaves that one out as well.
+The error's message, and the traceback of the process where it was raised, show what has failed; the traceback
+is the error's cause. When a function of daskserve returns to its caller, the frames of daskserve in this
+process are removed; ``daskserve.errors.full-tracebacks`` keeps them. One frame stays, because Python adds it
+afterwards; in a notebook, this frame is also removed.
 
-An error that is raised by mistake is a bug of daskserve, and keeps its frames for the report.
+An unexpected error is a bug in daskserve, and keeps its frames for the bug report.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 ON_THE_WAY = frozenset(
     {"daskserve", "asyncio", "concurrent", "contextlib", "functools", "importlib", "pydantic"}
 )
-#: The most lines that are shown of a traceback of another process.
+#: Maximum number of lines that are shown of a traceback from another process.
 MAX_LINES = 14
-#: How many of them are its first ones.
+#: Number of these lines that are taken from the beginning.
 HEAD_LINES = 3
 
 
 def shown(error: ErrorT) -> ErrorT:
-    """Return an error as its user should see it, to be raised where daskserve returns to its caller."""
+    """Return an error as the user should see it, to be raised where daskserve returns to its caller."""
     if isinstance(error, ServeError) and error.user_traceback:
         error.__cause__ = cause_of(error)
     if isinstance(error, ServeError):
@@ -55,7 +55,7 @@ def _add_address(error: ServeError) -> None:
 
 
 def _leave_out(error: BaseException) -> None:
-    """Leave out the frames of daskserve, and the causes of its errors that have no others."""
+    """Remove the frames of daskserve, and causes of its errors that have no other frames."""
     for each in list(causes_of(error)):
         each.__traceback__ = users_frames(each)
         if isinstance(each, ServeError) and type(each.__cause__) is not RemoteTraceback:
@@ -68,7 +68,7 @@ def _has_users_frames(error: BaseException) -> bool:
 
 
 def shown_in_notebook(error: ErrorT) -> ErrorT:
-    """Return an error; IPython, if it runs here, shows it without frames of daskserve."""
+    """Return an error that IPython, if it runs here, shows without frames of daskserve."""
     if ipython.shell() is not None:
         for each in causes_of(error):
             if type(each) is RemoteTraceback and each.args:
@@ -102,12 +102,12 @@ def shows_errors(
 
 
 def cause_of(error: ServeError) -> RemoteTraceback | None:
-    """Return the cause with which an error of daskserve is shown: the traceback of user code, if any."""
+    """Return the cause to show for an error of daskserve: the traceback of user code, if there is one."""
     return RemoteTraceback(shortened(error.user_traceback)) if error.user_traceback else None
 
 
 def shortened(text: str) -> str:
-    """Return a traceback as text without its middle, which is that of libraries, if it is long."""
+    """Return a traceback as text; a long one without its middle, which consists of library frames."""
     lines = text.rstrip().split("\n")
     left_out = len(lines) - MAX_LINES + 1
     if left_out > 1:
@@ -127,7 +127,7 @@ def users_frames(error: BaseException) -> TracebackType | None:
     if not is_meant and first < len(frames) and ON_THE_WAY.issuperset(packages[first:]):
         if not isinstance(error, (TypeError, ValueError, TimeoutError)):
             return error.__traceback__
-        kept.append(frames[-1])  # the line that raised it, in case of a bug
+        kept.append(frames[-1])  # the line that raised the error, in case of a bug
     return traceback_of(kept)
 
 

@@ -13,9 +13,9 @@ from daskserve.errors import UnpicklableError
 from daskserve.payload.error_text import text_of
 from daskserve.payload.pickling import Substitute, dump_bytes
 
-#: The values that a caller knows by name: what it deploys, its arguments.
+#: The values that a caller knows by name: the deployed code and its arguments.
 NamedParts: TypeAlias = Sequence[tuple[str, Any]]
-#: How many steps at the start and at the end of a long path are shown.
+#: Number of steps that are shown at the start and at the end of a long path.
 FIRST_STEPS = 2
 LAST_STEPS = 8
 
@@ -150,7 +150,7 @@ def way_to(
 
     The first step is the root where the path begins.
     """
-    from daskserve.internals.cloudpickle import trace  # late, as in `daskserve.payload.pickling`
+    from daskserve.internals.cloudpickle import trace  # imported on use, as in `daskserve.payload.pickling`
 
     _, path = trace(value, substitution)
     names = {id(each): name for name, each in roots}
@@ -177,13 +177,13 @@ def _landmarks(root: Any, depth: int = 5) -> Iterator[tuple[str, Any]]:
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedParts:
-    """Return the arguments of a call with what an error calls them."""
+    """Return the arguments of a call, each with its name for an error."""
     named = [(f"argument {name!r}", each) for name, each in kwargs.items()]
     return [*((f"argument {number}", each) for number, each in enumerate(args, 1)), *named]
 
 
 def variable_of(value: Any, default: str) -> str:
-    """Return the name of the variable of the program that has a value."""
+    """Return the name of the program's variable that has a value."""
     program = vars(sys.modules["__main__"]).copy().items()
     return next((name for name, each in program if each is value), default)
 
@@ -199,13 +199,13 @@ def shown(steps: Sequence[PathStep]) -> str:
 def _to_culprit(steps: list[PathStep]) -> tuple[list[PathStep], str]:
     """Return the path to the object that the user knows, and the remedy for it; empty if there is none.
 
-    That is the first one with a remedy, or the first of a library's class. The user does not know the parts
-    of a library's object.
+    This is the first object with a remedy, or the first one whose class belongs to a library, because users
+    do not know the parts of a library's object.
     """
     for number, step in enumerate(steps, 1):
         is_inside = number < len(steps) and steps[number].text.startswith(".")
         if step.remedy or (is_inside and step.is_of_library):
-            # The class of the object that has a lock creates it already.
+            # The class of the object that holds the lock already creates the lock.
             has_holder = step.text.startswith(".") and step.remedy is MAKE_THERE
             return steps[:number], "" if has_holder else step.remedy
     return steps, ""
@@ -256,14 +256,14 @@ def _parts_of_function(function: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f" -> variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable is not assigned yet
             continue
     names = _global_names(code)
     yield from (
         (f" -> global {name!r}", function.__globals__[name]) for name in names if name in function.__globals__
     )
     positional, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
-    named = zip(reversed(positional), reversed(defaults), strict=False)  # the last ones have defaults
+    named = zip(reversed(positional), reversed(defaults), strict=False)  # the last parameters have defaults
     for name, each in [*named, *(function.__kwdefaults__ or {}).items()]:
         yield f" -> default of {name!r}", each
     yield from ((f" -> annotation of {name!r}", each) for name, each in function.__annotations__.items())

@@ -26,7 +26,7 @@ LATENCY_BOUNDS_S: Sequence[float] = tuple(
 )
 #: Number of equal parts into which the distribution of durations is split when it is added to waits.
 PARTS = 100
-#: The same for the samples that policies receive each second.
+#: The same number for the samples that policies receive each second.
 COARSE_PARTS = 20
 
 logger = logging.getLogger("daskserve.autoscaling")
@@ -88,7 +88,7 @@ class TargetChange:
 
 @dataclass(slots=True)
 class FleetHistory:
-    """The state at the end of every tick, and every change."""
+    """The state at the end of every tick, and all changes."""
 
     running: array[float] = field(default_factory=lambda: array("d"))
     target: array[float] = field(default_factory=lambda: array("d"))
@@ -99,7 +99,7 @@ class FleetHistory:
 
 
 class Fleet:
-    """The replicas of one backend. Scaling down stops starting replicas before running ones."""
+    """The replicas of one backend. Scaling down first stops replicas that are starting, then running ones."""
 
     def __init__(self, replicas: int, start_up_s: float) -> None:
         self.target = replicas
@@ -109,7 +109,7 @@ class Fleet:
 
     @property
     def existing(self) -> int:
-        """The number of running and starting replicas, all of which are paid for."""
+        """The number of running and starting replicas, all of which count as costs."""
         return self.running + len(self._ready_at)
 
     def scale(self, target: int, now: float) -> None:
@@ -229,7 +229,7 @@ class _Run:
 
     @property
     def counts_latencies(self) -> bool:
-        # Counting latencies takes as long as all the rest, and most policies do not read them.
+        # Counting latencies takes as long as everything else, and most policies do not read them.
         return self.config.policy not in ("target_ongoing_requests", "classic", "promql")
 
     def tick(self, second: int) -> None:
@@ -259,7 +259,7 @@ class _Run:
         self.completed, self.looked_at = queue.request_counts.completed, now
         ongoing = queue.ongoing
         if isinstance(queue, FluidQueue) and 0 < ongoing < slots:
-            # A sample sees the number that happens to run at its time.
+            # A sample contains the number of requests that happen to run at its time.
             ongoing = min(slots, max(0.0, self.rng.gauss(ongoing, math.sqrt(ongoing))))
         counts: Sequence[int] = ()
         if self.counts_latencies and ended > 0:
@@ -291,7 +291,8 @@ def duration_parts_s(mean_s: float, cv: float, parts: int = PARTS) -> list[float
 def latency_counts(wait_s: float, ended: float, duration_s: float, parts_s: Sequence[float]) -> list[int]:
     """Return the number of ended requests in each bucket of `LATENCY_BOUNDS_S`; ``parts_s`` ascend."""
     counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-    # Visit only the few bounds between the shortest and the longest: this runs for each second of a day.
+    # Visit only the bounds between the shortest and the longest latency, because this runs for each second of
+    # a day.
     shortest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[0] * duration_s)
     longest = bisect_left(LATENCY_BOUNDS_S, wait_s + parts_s[-1] * duration_s)
     each, before = ended / len(parts_s), 0

@@ -1,4 +1,4 @@
-"""A fluid model of the queue: the requests that wait, run and end in one tick cost only a few sums.
+"""A fluid model of the queue: the requests that wait, run and end in one tick are computed with a few sums.
 
 Requests run in slots, of which each replica has a fixed number. A slot completes one request per mean
 duration, and requests without a slot wait in order. Within a tick everything flows evenly. Random variation
@@ -17,7 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-#: Random waits are exponential. These are the means of the fifths of this distribution, relative to its mean.
+#: Random waits are exponential. These are the means of the five equal parts of this distribution, relative to
+#: its mean.
 CHANCES = (0.107, 0.360, 0.708, 1.217, 2.609)
 #: Window of the load that determines random waits, which build up over some seconds.
 CHANCE_PERIOD_S = 30.0
@@ -120,7 +121,8 @@ class FluidQueue:
 
     def _saturated(self, tick_s: float, inflow: float, slots: int, duration_s: float) -> tuple[float, float]:
         """Return how many requests end, and how many may begin, while there are more requests than slots."""
-        given_up = max(0.0, self.ongoing - slots)  # slots of stopping replicas, which are draining
+        # requests in slots of stopping replicas, which are draining
+        given_up = max(0.0, self.ongoing - slots)
         ended = slots * tick_s / duration_s + given_up * (1 - math.exp(-tick_s / duration_s))
         ended = min(self.ongoing + inflow, ended)
         return ended, min(inflow, max(0.0, ended + slots - self.ongoing))
@@ -151,7 +153,7 @@ class FluidQueue:
         request_counts.last_wait_s = max(request_counts.last_wait_s, chance * mean_s)
 
     def _begin(self, now: float, span_s: float, count: float, deadline_s: float) -> float:
-        """Begin up to ``count`` waiting requests, oldest first, evenly over a time; return how many began."""
+        """Begin up to ``count`` waiting requests, oldest first, evenly over a time; return their number."""
         begun = waited = 0.0
         while count - begun > LEAST and self._cohorts:
             at = now + span_s * begun / count

@@ -33,7 +33,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests per second, from ``starts_at`` on.
+    """Requests per second, starting at ``starts_at``.
 
     Attributes
     ----------

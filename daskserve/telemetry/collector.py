@@ -77,7 +77,7 @@ class ProcessMetrics:
         self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
-        #: Whether another process exports these metrics, as the worker of a child process does.
+        #: Whether another process exports these metrics, as a worker does for its child processes.
         self.is_told = False
         self._export: OTLPExport | None = None
 
@@ -86,7 +86,7 @@ class ProcessMetrics:
         number = id(source)
 
         def forget(ref: weakref.ref[Source]) -> None:
-            # Without the lock: garbage collection may run this in a thread that holds it.
+            # Without the lock, because garbage collection may run this in a thread that holds the lock.
             known = self._sources.get(number)
             if known is not None and known.ref is ref:
                 self._sources.pop(number, None)
@@ -133,7 +133,7 @@ class ProcessMetrics:
 
     @property
     def _registry(self) -> CollectorRegistry:
-        from prometheus_client import REGISTRY  # takes long, and child processes are not scraped
+        from prometheus_client import REGISTRY  # slow to import, and child processes are not scraped
 
         return self._own_registry or REGISTRY
 
@@ -175,7 +175,7 @@ class ProcessMetrics:
         return [sample for source in sources for sample in source.samples()]
 
 
-#: The collector of this process. It is module-level state because Prometheus' registry is, too.
+#: The collector of this process. It is module-level state because Prometheus' registry is as well.
 PROCESS = ProcessMetrics()
 
 
@@ -242,17 +242,17 @@ def _user_families(samples: Iterable[UserSample]) -> Iterator[Metric]:
             family = Metric(metric.name, encodable(metric.description), metric.kind.value)
             by_name[metric.name] = (metric, family)
         known, family = by_name[metric.name]
-        # If replicas declare one name with different kinds, only the first kind is exported.
+        # If replicas declare a name with different kinds of metrics, only the first kind is exported.
         if known.kind is metric.kind:
             found = dict(sample.labels)
-            # A tag of the user's may be called "endpoint"; "deployment" is reserved.
+            # A user's tag may be called "endpoint", whereas "deployment" is reserved.
             _add(family, _with_application(found) if "deployment" in found else found, sample.value)
     for _, family in by_name.values():
         yield family
 
 
 def _with_application(labels: dict[str, str]) -> dict[str, str]:
-    """Add the application that the tag of a deployment or an endpoint names; "" if there is none."""
+    """Add the application in the tag of a deployment or an endpoint; "" if there is none."""
     tag = labels.get("deployment", labels.get("endpoint"))
     if tag is not None:
         labels[APPLICATION] = split_deployment_tag(tag)[0] if tag else ""

@@ -24,8 +24,8 @@ class ErrorLog:
         self._logged = ""
 
     def log(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error with its traceback, at level ERROR if its kind is new, else at DEBUG."""
-        # The text of an error of user code may raise, which `traceback` expects.
+        """Log an error with its traceback, at level ERROR if its kind is new, otherwise at DEBUG."""
+        # Computing the text of a user code's error may raise, which `traceback` handles.
         kind = _NUMBER.sub("N", "".join(traceback.format_exception_only(error)))
         level = logging.DEBUG if kind == self._logged else logging.ERROR
         self._logged = kind
@@ -45,7 +45,7 @@ class SparseLog:
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
-        #: By kind: when the last one was logged, and how many were left out since.
+        #: For each kind: when the last event was logged, and how many were left out since then.
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def take(self, kind: str, now: float) -> int | None:

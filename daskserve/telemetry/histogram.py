@@ -35,7 +35,7 @@ _DEFAULT_BUCKETS_S: Sequence[float] = (
 def latency_buckets_s() -> Sequence[float]:
     """Return the upper bounds of the buckets of durations, without the last bucket, which is unbounded.
 
-    They are read once, because the processes of a cluster add up each other's counts.
+    The bounds are read only once, because processes of a cluster add up each other's counts.
     """
     bounds = settings.metrics().latency_buckets_ms
     return _DEFAULT_BUCKETS_S if bounds is None else tuple(each / 1000 for each in bounds)
@@ -52,7 +52,7 @@ LIFE_BUCKETS_S: Sequence[float] = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 6
 #: The cause of all errors that are not daskserve's own.
 USER_CODE = "user_code"
 TIMEOUT = "timeout"
-#: Values of the label ``cause`` by class of error; the first class that matches counts.
+#: Values of the label ``cause`` by class of error; the first class that matches is used.
 CAUSES: Mapping[type[BaseException], str] = {
     BackPressureError: "back_pressure",
     RequestTimeoutError: TIMEOUT,
@@ -71,10 +71,10 @@ class TracedValue(Protocol):
 
     @property
     def ids(self) -> str:
-        """The ids of its trace and of the span, ``TRACE-SPAN`` in hexadecimal."""
+        """The ids of the trace and the span, ``TRACE-SPAN`` in hexadecimal."""
 
 
-#: One value that was counted, its span, and its time in nanoseconds since the epoch.
+#: A value that was counted, its span, and its time in nanoseconds since the epoch.
 Example: TypeAlias = tuple[float, TracedValue, int]
 
 
@@ -94,7 +94,7 @@ class HistogramCounts:
         #: Number of values per bucket, not cumulative; the last bucket holds the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        #: The latest value of a sampled request in each bucket: the value, its trace and when it was.
+        #: The latest value of a sampled request in each bucket: the value, its trace and its time.
         self.examples: dict[int, Example] | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class HistogramCounts:
             self.sum += value
 
     def note_trace(self, value: float, span: TracedValue) -> None:
-        """Note the span of a value that was counted."""
+        """Record the span of a value that was counted."""
         if self.examples is None:
             self.examples = {}
         self.examples[bisect_left(self.bounds, value)] = value, span, wall_ns()
@@ -154,7 +154,7 @@ def cause_of(error: BaseException) -> str:
 
 
 class VersionCounter:
-    """The requests of one version that have ended, those that failed, and their latencies."""
+    """The number of ended requests of one version, of failed ones, and their latencies."""
 
     __slots__ = ("failed", "latency", "requests")
 

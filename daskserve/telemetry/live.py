@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 #: The key of the published flag that a client watches; while it is set, routers report their counters.
 LIVE_METRICS: Final = "live_metrics"
-#: Minimum time between two reports: a rate over a few milliseconds says nothing.
+#: Minimum time between two reports: a rate over a few milliseconds is meaningless.
 LEAST_S = 0.7
 #: Lifetime of a report; longer than three missed ones.
 STALE_S = 3.5
@@ -22,7 +22,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Totals of requests, of those that failed, and of their durations by bucket."""
+    """Totals of requests, of failed requests, and of their durations by bucket."""
 
     requests: int = 0
     errors: int = 0
@@ -35,7 +35,7 @@ class Counts:
         return cls(int(plain["ended"]), int(plain.get("failed", 0)), counts)
 
     def since(self, before: Counts) -> Counts:
-        """Return what was counted since then; counters that have restarted give 0."""
+        """Return the difference to earlier counts; counters that have restarted give 0."""
         old = before.latency_counts or (0,) * len(self.latency_counts)
         return Counts(
             max(0, self.requests - before.requests),
@@ -67,7 +67,7 @@ class Rates:
 
 @dataclass(slots=True)
 class Meter(Generic[Key]):
-    """The last report of one process or actor, and the rates since the one before."""
+    """The last report of one process or actor, and the rates since the previous report."""
 
     at: float = float("-inf")
     totals: Mapping[Key, Counts] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Meter(Generic[Key]):
     rates: Mapping[Key, Rates] | None = None
 
     def take(self, totals: Mapping[Key, Counts], now: float) -> None:
-        """Take in a report of all totals; what the last one did not have began at 0."""
+        """Record a report of all totals; a total that the last report did not have began at 0."""
         elapsed_s = now - self.at
         if elapsed_s < LEAST_S:
             return
@@ -89,7 +89,7 @@ class Meter(Generic[Key]):
         self.at, self.totals = now, totals
 
     def fresh(self, now: float) -> Mapping[Key, Rates] | None:
-        """Return the rates; None if there are none, or if they are old."""
+        """Return the rates; None if there are none, or if they are stale."""
         return self.rates if now - self.at <= STALE_S else None
 
 

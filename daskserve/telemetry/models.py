@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from daskserve.telemetry.histogram import LIFE_BUCKETS_S, HistogramCounts
 from daskserve.telemetry.table import MetricSample
 
-#: How many models of a replica have separate samples.
+#: Maximum number of models of a replica that have separate samples.
 MAX_NAMED = 100
 
 
@@ -17,7 +17,7 @@ class ModelMetrics:
     __slots__ = ("failures", "hits", "load_seconds", "loads", "requests", "unload_seconds", "unloads")
 
     def __init__(self) -> None:
-        #: Requests for models, and those whose model was loaded already.
+        #: Requests for models, and requests whose model was already loaded.
         self.requests = self.hits = 0
         self.loads = self.unloads = 0
         #: Loads that ended without a model.

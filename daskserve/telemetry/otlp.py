@@ -30,7 +30,7 @@ logger = logging.getLogger("daskserve.metrics")
 
 #: The variable of OpenTelemetry that names the collector.
 ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-#: How long one export may take, with its repetitions.
+#: Time limit of one export, including retries.
 EXPORT_S = 10.0
 
 
@@ -75,7 +75,7 @@ class OTLPExport:
             try:
                 made = made or self._exporter()
                 self.export(made)
-            except Exception as error:  # of the exporter's libraries, or of the network
+            except Exception as error:  # raised by the exporter's libraries, or by the network
                 self.failures += 1
                 self._errors.log(error, "The metrics could not be sent to the OpenTelemetry collector")
 
@@ -89,7 +89,7 @@ class OTLPExport:
 
 
 def export_of(collect: Callable[[], Iterable[Metric]], is_told: Callable[[], bool]) -> OTLPExport | None:
-    """Return the export of a process, begun; None if no collector is configured."""
+    """Start the export of a process, and return it; None if no collector is configured."""
     found = settings.metrics()
     endpoint = found.otlp_endpoint or settings.process_variables().get(ENDPOINT)
     if not endpoint:
@@ -119,7 +119,7 @@ def _now() -> int:
 
 
 def metrics_data(families: Iterable[Metric], began: int, now: int) -> MetricsData:
-    """Return metrics of Prometheus' client as OpenTelemetry has them, with times in nanoseconds."""
+    """Convert metrics of Prometheus' client to OpenTelemetry's form, with times in nanoseconds."""
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -179,7 +179,7 @@ def _point(series: _Series, began: int, now: int) -> Any:
     at_most = [0.0, *(count for _, count in series.buckets)]
     counts = [int(high - low) for low, high in itertools.pairwise(at_most)]
     bounds = [bound for bound, _ in series.buckets[:-1]]
-    unknown: Any = None  # the least and the greatest value
+    unknown: Any = None  # the minimum and the maximum are unknown
     examples = [*map(_exemplar, series.examples)]
     return HistogramDataPoint(
         dict(series.labels),

@@ -51,7 +51,7 @@ class BatchMetrics:
         self.durations = LatencyHistogram()
 
     def observe(self, waits_s: Sequence[float], max_size: int = 0) -> None:
-        """Count one batch, given the waiting times of its items, and of how many it could have had."""
+        """Count one batch, given the waiting times of its items and the maximum batch size."""
         self.sizes.observe(len(waits_s))
         if max_size:
             self.shares.observe(min(1.0, len(waits_s) / max_size))
@@ -82,7 +82,7 @@ class StepMetrics:
         self._loads: list[weakref.WeakMethod[Callable[[], Sequence[float]]]] = []
 
     def watch(self, load: Callable[[], Sequence[float]]) -> None:
-        """Include a batch while it exists: its active and queued requests, the cost of the latter, its slots.
+        """Include a batch while it exists: its active and queued requests, their queued cost, and its slots.
 
         ``load`` is a method of the batch, which any thread may call.
         """
@@ -132,10 +132,11 @@ class ReplicaMetrics:
         self.batches: dict[str, BatchMetrics] = {}
         #: The continuous batches, by method.
         self.steps: dict[str, StepMetrics] = {}
-        #: When the replica had started, in seconds since the epoch, and how long that took; 0 until then.
+        #: When the replica's start was complete, in seconds since the epoch, and how long it took; 0 until
+        #: then.
         self.started_at = self.startup_s = 0.0
         self.start_failures = 0
-        #: The durations of health checks, of changes of options, and of the end.
+        #: The durations of health checks, reconfigurations and shutdowns.
         self.probes = LatencyHistogram()
         self.reconfigurations = HistogramCounts(LIFE_BUCKETS_S)
         self.shutdowns = HistogramCounts(LIFE_BUCKETS_S)
@@ -149,7 +150,7 @@ class ReplicaMetrics:
         return self.batches.get(method) or self.batches.setdefault(method, BatchMetrics())
 
     def steps_of(self, method: str) -> StepMetrics:
-        """Return the counters of one method's continuous batches; as `batches_of`."""
+        """Return the counters of one method's continuous batches; see `batches_of`."""
         return self.steps.get(method) or self.steps.setdefault(method, StepMetrics())
 
     def watch_queue(self, length: Callable[[], int]) -> None:
@@ -188,7 +189,7 @@ class ReplicaMetrics:
     def brief(self, load: Callable[[], Load], more: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the running and ended requests, their latencies and ``more``, as plain values.
 
-        The queues of continuous batches are custom metrics, too, unless user code has its own of these names.
+        The queues of continuous batches are also custom metrics, unless user code has metrics of these names.
         """
         present = load()
         found = more()
@@ -270,7 +271,7 @@ class ReplicaMetrics:
         probe_failures: int,
         is_healthy: bool,
     ) -> list[MetricSample]:
-        """Return the samples of state that is kept elsewhere; only counters before the replica is up."""
+        """Return the samples of state that is kept elsewhere; only counters before the replica runs."""
         deployment = labels[:2]
         counts: list[MetricSample] = [
             ("deployment_loop_blocks", deployment, loop_blocks),
@@ -295,5 +296,5 @@ class ReplicaMetrics:
         ]
 
     def user_samples(self, labels: tuple[str, str, str]) -> list[UserSample]:
-        """Return the samples of user metrics; ``labels`` as for `samples`."""
+        """Return the samples of user metrics; for ``labels``, see `samples`."""
         return self.user.samples(*zip(("serve_instance", "deployment", "replica"), labels, strict=True))

@@ -1,7 +1,7 @@
 """The definition of every metric that daskserve exports: name, kind, labels and meaning.
 
 The documentation is generated from it. Names and units follow https://prometheus.io/docs/practices/naming/:
-base units, and ``_total`` on counters. Each label has few values, whatever clients and users do.
+base units, and ``_total`` on counters. Each label has few values, regardless of what clients send.
 ``serve_instance`` is the name of the daskserve instance (``instance`` is Prometheus' own label, the scraped
 address), and ``deployment`` is the backend's tag.
 """
@@ -35,7 +35,7 @@ MetricSample = tuple[str, tuple[str, ...], float | HistogramCounts]
 
 
 class Source(Protocol):
-    """Something that is measured. Any thread may call it, also while it starts or stops."""
+    """An object with metrics. Any thread may call it, even while it starts or stops."""
 
     def samples(self) -> Iterable[MetricSample]:
         """Return the present values without blocking; histograms may still be written to."""
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})
-#: The label that is derived from the tag of a deployment, or of the endpoint that is named after it.
+#: The label that is derived from the tag of a deployment, or from the endpoint of the same name.
 APPLICATION = "application"
 APPLICATION_OF = frozenset({"deployment", "endpoint"})
 
@@ -56,7 +56,7 @@ class MetricSpec:
     kind: MetricKind
     labels: tuple[str, ...]
     meaning: str
-    #: The buckets of a histogram; None: those of durations, `latency_buckets_s`.
+    #: The buckets of a histogram; None means the buckets for durations, `latency_buckets_s`.
     bounds: Sequence[float] | None = None
 
     def histogram(self) -> HistogramCounts:
@@ -75,7 +75,7 @@ class MetricSpec:
 
     @property
     def exported_labels(self) -> tuple[str, ...]:
-        """The labels of its series: those that are counted by, and the application that follows from them."""
+        """The labels of the metric's series, including the application that follows from them."""
         return (*self.labels, APPLICATION) if APPLICATION_OF & set(self.labels) else self.labels
 
     @property

@@ -151,7 +151,7 @@ class Exchange:
     def _note_part(self, room: asyncio.Future[None] | None, *, is_last: bool) -> asyncio.Future[None] | None:
         watch = self._server_state.watch
         if self._response.is_closed or self._response.is_whole:
-            return None  # lingering
+            return None  # the response has ended: the rest of the body is dropped
         if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
             return None

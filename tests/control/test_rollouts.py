@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,7 +28,7 @@ from daskserve.control.observed.rollout_evidence import (
 )
 from daskserve.control.records.events import EventsRecord
 from daskserve.control.records.models import ModelsRecord
-from daskserve.control.records.records import Change
+from daskserve.control.records.records import Change, ReplicaRecord
 from daskserve.control.records.rollout import RolloutPhase as P
 from daskserve.control.records.rollout import RolloutState
 from daskserve.control.records.storing.encoding import decode, encode
@@ -191,6 +192,13 @@ def test_a_lost_replica_of_the_old_version_is_replaced_by_one_of_the_old_version
     bench.settle()
     assert bench.running() == {"1": 4, "2": 1}
     assert lost.tag not in bench.state.replicas
+
+
+def test_replicas_of_both_versions_that_start_in_one_step_have_names_of_their_own() -> None:
+    bench = RolloutBench()
+    bench.state.apply({each.key: None for each in bench.state.replicas_of("b")})
+    started = [each for each in bench.decide().change.values() if isinstance(each, ReplicaRecord)]
+    assert Counter(each.version for each in started) == {"1": 4, "2": 1}
 
 
 def test_a_number_that_an_operator_sets_meanwhile_is_that_of_both_versions_and_stays() -> None:

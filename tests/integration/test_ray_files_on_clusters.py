@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from dask_processes import ExternalCluster, fetch
+from dask_processes import ExternalCluster, fetch, poll_for
 from ray_files import KINDS
 
 import daskserve as serve
@@ -31,8 +32,11 @@ def test_each_kind_deploys_and_answers(external: ExternalCluster) -> None:
             (url,) = client.http_urls()
             for path, (sent, answer) in kind.answers.items():
                 body = None if sent is None else json.dumps(sent).encode()
-                reply = fetch(f"{url}{path}", "GET" if body is None else "POST", body=body, timeout_s=10)
-                assert (name, reply.text) == (name, answer)
+                ask = partial(
+                    fetch, f"{url}{path}", "GET" if body is None else "POST", body=body, timeout_s=10
+                )
+                # Proxies learn of new routes a moment later.
+                poll_for(lambda ask=ask, answer=answer: ask().text == answer, what=name)
 
 
 def _find_programs(folder: str) -> None:

@@ -204,3 +204,5 @@ def test_code_that_holds_a_port_ends_before_its_successor_starts(tmp_path: Path)
             poll_for(lambda: fetch(url).json == "new", what=program.report)
             load.more()
         assert load.failures == []
+        program.interrupt()
+        assert program.wait() == 0, program.report()

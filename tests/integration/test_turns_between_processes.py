@@ -120,6 +120,6 @@ def queued_at_replicas(external: ExternalCluster) -> int:
     def count(dask_worker: Any) -> int:
         (host,) = (each for each in dask_worker.state.actors.values() if type(each).__name__ == "Host")
         replicas = [entry.actor for name, entry in host.registry.entries.items() if "/replica/" in name]
-        return sum(each._slots.waiting for each in replicas)
+        return sum(each.slots.waiting for each in replicas)
 
     return sum(external.client.run(count).values())

@@ -118,7 +118,8 @@ def scrape_config(scheduler: str, file: str | None, interval_s: int) -> None:
     """Print the section of prometheus.yml that scrapes a whole cluster.
 
     SCHEDULER is the address of the scheduler's dashboard, such as http://scheduler:8787. With --file,
-    Prometheus reads the targets from a file that `daskserve metrics targets --file ... --follow` updates.
+    Prometheus reads the targets from a file that `daskserve metrics targets --file ... --follow` keeps up to
+    date.
     """
     if file is not None:
         discovery = FILE_DISCOVERY.format(file=json.dumps(os.path.abspath(file)))

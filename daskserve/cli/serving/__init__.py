@@ -1,1 +1,1 @@
-"""Commands that start what serves: ``daskserve run`` and ``daskserve start``."""
+"""Commands that start applications and instances: ``daskserve run`` and ``daskserve start``."""

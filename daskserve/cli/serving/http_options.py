@@ -15,7 +15,7 @@ from daskserve.common import settings
 from daskserve.common.types import Location
 from daskserve.options.http import HTTPOptions
 
-#: Options that hold Python objects, which have no text.
+#: Options that hold Python objects, which cannot be given on a command line.
 _OBJECTS = frozenset({"middlewares"})
 #: The proxies that uvicorn trusts by default.
 _TRUSTED_BY_UVICORN = "127.0.0.1"
@@ -51,12 +51,12 @@ def _option(name: str, field: FieldInfo) -> Callable[..., Any]:
 
 
 def _is_bytes(field: FieldInfo) -> bool:
-    """Return whether a number may have a unit, such as ``64 MiB``."""
+    """Return whether an option is a number of bytes, which may have a unit, such as ``64 MiB``."""
     return "BeforeValidator" in repr((field.annotation, field.metadata))
 
 
 def _plain(description: str) -> str:
-    """Return a description without marks of its documents."""
+    """Return a description as plain text, without markup."""
     return _LINK.sub(r"\1", description).replace("``", "")
 
 

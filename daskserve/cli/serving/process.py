@@ -1,4 +1,4 @@
-"""Options about the process of a command, which the processes that it starts inherit."""
+"""Options for the process of a command; the processes that it starts inherit them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def use_log_options(
 
 
 def read_variables(text: str, name: str) -> dict[str, str]:
-    """Return the variables in the text of a file; raise `click.UsageError` for a line that is none."""
+    """Return the variables that a file's text sets; raise `click.UsageError` for any other line."""
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -112,7 +112,7 @@ def use_env_file(name: str | None) -> dict[str, str]:
 
 
 def use_log_level(name: str | None) -> None:
-    """Log daskserve's messages from a level on, here and in the processes that this one starts."""
+    """Set daskserve's log level in this process and in the processes that it starts."""
     if name is None:
         return
     level = LOG_LEVELS[name.lower()]

@@ -45,7 +45,7 @@ from daskserve.config_file.reading import is_config_file
 ROLLING_UPDATE, RECREATE = "rolling-update", "recreate"
 
 
-#: The options that follow files, with uvicorn's names.
+#: The options for reloading when files change, with uvicorn's names.
 reload_options = options(
     click.option(
         "-r",
@@ -166,9 +166,9 @@ def run(
     Without --address, a local Dask cluster is started, which ends with the command. Its worker imports the
     module, and the port opens once the application is up. Unless they are given, --server is asyncio there,
     and with --workers, --location is EveryWorker. With --address, the workers must be able to import the
-    module. The command ends what it has started: the application, and the instance if none ran there and no
-    other program uses it. What it only changes keeps running. If it fails, or is interrupted before the
-    application is up, everything stays as it was.
+    module. When it ends, the command deletes the application, and stops the instance if it has started it and
+    no other program uses it. Applications that it has only updated keep running. If it fails, or is
+    interrupted before the application is up, everything stays as it was.
 
     With --reload, a saved file replaces the application on the same port, without losing a request. Code that
     cannot be imported, or does not start, is reported, and the version from before keeps serving.
@@ -240,7 +240,7 @@ def own_cluster(workers: int | None, http: Mapping[str, Any]) -> Iterator[Mappin
 
 
 def check_uses(*, blocking: bool, restore: bool, reload: bool, watched: Mapping[str, Any]) -> None:
-    """Raise `click.UsageError` for options that need another one."""
+    """Raise `click.UsageError` if an option is given without another option that it requires."""
     if restore and not blocking:
         raise click.UsageError("--restore gives the old version back when the command ends; add --blocking.")
     if reload and not blocking:
@@ -269,7 +269,7 @@ def parsed(arguments: tuple[str, ...]) -> Mapping[str, str]:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the program as Ctrl-C does, also while it starts."""
+    """Let SIGTERM end the program as Ctrl-C does, even during startup."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

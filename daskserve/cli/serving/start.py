@@ -44,10 +44,10 @@ def start(
 ) -> None:
     """Start an instance that runs until `daskserve shutdown`, unless one of its name runs already.
 
-    Without --address, and without scheduler-address in Dask's configuration, a local Dask cluster is started,
-    too, which ends with the instance. The output has its address, for the other commands.
+    Without --address, and without scheduler-address in Dask's configuration, a local Dask cluster is started
+    as well, and ends with the instance. The output has its address, for the other commands.
 
-    If an instance runs already, its HTTP options stay, and a warning names those that differ.
+    If an instance already runs, it keeps its HTTP options, and a warning lists the options that differ.
     """
     use_log_level(log_level)
     use_log_options(others)
@@ -102,7 +102,8 @@ def report(found: DetachedInstance, *, owns_cluster: bool, as_json: bool) -> Non
 def controller_health(at: InstanceAddress, timeout_s: float, as_json: bool) -> None:
     """Say whether the controller answers, where it runs, and the delay of its event loop.
 
-    Exits with 1 if it does not answer, and with 3 if no instance runs. Requests are served without it.
+    Exits with 1 if it does not answer, and with 3 if no instance runs. Requests are served even without a
+    controller.
     """
     with connected(at) as client:
         try:

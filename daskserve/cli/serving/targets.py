@@ -1,4 +1,4 @@
-"""The targets of ``daskserve run``: the application of an import path, or those of a configuration file."""
+"""The targets of ``daskserve run``: import paths of applications, and configuration files."""
 
 from __future__ import annotations
 

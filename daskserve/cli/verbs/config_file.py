@@ -20,8 +20,8 @@ from daskserve.config_file.writing import SCHEMA_FILE, SCHEMA_LINE, to_json, to_
 def schema(as_json: bool) -> None:
     """Print the JSON Schema of configuration files, for editors.
 
-    Write it to a file next to the configuration, and name that in the configuration's first line, as
-    `daskserve build` does: editors that use yaml-language-server then complete its options. It is JSON with
+    Write it to a file next to the configuration, and name the schema in the configuration's first line, as
+    `daskserve build` does: editors that use yaml-language-server then complete the options. It is JSON with
     and without --json.
     """
     from daskserve.config_file.json_schema import json_schema
@@ -54,8 +54,8 @@ def build(
 ) -> None:
     """Write the configuration file of applications, as YAML or, with --json, as JSON.
 
-    The file has the options that the code of each IMPORT_PATH sets, to be changed there. What it describes is
-    what the code describes: deployed, it is the same.
+    The file lists the options that the code of each IMPORT_PATH sets, so that you can change them. Deploying
+    the unchanged file gives the same result as deploying the code.
     """
     if not paths and not running:
         raise click.UsageError("Give the import path of an application, such as module:app, or --running.")

@@ -62,12 +62,12 @@ class Target:
     merge: bool
 
     def read(self) -> Declaration:
-        """Return its configuration; see `declaration`."""
+        """Return the target's configuration; see `declaration`."""
         return declaration(self.target, self.arguments, self.application, self.route_prefix)
 
     @property
     def merges(self) -> bool:
-        """Whether all that it does not name stays, as always with an import path."""
+        """Whether applications that the target does not name stay; always true for an import path."""
         return self.merge or not (self.target == "-" or is_config_file(self.target))
 
 
@@ -199,9 +199,9 @@ def _tell(found: dict[str, Any], *, as_json: bool) -> None:
 @click.option("--exit-code", is_flag=True, help="Exit with 4 if there are changes.")
 @json_option
 def diff(target: Target, at: InstanceAddress, exit_code: bool, as_json: bool) -> None:
-    """Show what `daskserve deploy TARGET` would change: what restarts, what is reconfigured, what goes.
+    """Show what `daskserve deploy TARGET` would change: what restarts, what is reconfigured, what is deleted.
 
-    A worker builds the applications for that. If one cannot be built, the exit code is 1.
+    A worker builds the applications for the comparison. If one cannot be built, the exit code is 1.
     """
     wanted = target.read()
     _warn(wanted.warnings)
@@ -220,10 +220,10 @@ def diff(target: Target, at: InstanceAddress, exit_code: bool, as_json: bool) ->
 @click.option("-n", "--name", "application", metavar="APP", help="Show only this application.")
 @json_option
 def config(at: InstanceAddress, application: str | None, as_json: bool) -> None:
-    """Show the configuration that was deployed, as a file which deploys to the same.
+    """Show the configuration that was deployed, as a file that can be deployed again with the same result.
 
-    References to variables and secrets are shown as they are. Applications of programs are not in it; see
-    `daskserve build`.
+    References to variables and secrets are shown as they are. Applications that programs deployed are not
+    included; see `daskserve build`.
     """
     with reading(at) as client:
         found = client.get_config(application)
@@ -271,7 +271,7 @@ def _started(at: InstanceAddress, config: InstanceConfig) -> Iterator[Client]:
 
 
 def _warn_of_http(client: Client, config: InstanceConfig) -> None:
-    """Say which HTTP options of a file are not in force, because they act when the instance starts."""
+    """Warn about HTTP options that are not in force, because they only apply when an instance starts."""
     given = in_force(config, settings.process_variables()).http_options
     found = finish(differences(client._verbs, given)) if given else ""
     if found:

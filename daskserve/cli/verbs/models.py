@@ -38,7 +38,7 @@ def tag_of(deployment: str) -> str:
 @models.command(name="list")
 @deployment_options
 def list_(at: InstanceAddress, deployment: str, as_json: bool) -> None:
-    """List the models of DEPLOYMENT: what is loaded, has failed, or is in its folder.
+    """List the models of DEPLOYMENT: loaded, failed, and those that are only in its folder.
 
     Exits with 1 if a version has failed to load, or was taken back.
     """
@@ -103,7 +103,7 @@ def unload(at: InstanceAddress, deployment: str, model: str, version: str | None
 @click.argument("model")
 @click.argument("version")
 def default(at: InstanceAddress, deployment: str, model: str, version: str, as_json: bool) -> None:
-    """Make VERSION, which is loaded, the default version of MODEL."""
+    """Make VERSION, which must be loaded, the default version of MODEL."""
     with connected(at) as client:
         client.set_default_model(tag_of(deployment), model, version)
     _tell(deployment, model, version, "the default", as_json=as_json)

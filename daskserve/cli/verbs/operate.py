@@ -1,4 +1,4 @@
-"""``daskserve scale``, ``restart``, ``delete``, ``rollback``, ``shutdown``: operations on what runs."""
+"""``daskserve scale``, ``restart``, ``delete``, ``rollback``, ``shutdown``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def restart(at: InstanceAddress, target: str, no_wait: bool, as_json: bool) -> N
 def delete(
     at: InstanceAddress, application: str, no_wait: bool, ignore_not_found: bool, as_json: bool
 ) -> None:
-    """Delete an application, be it from a file or from a program; requests under way complete.
+    """Delete an application, deployed from a file or by a program; requests in flight complete.
 
     If there is no such application, the exit code is 1.
     """
@@ -74,7 +74,7 @@ def delete(
 
 @click.command()
 @click.argument("application", metavar="APP", shell_complete=complete_applications)
-@click.argument("revision", type=click.IntRange(1), required=False)
+@click.argument("revision", type=click.IntRange(1, 10**9), required=False)
 @instance_options
 @click.option("--wait", is_flag=True, help="Return once it runs, or exit with 1 if it fails.")
 @click.option(

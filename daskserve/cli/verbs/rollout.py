@@ -37,7 +37,7 @@ _target = options(
 @rollout.command()
 @_target
 def status(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
-    """Show how far a rollout is, with the figures of its gates, or how the last one ended.
+    """Show the progress of a rollout, with the metrics of its gates, or how the last one ended.
 
     Exits with 1 if the new version was taken back.
     """
@@ -59,14 +59,14 @@ def pause(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
 @_target
 @click.option("--full", is_flag=True, help="Skip all other steps.")
 def promote(at: InstanceAddress, target: str, model: str, as_json: bool, full: bool) -> None:
-    """Let a rollout go on to its next step, whatever it waits for."""
+    """Move a rollout to its next step without waiting any longer."""
     _show(at, as_json, lambda client: client.promote_rollout(**_named(target, model), full=full))
 
 
 @rollout.command()
 @_target
 def abort(at: InstanceAddress, target: str, model: str, as_json: bool) -> None:
-    """Give the old version all traffic, and take the change back."""
+    """Send all traffic to the old version, and undo the change."""
     _show(at, as_json, lambda client: client.abort_rollout(**_named(target, model)))
 
 

@@ -1,4 +1,4 @@
-"""``daskserve tasks``: the queues of tasks of an instance, or of a config."""
+"""``daskserve tasks``: the task queues of an instance or of a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = ("PENDING", "STARTED", "RETRY", "SUCCESS", "FAILURE", "REVOKED", "REJEC
 
 @click.group()
 def tasks() -> None:
-    """Look at queues of tasks, cancel tasks, and queue them again.
+    """List and show tasks in queues, cancel them, and queue them again.
 
     QUEUE is the name of a queue that the instance keeps, or the import path of a TaskProcessorConfig or of a
     task_consumer, such as mail:queue, for any queue of daskserve's own.
@@ -45,7 +45,9 @@ def _opened(at: InstanceAddress, queue: str, app_dir: str) -> Any:
 @tasks.command(name="list")
 @click.argument("queue", required=False)
 @click.option("--state", type=click.Choice(STATES), multiple=True, help="Only tasks in these states.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="How many tasks.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="How many tasks."
+)
 @queue_options
 def list_(
     at: InstanceAddress, queue: str | None, state: tuple[str, ...], limit: int, app_dir: str, as_json: bool
@@ -100,9 +102,9 @@ def show(at: InstanceAddress, queue: str, id: str, app_dir: str, as_json: bool) 
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @queue_options
 def cancel(at: InstanceAddress, queue: str, ids: tuple[str, ...], app_dir: str, as_json: bool) -> None:
-    """Cancel tasks of QUEUE: those that wait at once, async code that runs within a second.
+    """Cancel tasks of QUEUE: waiting tasks at once, running async tasks within a second.
 
-    Exits with 1 if one of them has ended otherwise.
+    Exits with 1 if a task could not be cancelled because it had already ended.
     """
     with _opened(at, queue, app_dir) as admin:
         found = {id: admin.cancel(id) for id in ids}

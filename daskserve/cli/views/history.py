@@ -33,7 +33,7 @@ def as_seconds(_: click.Context, __: click.Parameter, value: str | None) -> floa
 
 
 def time_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the options of what happens over time, ``what``, to a command."""
+    """Return a decorator that adds the options for selecting ``what`` by time to a command."""
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
         follow = click.option("-f", "--follow", is_flag=True, help=f"Show new {what}, too, until Ctrl-C.")
@@ -89,7 +89,7 @@ def events(
 
 
 def tell_of_none(client: Client, application: str, what: str) -> None:
-    """Print on standard error that nothing was found for an application, and whether the application runs."""
+    """Print on standard error that an application has no entries, and whether it runs."""
     known = client.status().applications
     text = f"There are no such {what}."
     if application not in known:

@@ -53,8 +53,8 @@ def profile(
 ) -> None:
     """Show where the code of REPLICA spends its time: functions and lines, or a flame graph.
 
-    REPLICA is a replica as `daskserve status` shows it, or a deployment: then its busiest replica. The file
-    of a flame graph ends with .html, where it can be enlarged and searched, or .svg.
+    REPLICA is a replica as `daskserve status` shows it, or a deployment, which stands for its busiest
+    replica. The file name of a flame graph ends with .html, which can be zoomed and searched, or .svg.
     """
     if stack:
         if output is not None or memory or kind is not None:
@@ -83,9 +83,10 @@ def profile(
 @click.option("--full", is_flag=True, help="Show threads and frames outside of the user's code, too.")
 @json_option
 def stacks(at: InstanceAddress, replica: str, full: bool, as_json: bool) -> None:
-    """Show what the threads and tasks of REPLICA do now, also if they are stuck, or it still starts.
+    """Show what the threads and tasks of REPLICA do now, even if they are stuck or it is still starting.
 
-    REPLICA is a replica as `daskserve status` shows it, or a deployment: then its busiest replica.
+    REPLICA is a replica as `daskserve status` shows it, or a deployment, which stands for its busiest
+    replica.
     """
     _show_stacks(at, replica, is_full=full, as_json=as_json)
 

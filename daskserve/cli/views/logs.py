@@ -57,7 +57,7 @@ def logs(
     --follow, one object per line. Workers that do not answer, and records that were lost, are named on
     standard error.
     """
-    # A replica as the status and each record name it, or its parts as a path.
+    # Either a replica's name as in the status and in log records, or its parts separated by slashes.
     place, _, replica = (target or "").partition("#")
     application, _, rest = ("" if replica and "/" not in place else place).partition("/")
     deployment, _, last = rest.partition("/")

@@ -34,11 +34,11 @@ from daskserve.errors import BadRequestError, NotFoundError
 @click.option("-w", "--watch", "watches", is_flag=True, help="Show it again after each change, until Ctrl-C.")
 @json_option
 def status(at: InstanceAddress, application: str | None, watches: bool, as_json: bool) -> None:
-    """Show what runs on a cluster, and why the rest does not.
+    """Show which applications run on a cluster, and why others do not.
 
-    Exits with 1 if an application or a deployment has failed or is unhealthy. If only programs have instances
-    there, and several, all of them are shown, with --json as a list. With --watch, --json prints a line for
-    each change.
+    Exits with 1 if an application or a deployment has failed or is unhealthy. If several programs each have
+    an instance there, and there is no shared one, all are shown, with --json as a list. With --watch, --json
+    prints a line for each change.
     """
     if watches:
         with reading(at) as client:

@@ -25,8 +25,9 @@ from daskserve.internals.ipython import CELL
 DIGITS = 16
 #: Size of a pickle up to which its instructions are read, at about 2 MB/s.
 READ_BYTES = 1 << 20
-#: Whether a class may have the id of an equal one of this process. A worker that builds an application may
-#: have got the same code for a replica: that is another class, which must not make it a new version.
+#: Whether a class may have the same id as an equal class of this process. A worker that builds an application
+#: may have loaded the same code for a replica before. The two classes are equal, and must not count as
+#: different versions.
 shares_ids: ContextVar[bool] = ContextVar("daskserve_shares_ids", default=False)
 _ADDRESS = re.compile(rb":(\d{6,})")
 _CELL = re.compile(CELL.pattern.encode())
@@ -57,7 +58,7 @@ _SORTED = frozenset(_TEXTS) | frozenset(
     + pickle.NEWFALSE
     + pickle.NONE
 )
-#: Instructions that take the items since the last MARK: into a set, or into anything.
+#: The instructions that put the items since the last MARK into a set.
 _FILLS_SET = frozenset({"ADDITEMS", "FROZENSET"})
 _FILLS = _FILLS_SET | {"TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "OBJ", "POP_MARK"}
 
@@ -88,8 +89,8 @@ def code_digest(
 def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bool]], Sequence[Any]]) -> None:
     """Give new classes ids that depend only on their own code.
 
-    Then the same program has the same code each time it runs, and in each worker: not on chance, nor on the
-    arguments and other classes that a class is pickled with first.
+    Then a program has the same digest each time it runs and in each worker. The digest does not depend on
+    chance, on arguments, or on other classes in the same pickle.
 
     Parameters
     ----------
@@ -100,7 +101,7 @@ def settle_ids(classes: Mapping[type, bool], pack: Callable[[type, dict[type, bo
     for cls in [each for each, is_new in classes.items() if is_new]:
         inside: dict[type, bool] = {}
         parts = pack(cls, inside)
-        # Type variables have ids, too.
+        # Type variables have ids, like classes.
         aliases = {
             class_id(each): f"{each.__module__}.{getattr(each, '__qualname__', each.__name__)}"
             for each in inside

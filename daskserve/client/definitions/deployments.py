@@ -20,7 +20,7 @@ from daskserve.options.routing.route_variables import check_part_name
 CONCURRENCY = "max_ongoing_requests"
 #: Distinguishes an omitted argument from None.
 UNSET: Any = object()
-#: The actors of a deployment, as they are written.
+#: The actors of a deployment, as users pass them.
 DeploymentActors: TypeAlias = Sequence[DeploymentActorConfig | Mapping[str, Any]]
 
 
@@ -55,7 +55,7 @@ class Deployment:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for names that are no attributes: the options, under all their names.
+        # Only called for names that are not attributes: options, including their aliases.
         option = spellings_of(BackendConfig).get(name, name)
         if "config" not in vars(self) or option not in BackendConfig.model_fields or name in TRANSLATED:
             raise AttributeError(f"A deployment has no attribute {name!r}.")
@@ -162,7 +162,7 @@ class ApplicationMethod:
 
 
 def unbound_error(name: str, unbound: Deployment) -> TypeError:
-    """Return the error of a deployment with one that is not bound among its arguments."""
+    """Return the error for a deployment whose arguments contain a deployment that is not bound."""
     return TypeError(
         f"Deployment {name!r} has the deployment {unbound.name!r} as an argument, which is not bound; pass "
         f"{unbound.name}.bind(...), and {name!r} gets a handle of it."
@@ -191,7 +191,7 @@ def default_name(definition: Any) -> str:
 
 
 def config_of(config: BackendConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> BackendConfig:
-    """Return a config with single options changed."""
+    """Return a copy of a config with some options changed."""
     if config is None:
         return BackendConfig(**options)
     base = parse_options(BackendConfig, config, what="config")

@@ -231,7 +231,7 @@ class ApplicationGraph:
 
 
 def with_actors(whole: DeploymentSpec, actors: Sequence[DeploymentSpec]) -> DeploymentSpec:
-    """Return a deployment that needs its actors. Other actors make another version, unless it is named."""
+    """Return a deployment that uses these actors; its version includes them, unless the user named one."""
     if not actors:
         return whole
     tags = {each.actor_of[1]: each.spec.tag for each in actors}
@@ -280,12 +280,13 @@ def applications_in(application: Application) -> list[Application]:
             found[value if isinstance(value, Application) else value.application] = None
         elif not isinstance(value, (FunctionType, type, Handle)):
             return NotImplemented
-        return len, ((),)  # stands for the value: any callable with arguments will do
+        return len, ((),)  # a placeholder for the value: any callable with arguments works
 
     try:
         visit((application.args, application.kwargs), note)
     except Exception as error:
-        # A foreign object may raise anything when it is pickled. `make_spec` will raise it with its place.
+        # A foreign object may raise anything when it is pickled. `make_spec` raises it later and adds where
+        # the object is.
         logger.debug("The arguments of %s cannot be pickled: %r", application, error)
     if unbound:
         raise unbound_error(application.deployment.name, unbound[0])

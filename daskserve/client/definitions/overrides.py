@@ -23,8 +23,8 @@ LOCAL = "local://"
 class Overrides:
     """The options that an application's configuration gives its deployments.
 
-    They are applied to the deployments of the code. When an option is removed from the configuration, that of
-    the code applies again.
+    The options override those of the code. When an option is removed from the configuration, the value in the
+    code applies again.
     """
 
     def __init__(self, config: ApplicationConfig) -> None:
@@ -78,7 +78,7 @@ class Overrides:
 
 
 def logging_in(deployment: Deployment, outer: LoggingConfig | None) -> Deployment:
-    """Return a deployment whose unset logging options are those of its application."""
+    """Return a deployment that takes its unset logging options from its application."""
     if outer is None:
         return deployment
     return deployment.options(logging_config=over(deployment.config.logging_config, outer))

@@ -166,7 +166,7 @@ def join_config(found: Mapping[str, Any]) -> BackendConfig:
 
 
 class MisplacedObject(Exception):
-    """An object can be pickled but must not be where it is; becomes a `BadRequestError` that says where."""
+    """An object can be pickled, but not in this place; becomes a `BadRequestError` that names the place."""
 
     def __init__(self, problem: str = "", remedy: str = "") -> None:
         super().__init__(problem, remedy)
@@ -175,7 +175,7 @@ class MisplacedObject(Exception):
 
 
 def join_user_config(config: BackendConfig, user_config: bytes | None) -> BackendConfig:
-    """Return what `split_config` split, except for user code that only the controller may load."""
+    """Return the config that `split_config` split, without user code that only the controller may load."""
     return (
         config if user_config is None else config.model_copy(update={"user_config": load_bytes(user_config)})
     )

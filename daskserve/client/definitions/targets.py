@@ -112,7 +112,7 @@ def _is_wsgi_app(found: Any) -> bool:
 
 def _built(builder: Callable[[Any], Any], args: Mapping[str, Any]) -> Application:
     name = builder.__qualname__
-    # Optional ones that only a caller's code can name do not count.
+    # Optional keyword-only parameters do not count.
     parameters = [
         each
         for each in inspect.signature(builder).parameters.values()
@@ -158,8 +158,8 @@ def _model_of(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> ty
 def _resolved(builder: Callable[[Any], Any], parameter: inspect.Parameter) -> Any:
     """Return the annotation of a parameter, which may be text, without looking at the other annotations.
 
-    Names are those of the builder, and then those of the functions that have called this one: a class that
-    is defined in a function is known nowhere else.
+    Names are looked up in the builder's module, and then in the calling functions, because a class that is
+    defined in a function can be found only there.
     """
     if not isinstance(parameter.annotation, str):
         return parameter.annotation

@@ -14,7 +14,7 @@ def unwrapped(
 ) -> tuple[Deployment, tuple[Any, ...], Mapping[str, Any]]:
     """Return a callable as a deployment, and the arguments of its constructor.
 
-    If it is a deployment already, it keeps its options, and its arguments if there are no others.
+    A deployment keeps its options, and its bound arguments if no others are given.
 
     Raises
     ------

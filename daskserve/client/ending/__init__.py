@@ -1,1 +1,1 @@
-"""Serving until the program ends, and what ends with it."""
+"""Serving until the program ends, and what stops then."""

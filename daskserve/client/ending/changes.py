@@ -48,7 +48,7 @@ def _backend_change(name: str, before: Status, after: Status) -> str:
     old, new = before.backends.get(name), after.backends.get(name)
     shown = short_tag(name)
     if new is None:
-        # Another tag with this name belongs to a newer version of the actor.
+        # A different tag with the same name belongs to a newer version of the actor.
         is_replaced = any(short_tag(each) == shown for each in after.backends)
         return f"{'The previous version of ' if is_replaced else ''}{shown} was deleted"
     were, are = _running(before, name), _running(after, name)

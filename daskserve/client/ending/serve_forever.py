@@ -84,7 +84,7 @@ class _Signals:
     """Handles SIGINT and SIGTERM, if this is the main thread."""
 
     def __init__(self) -> None:
-        #: The name of the first one that has arrived.
+        #: The name of the first signal that has arrived.
         self.name = ""
         self._interrupt: Any = None
 

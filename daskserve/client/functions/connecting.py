@@ -1,4 +1,4 @@
-"""Connects a program to a Dask cluster: the one that it uses, that it names, or that is started for it."""
+"""Connects a program to a Dask cluster: the one it already uses, a given one, or a new one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def find_connection(form: Form[Any], dask_client: Any, address: str | None
 async def join_configured(form: Form[Any]) -> DaskConnection | None:
     """Connect this process to the cluster of Dask's ``scheduler-address``, as ``distributed.Client()`` does.
 
-    None if that is not set. Afterwards it is the cluster that the process uses.
+    Return None if no address is configured. Afterwards the process uses this cluster by default.
     """
     address = dask.config.get("scheduler-address", None)
     return None if address is None else await dial_connection(form, address)

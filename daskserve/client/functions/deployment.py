@@ -89,7 +89,7 @@ async def _delete(form: Form[Any], self: ClassicDeployment, /) -> None:
 
 
 async def _get_handle(form: Form[Any], self: ClassicDeployment, /) -> Handle:
-    """Return a handle of the deployment of this name, which may be deployed later."""
+    """Return a handle of the deployment of this name, which need not be deployed yet."""
     return await (await default_verbs(form)).get_handle(tag_part(self.name), missing_ok=True)
 
 
@@ -119,7 +119,7 @@ class ClassicDeployment(Deployment):
     verb has an awaitable form with the suffix ``_async``.
     """
 
-    # Without defaults of the class: `get_deployment` leaves them out, and `__getattr__` loads them.
+    # No class defaults: `get_deployment` leaves these fields unset, and `__getattr__` loads them.
     init_args: tuple[Any, ...] = field(default_factory=tuple)
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prev_version: str | None = None
@@ -171,7 +171,7 @@ class ClassicDeployment(Deployment):
         return f"Deployment(name={self.name},version={self.version},route_prefix={self.route_prefix})"
 
     def __eq__(self, other: object) -> bool:
-        # Without the code, because an instance returns a copy of it.
+        # The code is not compared, because an instance returns a copy of it.
         return isinstance(other, ClassicDeployment) and self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
@@ -255,7 +255,7 @@ class ClassicDeployment(Deployment):
     url_async = awaitable(_url)
 
     def get_handle(self, sync: bool = True) -> Handle:
-        """Return a handle of the deployment of this name, which may be deployed later.
+        """Return a handle of the deployment of this name, which need not be deployed yet.
 
         Parameters
         ----------
@@ -266,7 +266,7 @@ class ClassicDeployment(Deployment):
 
 
 def _with_options(function: FunctionT) -> FunctionT:
-    """Add the single options to a function's signature, by name; other spellings have the default ``...``."""
+    """Add each option to a function's signature as a keyword; aliases have the default ``...``."""
     plain = inspect.signature(function)
     own = [each for each in plain.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = BackendConfig.model_fields

@@ -176,7 +176,7 @@ async def _find_instance(
 
 
 def named_instance(running: Mapping[InstanceName, Any], name: InstanceName | None) -> InstanceName | None:
-    """Return the instance of a name, or without a name the common one or the only one; None if none.
+    """Return the instance with a name, or without a name the shared or only one; None if there is none.
 
     Raises
     ------
@@ -232,7 +232,7 @@ async def find_default(
 async def find_configured(form: Form[Any]) -> InstanceConnection | None:
     """Return a new connection to the instance that `connect` finds by Dask's configuration; None if none.
 
-    None, too, for a process that is connected to a Dask cluster, because it uses that one.
+    Also None for a process that is connected to a Dask cluster, because such a process uses that cluster.
     """
     has_address = dask.config.get("scheduler-address", None) is not None
     if not has_address or await find_connection(form, None, None) is not None:

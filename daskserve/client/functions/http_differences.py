@@ -15,7 +15,7 @@ _UNKNOWN = frozenset({"middlewares", "ssl_keyfile_password"})
 
 
 async def differences(verbs: Verbs, given: HTTPOptions | Mapping[str, Any] | None) -> str:
-    """Return the given options with other values than those in force, as text; empty if there are none.
+    """Return the given options that differ from the options in force, as text; empty if all are equal.
 
     Any port fits port 0. An option whose value in force is not shown counts as different if it is given.
     """

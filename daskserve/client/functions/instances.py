@@ -207,7 +207,7 @@ async def start_with(
         if found is None or not isinstance(error, AlreadyRunningError):
             await _end_failed_start(form, cluster_connection, instance, start.start_id)
         elif not was_started:
-            cluster_connection.started.forget(instance)  # it is that of another program
+            cluster_connection.started.forget(instance)  # another program started it
         if address is not None or (is_joining and found is not None):
             await cluster_connection.disconnect(instance, asynchronous=form.asynchronous)
         raise
@@ -248,7 +248,7 @@ def given_http_options(
     http_options: HTTPOptions | Mapping[str, Any] | None = None,
     proxy_location: str | None = None,
 ) -> HTTPOptions:
-    """Return the HTTP options of `start`, which may be given in several ways."""
+    """Return the HTTP options of `start`, which accepts them in several forms."""
     old = {
         name: value
         for name, value in (("host", http_host), ("port", http_port), ("middlewares", http_middlewares))
@@ -301,7 +301,7 @@ def _new_name(cluster_connection: DaskConnection) -> InstanceName:
 
 
 async def _shutdown(form: Form[Any]) -> None:
-    """End the instance that `run` uses, and the local one of this process; do nothing if there is none."""
+    """End the instance that `run` uses, and this process's local instance; do nothing if none runs."""
     local = running_instance()
     if local is not None and current_replica.get() is None:
         await local.shutdown(asynchronous=form.asynchronous)

@@ -54,11 +54,11 @@ async def running_cluster(
     message = controller_start(
         options,
         start_id="local",
-        # What a program configures for its clusters does not change its tests.
+        # A program's configuration for its clusters must not change its tests.
         logging=None if logging_config is None else instance_logging(logging_config),
         tracing=checked_tracing(tracing_config),
     )
-    clock = OneLoopClock(asyncio.get_running_loop())  # programs read it on their own threads, too
+    clock = OneLoopClock(asyncio.get_running_loop())  # programs read this clock on other threads, too
     cluster = LocalCluster(load_factories(), workers=workers, instance=instance, clock=clock)
     try:
         await cluster.start(message.encode())
@@ -70,13 +70,13 @@ async def running_cluster(
 
 @contextmanager
 def in_block(connection: InstanceConnection) -> Iterator[None]:
-    """Let `daskserve.run` and its neighbors use an instance within a ``with`` block."""
+    """Let `daskserve.run` and the other functions of the package use an instance within a ``with`` block."""
     outer = current_block.get()
     current_block.set(connection)
     try:
         yield
     finally:
-        # Not by a token: a fixture may be left in another context than it was entered in.
+        # Not reset by a token, because a fixture may exit in another context than it was entered in.
         current_block.set(outer)
 
 
@@ -116,7 +116,7 @@ class LocalInstance(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="daskserve-local-instance", daemon=True)
-        #: Set once it has started or failed to.
+        #: Set once the instance has started or failed to start.
         self._begun = threading.Event()
         self._failure: BaseException | None = None
         self.connection: InstanceConnection | None = None

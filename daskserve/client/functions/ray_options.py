@@ -1,4 +1,4 @@
-"""Options of Ray Serve's functions that have no counterpart: refused, or warned of if they cannot matter."""
+"""Options of Ray Serve that have no counterpart: refused, or ignored with a warning if harmless."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.options.fields.ray_names import INSTEAD
 
 
 def check_ray_options(function: str, **given: Any) -> None:
-    """Raise `TypeError` for an option that is not None and could matter; warn of one that cannot.
+    """Raise `TypeError` for an option that is set and would change behaviour; log a warning for others.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class TaskAdmin:
         self._adapter.shutdown()
 
     def counts(self) -> dict[str, Any]:
-        """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
+        """Return the number of tasks by state, and the age of the oldest waiting task in seconds."""
         return {"queue": self._name, **self._adapter.get_metrics_sync()}
 
     def tasks(self, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ class TaskAdmin:
             found = [each for each in read if is_wanted(each)]
             if len(found) >= limit or len(read) < asked:
                 return found[:limit]
-            asked *= 2  # wanted tasks may follow the ones that were read
+            asked *= 2  # matching tasks may follow those that were read
 
     def show(self, id: str) -> dict[str, Any]:
         """Return a task, with its result or error."""
@@ -99,7 +99,8 @@ class TaskAdmin:
                 for each in found:
                     try:
                         self.retry(each.id)
-                    except (NotFoundError, TaskConflictError):  # dropped, or queued again
+                    # another program dropped it or queued it again
+                    except (NotFoundError, TaskConflictError):
                         continue
                     ids.append(each.id)
         return ids
@@ -107,7 +108,7 @@ class TaskAdmin:
 
 @contextmanager
 def opened_queue(queue: str, connect: Connect) -> Iterator[TaskAdmin]:
-    """Yield the queue of a name, which the instance keeps, or of a config, given by its import path.
+    """Yield a queue: one that the instance keeps, by name, or one of a config, by its import path.
 
     Raises
     ------

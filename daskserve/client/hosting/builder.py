@@ -1,7 +1,7 @@
 """The actor that builds applications for the controller, in a thread of a worker's process.
 
-User code runs there, and never in the process of the controller or the scheduler. Its start is the build, and
-the specs are the facts that it reports; then the controller removes it.
+User code runs there, and never in the process of the controller or the scheduler. Starting the actor builds
+the applications. It reports their specs, and the controller then removes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from daskserve.telemetry.table import MetricSample
 
 
 class Builder:
-    """See the module."""
+    """Builds applications in a thread; see the module."""
 
     def __init__(self, context: ActorContext) -> None:
         self._context = context
@@ -68,9 +68,10 @@ class Builder:
         self._stage = (what, self._context.clock.now())
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """Run a function in a thread that does not keep the process alive, should it never end.
+        """Run a function in a thread that does not keep the process alive, even if it never returns.
 
-        All applications are built in one: each change to another thread takes up to 5 ms while others build.
+        All applications are built in one thread, because switching between threads takes up to 5 ms during a
+        build.
         """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
@@ -87,7 +88,7 @@ class Builder:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(tell, setting, value)
 
-        # In this context, the user's module finds the worker with Dask's own get_worker().
+        # Dask's get_worker() works in the user's module because of this context.
         start_daemon("daskserve-build", partial(copy_context().run, run))
         return await outcome
 
@@ -114,6 +115,6 @@ def _build(config: Mapping[str, Any], instance: str, scan: ModuleScan) -> Any:
     except BaseException as error:
         if isinstance(error, Exception):
             raise
-        # On the worker's event loop it would end that loop, or count as a cancellation.
+        # If raised on the worker's event loop, it would stop the loop or count as a cancellation.
         text = f"The code raised {type(error).__name__} while it was imported; correct it."
         raise ReplicaStartError(text) from None

@@ -44,7 +44,7 @@ from daskserve.payload.importing import (
 
 #: How long a build waits for another import, which may hang.
 LOCK_S = 20.0
-#: Modules whose frames come before those of the user's module.
+#: Modules whose frames precede the user's module in a traceback.
 _ON_THE_WAY = ("daskserve.", "contextlib", "importlib", "pydantic.")
 
 
@@ -71,8 +71,8 @@ def build_configured(
 ) -> BuiltApplication:
     """Build an application of a configuration file in this process, which imports the code.
 
-    References to variables get the values that they have in this process. The options of the file are applied
-    to those of the code.
+    References to environment variables are resolved in this process. The file's options override those of the
+    code.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def _current(config: ApplicationConfig, scan: ModuleScan) -> Iterator[Callable[[
 def _importing_from(config: ApplicationConfig) -> Iterator[ApplicationConfig]:
     """Import from the ``working_dir`` of an application's environment in a ``with`` block.
 
-    Yields the configuration with the folder of its files on this machine.
+    Yields the configuration with its ``working_dir`` replaced by a folder on this machine.
     """
     environment = environment_of(config.env)
     if environment is None or environment.working_dir is None:
@@ -180,7 +180,7 @@ def users_errors(name: str, target: Any) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        # A user's module may raise anything, and may be a script that ends.
+        # A user's module may raise anything, even SystemExit.
         frames = _user_frames(error)
         if frames is None and not isinstance(error, (SyntaxError, ValidationError)):
             raise
@@ -198,7 +198,7 @@ def users_errors(name: str, target: Any) -> Iterator[None]:
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:
-    """Return a traceback from the first frame of the user on; None if there is none."""
+    """Return the part of a traceback from the first frame of user code; None if there is none."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
         frames = frames.tb_next

@@ -19,10 +19,10 @@ from daskserve.options.fields.base import spellings_of
 
 
 def described_paths(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the configurations of applications, and what of their code cannot be written to a file.
+    """Return the configurations of applications, and notes on options that a file cannot express.
 
-    A single application is the default one, at ``/``; several have the names of their last parts, which are
-    their routes, too.
+    A single application is the default one, at ``/``. If there are several, the last part of each import path
+    is the name and the route.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def plain_options(deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
 
 
 def _spelled(name: str) -> str:
-    """Return the usual name of an option, which may have a longer one of old."""
+    """Return the usual name of an option, which may also have a longer classic name."""
     short = name.removeprefix("experimental_")
     return short if spellings_of(BackendConfig).get(short) == name else name
 
@@ -107,7 +107,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_local(name: str, value: Any) -> bool:
-    """Whether an option names a folder of this machine, which a file cannot."""
+    """Whether an option names a folder of this machine, which a configuration file must not do."""
     folder = value.get("working_dir") if name == "env" and isinstance(value, Mapping) else None
     return folder is not None and "://" not in folder
 

@@ -1,4 +1,4 @@
-"""Starts an instance that stays, as ``daskserve start`` does."""
+"""Starts an instance that outlives the program, as ``daskserve start`` does."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ async def _start_detached(
     name: str = DEFAULT_INSTANCE,
     tracing_config: Mapping[str, Any] | None = None,
 ) -> DetachedInstance:
-    """Start a detached instance of a cluster, or find it; without an address, start a cluster, too."""
+    """Start or find a detached instance on a cluster; without an address, also start a cluster."""
     options = checked_http(http_options)
     check_name(name, "name")
     more: dict[str, Any] = {"store": store, "name": name, "tracing": checked_tracing(tracing_config)}
     if address is None:
-        # The caller reports the address of the page with the others.
+        # The caller reports the page's address together with the others.
         started = await start_with(form, options, detached=True, report=lambda line: None, **more)
         return DetachedInstance(started, True)
-    # Not by its address: the connection outlives a start that finds an instance.
+    # A connection is passed instead of the address, because it must stay open if an instance already runs.
     cluster_connection = await dial_connection(form, address)
     try:
         started = await start_with(

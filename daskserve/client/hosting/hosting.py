@@ -75,9 +75,9 @@ async def _host(
 ) -> None:
     """Run applications until Ctrl-C or SIGTERM, and end the parts that this call has started.
 
-    That is the cluster without an ``address``; the instance, if none runs there; and the applications whose
-    names do not run there. Applications and instances that this call only changes keep running. If the call
-    fails or is interrupted before the change is complete, everything keeps running as before.
+    These parts are the cluster, if there is no ``address``; the instance, if none ran before; and the
+    applications that did not run before. Applications and instances that this call only changes keep running.
+    If the call fails or is interrupted before the change is complete, everything keeps running as before.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ async def _host(
             # Imported here, because all other programs leave the proxies to the workers.
             from daskserve.actors import check_ports
 
-            check_ports(options)  # the proxy starts much later
+            check_ports(options)  # fails early: the proxy starts much later
         # Built before the instance starts, so that a mistake in the module starts nothing.
         built = None if cluster_connection is None else source.build("")
         lines: list[str] = []
@@ -135,7 +135,7 @@ async def _host(
 
 
 def _followed(source: Source, stay: HostingMode) -> Source:
-    """Return a source with its files as they are now, if their changes are followed."""
+    """Return a source with a snapshot of its files, if changes are followed."""
     if stay.reload is None:
         return source
     digest = digest_of_files(stay.reload.other_files())
@@ -167,7 +167,7 @@ class _Hosting:
         self._reloader = None if reload is None else Reloader(reload, self._rebuild, self._tell)
 
     async def check(self, http_options: Mapping[str, Any]) -> None:
-        """Raise `BadRequestError` for what cannot be done on an instance that runs already."""
+        """Raise `BadRequestError` for options that do not apply to an instance that already runs."""
         found = await differences(self._verbs, http_options)
         if found:
             raise BadRequestError(
@@ -191,7 +191,7 @@ class _Hosting:
             self._kept = {name: await copy_application(self._verbs, name) for name in running}
 
     async def run_first(self, built: Sequence[BuiltApplication] | None) -> None:
-        """Run the applications on an instance that this call has started, and end that unless it stays."""
+        """Run the applications on an instance that this call has started; end it if nothing else uses it."""
         is_left = False
         try:
             await self._deploy(await self._built() if built is None else built)
@@ -206,7 +206,7 @@ class _Hosting:
                 await self._leave()
 
     async def run(self) -> None:
-        """Run the applications on an instance of others."""
+        """Run the applications on an instance that another program started."""
         built = await self._built()
         is_left = not self._stay.is_blocking
         try:
@@ -247,7 +247,7 @@ class _Hosting:
         )
 
     def _rebuild(self) -> Callable[[], Any]:
-        """Build the applications of files that have changed, in the thread of the reloader."""
+        """Build the applications again after files have changed, in the reloader's thread."""
         self._source = _followed(self._reread(), self._stay)
         built = finish(self._built())
         return lambda: finish(self._redeploy(built))
@@ -295,7 +295,7 @@ class _Hosting:
                 try:
                     await restore_application(self._verbs, self._kept[name], found)
                 except DeployError as error:
-                    failure = error  # the others are restored, and the instance is left, all the same
+                    failure = error  # still restore the other applications, and leave the instance
             elif is_ours:
                 self._report(f"Application {name!r} keeps running in this version.")
         await leave_instance(self._verbs, started, signal_name)

@@ -19,7 +19,7 @@ from daskserve.payload.parcels import Parcel
 async def copy_application(verbs: ApplicationVerbs, name: str) -> ApplicationSpec:
     """Return a copy of an application with its code; raise `NotFoundError` if there is none.
 
-    This program keeps the copy, so that the controller need not keep the code of the old version.
+    The copy stays in this program, so the controller need not keep the code of the old version.
     """
     found = await verbs._call("stored_application", name=name)
     spec = ApplicationSpec.from_plain(found["spec"])
@@ -30,7 +30,7 @@ async def copy_application(verbs: ApplicationVerbs, name: str) -> ApplicationSpe
         parcel = Parcel.labelled(each.spec.code)
         parts: tuple[Any, ...] = ()
         if parcel is not None:
-            # Large constructor arguments are deleted together with the version that they belong to.
+            # Fetched now, because large constructor arguments are deleted together with their version.
             parts = tuple(await verbs._run(cluster.fetch_parcel(codes[each.spec.tag], parcel)))
         deployments.append(replace(each, spec=replace(each.spec, parts=parts)))
     return replace(spec, deployments=tuple(deployments))

@@ -21,7 +21,7 @@ from daskserve.errors import NoCapacityError, ReplicaStartError
 from daskserve.options.specs import ApplicationSpec
 from daskserve.payload.importing import forget_others, import_definition
 
-#: Time within which workers forget modules; one that does not answer is as if it had left.
+#: How long to wait for workers to forget modules; a worker that does not answer is ignored.
 FORGET_S = 2.0
 
 
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """The names of the applications."""
+        """The names of the applications to build."""
         return [each.name for each in self.targets]
 
     @property
@@ -100,7 +100,7 @@ class Source:
             return target
         if self.project is not None:
             with users_errors(target.name, target.target):
-                import_definition(target.target)  # so that its modules are known
+                import_definition(target.target)  # so that the imported modules are known
         return replace(target, target=factory_application(target.target))
 
 
@@ -109,7 +109,7 @@ async def build_on(
 ) -> list[BuiltApplication]:
     """Build applications for an instance, in one of its workers or here.
 
-    Other workers that have imported other versions of the project's modules forget them.
+    Other workers forget the project's modules if they have imported other versions of them.
     """
     cluster_connection: Any = connection.cluster_connection
     if in_worker:
@@ -144,7 +144,7 @@ async def _build_in_worker(
 
 
 def _build_here(cluster_connection: DaskConnection, source: Source, instance: InstanceName) -> dict[str, Any]:
-    """Build applications in a worker; return them, or an error, as plain values, which need no module."""
+    """Build applications in a worker; return them, or an error, as plain values that need no user module."""
     try:
         built = source.build(instance)
     except ReplicaStartError as error:

@@ -62,7 +62,7 @@ class ControllerCalls:
     async def call(self, verb: str, **message: Any) -> Any:
         """Return the controller's answer to a verb.
 
-        The message holds plain values, and may hold a ``spec``, or several in ``apps``.
+        The message contains plain values, and optionally a ``spec``, or several specs in ``apps``.
         """
         cluster = self.cluster_connection.cluster(self.instance)
         specs = _specs_in(message)
@@ -129,9 +129,9 @@ class ControllerCalls:
     async def _end_of(
         self, goal: GoalId, deadline: float | None, *, until_served: bool = False
     ) -> Mapping[str, Any] | None:
-        """Return the controller's answer about a goal that has ended; None if it has not in time.
+        """Return the controller's answer about a goal that has ended; None if it did not end in time.
 
-        With ``until_served``, a rollout that has the traffic of its first step counts as the end.
+        With ``until_served``, a rollout counts as ended once it gets the traffic of its first step.
         """
         while True:
             left_s = (
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 
 async def wait_for_http(calls: ControllerCalls, timeout_s: float) -> None:
-    """Return when every proxy listens; raise the error of a proxy that cannot."""
+    """Wait until every proxy listens; raise the error of a proxy that cannot."""
     try:
         await calls.call("wait_for_http", timeout_s=timeout_s)
     except RequestTimeoutError as error:

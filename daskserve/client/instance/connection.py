@@ -57,7 +57,7 @@ class InstanceConnection:
         self.instance = instance
         self.is_guest = is_guest
         self.is_closed = False
-        #: Whether the instance need not be shared: it was shared already, or this program started it.
+        #: Whether the instance needs no call to share it: it is shared, or this program started it.
         self.is_shared = instance in cluster_connection.started
         self.calls = ControllerCalls(cluster_connection, instance)
         self._ownership: _Ownership | None = None
@@ -77,9 +77,9 @@ class InstanceConnection:
             raise ClosedError("Client has already been shut down.")
 
     async def leave(self, *, asynchronous: bool) -> None:
-        """End a ``with`` block: end an instance that the block's client started, leave any other.
+        """End a ``with`` block: end the instance if the block's client started it, or leave it running.
 
-        An instance that others use as well stays, unless it is detached.
+        An instance that other programs also use keeps running, unless it is detached.
         """
         if self.is_guest or self.is_owner:
             await self.disconnect(asynchronous=asynchronous)

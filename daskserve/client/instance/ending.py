@@ -17,7 +17,7 @@ logger = logging.getLogger("daskserve.client.client")
 
 #: Timeout of an answer of the scheduler.
 SHUTDOWN_S = 15.0
-#: Timeout of the end of an instance, also if the event loop of the connection does not run any more.
+#: Timeout for ending an instance, even if the connection's event loop has stopped.
 END_S = SHUTDOWN_S + 5.0
 
 

@@ -20,7 +20,7 @@ def handles_of(cluster: Process) -> KnownHandles:
 
 
 class KnownHandles:
-    """The handles of a process for an instance, by endpoint, each with the published state it was made of."""
+    """The handles of a process for an instance, by endpoint, each with the state it was made from."""
 
     def __init__(self) -> None:
         self._handles: dict[EndpointTag, tuple[Handle, Router, Any]] = {}
@@ -33,7 +33,7 @@ class KnownHandles:
         return handle if router.published is published else None
 
     def keep(self, handle: Handle, router: Router, facts: Mapping[str, Any]) -> None:
-        """Keep a handle made of the controller's facts, if the published state agrees with them."""
+        """Keep a handle made from the controller's answer, if the published state agrees with the answer."""
         published = router.published
         if (
             published is not None
@@ -46,7 +46,7 @@ class KnownHandles:
 async def open_router(cluster: Process, endpoint: EndpointTag, *, exists: bool) -> Router:
     """Return the router of an endpoint, which knows the endpoint if it exists; runs on the connection's loop.
 
-    Started here and not at the first call, so that the handle sees later changes by this program.
+    The router starts here and not at the first call, so that the handle sees later changes by this program.
     """
     router = (await routers_of(cluster)).router(endpoint)
     if exists:

@@ -82,7 +82,7 @@ class ApplicationVerbs(HandleVerbs):
         blocking: bool = True,
         expected: Mapping[str, str] | None = None,
     ) -> list[Handle]:
-        """Deploy applications; take the change back if the call is interrupted before it is complete.
+        """Deploy applications; undo the change if the call is interrupted before it is complete.
 
         Parameters
         ----------

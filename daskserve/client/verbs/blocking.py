@@ -42,7 +42,7 @@ def blocking_form(
             )
         except Exception as raised:
             error = shown(raised)
-        raise error  # a frame fewer in what users see, and without a context
+        raise error  # users see one frame less, and no context
 
     return form
 
@@ -52,8 +52,8 @@ def method(
 ) -> Callable[Concatenate[Any, P], T]:
     """Return the blocking form of a verb, with its signature and docstring.
 
-    The verb's coroutine runs on the caller's thread. So does the caller's code that it calls, for example to
-    pickle arguments, and Ctrl-C interrupts it.
+    The verb's coroutine runs on the caller's thread. User code that it calls, for example to pickle
+    arguments, also runs there, and Ctrl-C interrupts it.
     """
 
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

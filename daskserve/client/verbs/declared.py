@@ -1,4 +1,4 @@
-"""The client's methods for configurations, which files declare in place of programs."""
+"""The client's methods for configurations, which declare applications in files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DeclaringVerbs(Verbs):
         """Deploy a configuration, and return its number as soon as the instance has accepted it.
 
         Workers import the applications and deploy them afterwards; `wait_for_config` waits for that. An
-        application that cannot be built keeps its version from before. Applications that an earlier
-        configuration has brought and this one does not name are deleted.
+        application that cannot be built keeps its previous version. Applications that an earlier
+        configuration deployed and this one does not name are deleted.
 
         Parameters
         ----------
@@ -65,11 +65,11 @@ class DeclaringVerbs(Verbs):
         return int(answer["version"])
 
     async def plan_config(self, config: InstanceConfig, *, merge: bool = False) -> Plan:
-        """Return what `deploy_config` would change; print it to read it. Workers build it for that."""
+        """Return what `deploy_config` would change, for printing. Workers build the applications for this."""
         return Plan.of(await self._call("plan_config", config=config.to_plain(), merge=merge))
 
     async def get_config(self, application: str | None = None) -> dict[str, Any]:
-        """Return what configurations have declared, of all applications or of one.
+        """Return the declared configuration of all applications or of one.
 
         References to variables and secrets are as they are in the file.
 
@@ -143,7 +143,7 @@ class DeclaringVerbs(Verbs):
     async def restart(
         self, application: str, deployment: str | None = None, *, blocking: bool = True
     ) -> None:
-        """Replace the replicas of an application, or of one of its deployments, by ones of the same code.
+        """Replace the replicas of an application, or of one of its deployments; the code stays the same.
 
         They are replaced as in an update, so that no request is lost.
 

@@ -1,4 +1,4 @@
-"""The client's methods for the past: revisions, rollback, events, logs; and for live metrics."""
+"""The client's methods for revisions, rollback, events, logs and live metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.client.views.logs import Logs
 from daskserve.common import settings
 from daskserve.common.types import DEFAULT_APPLICATION
 
-#: Most events of one call.
+#: Maximum number of events that one call returns.
 MAX_EVENTS = 1000
 
 
@@ -19,7 +19,7 @@ class HistoryVerbs(Verbs):
     """Methods of a `Client` for the history."""
 
     async def history(self, name: str = DEFAULT_APPLICATION) -> History:
-        """Return the last ten revisions of an application, also for a day after it was deleted.
+        """Return the last ten revisions of an application, even for a day after it was deleted.
 
         Raises
         ------
@@ -31,7 +31,7 @@ class HistoryVerbs(Verbs):
     async def live_metrics(self, wait_s: float = 4.0) -> dict[str, Any]:
         """Return the rates, latencies and queues of the last second.
 
-        The instance counts only while a client asks for live metrics. A rate needs two counts that are a
+        The instance measures only while a client requests live metrics. A rate needs two counts that are a
         second apart, so the first call takes two or three seconds; after that, call it once a second.
 
         Parameters
@@ -57,8 +57,9 @@ class HistoryVerbs(Verbs):
     ) -> int:
         """Deploy an earlier revision of an application again; return its number.
 
-        This is one change, as each deploy: all deployments, their options and the route return together, and
-        if that fails, what runs keeps running. It makes a new revision, so it can be rolled back as well.
+        Like every deploy, this is one change: all deployments, their options and the route change together.
+        If it fails, the current revision keeps running. The rollback is a new revision, so you can roll it
+        back as well.
 
         Parameters
         ----------
@@ -119,7 +120,7 @@ class HistoryVerbs(Verbs):
         limit: int = MAX_EVENTS,
         wait_s: float = 0.0,
     ) -> Events:
-        """Return events with the number to go on from; wait for up to ``wait_s`` if there are none."""
+        """Return events, and the number from which to continue; wait up to ``wait_s`` if there are none."""
         message = {"after": after, "application": name, "limit": limit, "since_s": since_s, "wait_s": wait_s}
         return Events.of(await self._call("events", **message))
 

@@ -7,16 +7,16 @@ from daskserve.client.views.profile import Profile, Stacks
 
 
 class InspectingVerbs(Verbs):
-    """See the module.
+    """Methods of a `Client` that profile replicas and show their stacks.
 
-    ``replica`` is a replica's tag, as `status` shows it, or that of a deployment, such as ``"shop/Model"``:
-    then its busiest replica is meant.
+    ``replica`` is a replica's tag, as `status` shows it, or the tag of a deployment, such as
+    ``"shop/Model"``, which selects its busiest replica.
     """
 
     async def profile(self, replica: str, seconds: float = 5.0, *, memory: bool = False) -> Profile:
         """Return what the user code of a replica does for some time: a flame graph, functions, lines.
 
-        The stacks of its threads are read every 10 ms, without a change of how user code runs. Time that
+        The stacks of its threads are sampled every 10 ms, which does not change how user code runs. Time that
         threads wait for their next job does not count.
 
         Parameters
@@ -37,9 +37,9 @@ class InspectingVerbs(Verbs):
         return Profile(await self._call("profile", replica=replica, seconds=seconds, memory=memory))
 
     async def stacks(self, replica: str) -> Stacks:
-        """Return what the threads and tasks of a replica's user code do now, also if they are stuck.
+        """Return what the threads and tasks of a replica's user code do now, even if they are stuck.
 
-        That is also so while the replica starts or stops.
+        This also works while the replica starts or stops.
 
         Raises
         ------

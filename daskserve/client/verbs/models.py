@@ -15,7 +15,7 @@ WAIT_S = 25.0
 
 
 class ModelVerbs(Verbs):
-    """See the module. ``deployment`` is the tag of a deployment, such as ``"shop/Model"``."""
+    """Methods of a `Client` for models; ``deployment`` is the deployment's tag, such as ``"shop/Model"``."""
 
     async def list_models(self, deployment: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
         """Return the models of a deployment by name and version.
@@ -47,8 +47,8 @@ class ModelVerbs(Verbs):
         """Load a version of a model in all replicas, and return its name once all of them have it.
 
         Replicas that start later load it before they serve. If a replica cannot load it, it is unloaded
-        everywhere, and the default version from before keeps serving. With a ``rollout``, it becomes the
-        default version step by step after this has returned; see `daskserve.Client.rollout_status`.
+        everywhere, and the previous default version keeps serving. With a ``rollout``, it becomes the default
+        version step by step after this has returned; see `daskserve.Client.rollout_status`.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class ModelVerbs(Verbs):
         )
 
     async def set_default_model(self, deployment: str, model: str, version: str) -> None:
-        """Set the default version of a model, one that is loaded.
+        """Set the default version of a model; the version must be loaded.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The client's methods for rollouts: a new version that gets its traffic step by step."""
+"""The client's methods for rollouts: traffic moves to a new version step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RolloutVerbs(Verbs):
 
     With ``model``, they are about the rollout of a model of the deployment's ``model_repository``. Each
     returns the state of the rollout as plain values: ``state``, ``version``, ``stable``, ``step``, ``why``,
-    and while it goes on ``share``, ``replicas``, ``requests`` and ``gates``.
+    and during the rollout ``share``, ``replicas``, ``requests`` and ``gates``.
     """
 
     async def rollout_status(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
@@ -43,12 +43,12 @@ class RolloutVerbs(Verbs):
     async def promote_rollout(
         self, name: str, application: str = "", *, full: bool = False, model: str = ""
     ) -> dict[str, Any]:
-        """Let a rollout go on to its next step, whatever it waits for; with ``full``, to its end."""
+        """Move a rollout to its next step without waiting any longer; with ``full``, to its end."""
         message = {**_message(name, application, model), "full": full}
         return await self._steer("promote_rollout", **message, request_id=uuid.uuid4().hex)
 
     async def abort_rollout(self, name: str, application: str = "", *, model: str = "") -> dict[str, Any]:
-        """Give the old version all traffic, and take the change back; when this returns, it has it here."""
+        """Undo a rollout; when this returns, this process's calls go to the old version only."""
         return await self._steer("abort_rollout", **_message(name, application, model))
 
     async def _steer(self, verb: str, **message: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from daskserve.client.views.plain import FromPlain
 from daskserve.client.views.table import html_table, table
 from daskserve.common.differences import Difference
 
-#: Characters of the changes in a table.
+#: Maximum number of characters for the changes in a table.
 MAX_CHANGES = 90
 
 
@@ -54,7 +54,7 @@ class Revision(FromPlain):
     can_return: bool
 
     def row(self) -> list[str]:
-        """Return the cells of its line in a table."""
+        """Return the revision's cells in the table."""
         parts = [f"back to {self.rollback_of}"] if self.rollback_of else []
         if self.origin:
             parts.append(" ".join(self.origin.values()))

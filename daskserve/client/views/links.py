@@ -10,7 +10,7 @@ _PATHS: Mapping[str, str] = {"page": "daskserve", "panels": "daskserve-panels", 
 
 
 def links_of(dashboard_link: str | None) -> dict[str, str]:
-    """Return the addresses of the page of daskserve, its panels, and Dask's dashboard; empty without one.
+    """Return the addresses of the page of daskserve, its panels, and Dask's dashboard; only those that exist.
 
     Dask's link may lead through a reverse proxy, by its setting ``distributed.dashboard.link``.
     """
@@ -21,7 +21,7 @@ def links_of(dashboard_link: str | None) -> dict[str, str]:
 
 
 def html_links(links: Mapping[str, str]) -> str:
-    """Return links as HTML; links of other kinds than HTTP are dropped, as they come from a configuration."""
+    """Return links as HTML; links that are not HTTP are dropped, because a configuration can set them."""
     return " · ".join(
         f'<a href="{escape(url)}" target="_blank" rel="noopener">{escape(name)}</a>'
         for name, url in links.items()

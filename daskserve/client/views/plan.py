@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.client.views.plain import FromPlain
 
-#: The sign before what happens to an application or a deployment.
+#: The sign of each kind of change of an application or a deployment.
 SIGNS: Mapping[str, str] = {"new": "+", "deleted": "-", "goes": "-", "failed": "!", "unchanged": " "}
 CHANGED = "~"
 

@@ -11,7 +11,7 @@ from daskserve.telemetry.profiling.stacks import stack_text
 
 
 class Profile:
-    """What the user code of one replica did for some time. Printed, it is a table of functions and lines.
+    """A profile of one replica's user code. Printed, it is a table of functions and lines.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Stacks:
         self.values = dict(values)
 
     def to_text(self, *, is_full: bool = False) -> str:
-        """Return a text; a full one has the frames and threads outside of user code, too."""
+        """Return a text; with ``full``, it includes frames and threads outside of user code."""
         return stack_text(self.values, is_full=is_full)
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ class RichDisplay(Display):
         self._is_shown = False
 
     def update(self, text: str) -> None:
-        # Square brackets, as in a list of resources, are no markup.
+        # Square brackets in the text, as in a list of resources, are not markup.
         from rich.text import Text
 
         self._status.update(Text(text))
@@ -71,7 +71,7 @@ class LineDisplay(Display):
             self._stream.flush()
 
     def close(self) -> None:
-        """Keep the lines."""
+        """Do nothing: the lines stay."""
 
 
 DisplayFactory: TypeAlias = Callable[[], Display]
@@ -120,7 +120,7 @@ def waits_for(status: Status, goal: GoalId) -> str:
         late = [each for each, state in app.deployments.items() if state.status != "HEALTHY"]
         if not late:
             return f"{found.application}: {app.status}"
-        # The others wait for the first one. The tag of an actor is longer than its name.
+        # The other deployments wait for the first one. The tag of an actor is longer than its name.
         wanted = deployment_tag(found.application, late[0])
         name = next((each for each in reversed(list(status.backends)) if short_tag(each) == wanted), wanted)
     backend = status.backends.get(name)

@@ -65,8 +65,8 @@ class BackendStatus(FromPlain):
     """One backend: HEALTHY, UPDATING, UNHEALTHY or DELETING; ``message`` says what is missing or failing.
 
     ``dead_replicas`` are its last ten replicas that were lost or failed, oldest first. ``kind`` is
-    ``"deployment"``, or ``"backend"`` for one of the classic system; ``application`` is that of a deployment.
-    ``models`` are the states of the versions of its models, by name and version.
+    ``"deployment"``, or ``"backend"`` in the classic system; ``application`` is the application of a
+    deployment. ``models`` are the states of the versions of its models, by name and version.
     """
 
     status: str
@@ -154,7 +154,7 @@ class EndpointStatus(FromPlain):
 class GoalStatus(FromPlain):
     """One requested change of a backend or an application: PENDING, DONE or FAILED.
 
-    ``by`` is the program that asked for it, and ``successor`` the goal of a later change that superseded it.
+    ``by`` is the program that requested it. ``successor`` is the later goal that superseded it.
     """
 
     goal_id: str
@@ -316,7 +316,7 @@ class Status(FromPlain):
         return [*parts, "\n".join(notes)] if notes else parts
 
     def _tracebacks(self) -> list[str]:
-        """Return the lines below the first one of each message, such as a traceback, once."""
+        """Return the lines after the first line of each message, such as tracebacks, without duplicates."""
         named = [(f"Application {name!r}", each.message) for name, each in self.applications.items()]
         named += [
             (f"Deployment {part!r} of application {name!r}", each.message)
@@ -334,7 +334,7 @@ class Status(FromPlain):
         return [f"{name}:\n{text}" for text, name in found.items()]
 
     def _dead(self) -> list[tuple[str, ...]]:
-        """Return the replicas of each backend that died last, as rows."""
+        """Return the last dead replicas of each backend, as rows."""
         return [
             (
                 short_tag(each.name),
@@ -346,7 +346,7 @@ class Status(FromPlain):
         ]
 
     def _last_lines(self) -> list[str]:
-        """Return what the last replica of each backend that died has logged."""
+        """Return the last log lines of each backend's most recently lost replica."""
         last = (
             backend.dead_replicas[-1] for _, backend in sorted(self.backends.items()) if backend.dead_replicas
         )

@@ -166,7 +166,7 @@ class ProcessView:
         try:
             return self._registry.handler_of(address.name, address.incarnation)
         except (ActorLostError, UnavailableError):
-            return partial(self.request, address)  # which raises the same, while that is so
+            return partial(self.request, address)  # raises the same error while the actor is not ready
 
     def is_local(self, address: ActorAddress) -> bool:
         return address.worker == self.here

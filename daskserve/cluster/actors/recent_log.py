@@ -32,7 +32,7 @@ LINES, LENGTH = 20, 300
 REPLICAS = 200
 #: Size at which a child's file is cut to its last part, and the size of that part.
 FILE_BYTES, KEPT_BYTES = 1 << 20, 256 << 10
-#: How many lines of the access log one line of the file has.
+#: Number of access-log lines in one line of the file.
 ACCESS_LINES = 32
 #: Maximum size of the records in one answer of a process.
 ANSWER_BYTES = 4 << 20
@@ -45,7 +45,7 @@ _Entry: TypeAlias = tuple[float, str, str, Any, Any, str]
 
 
 class TakesRecords(Protocol):
-    """Keeps log records, within the code that logs; their arguments no longer change."""
+    """Takes log records in the thread that logs them; their arguments no longer change."""
 
     def take(self, record: logging.LogRecord, tags: Tags) -> None: ...
 
@@ -84,7 +84,7 @@ class LogFile(TakesRecords):
         self._descriptor = descriptor
         self._size = 0
         self._number = int(time_of_day() * 1e6)
-        # A destructor within `take` may log, too.
+        # Reentrant: a destructor that runs during `take` may log.
         self._lock = threading.RLock()
 
     def take(self, record: logging.LogRecord, tags: Tags) -> None:
@@ -93,7 +93,7 @@ class LogFile(TakesRecords):
         self._write(Entry(record, tags).plain())
 
     def take_access(self, lines: Sequence[AccessLine]) -> None:
-        """Write lines of the access log as fields, which takes a fifth of the time of entries."""
+        """Write lines of the access log as fields, which takes a fifth of the time of log records."""
         for start in range(0, len(lines), ACCESS_LINES):
             some = lines[start : start + ACCESS_LINES]
             fields = [
@@ -138,11 +138,11 @@ def read_rows(descriptor: int, max_bytes: int = FILE_BYTES, after: int = 0) -> l
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # the part of one at the beginning, or at the end
+            continue  # a partial line at the beginning or the end
         for each in _rows_of(row):
             if each["number"] <= after:
                 break
-            # While the file begins again, it has some of them twice.
+            # While the file is being cut, some records are in it twice.
             if not found or each["number"] < found[-1]["number"]:
                 found.append(each)
         if row["number"] <= after:
@@ -168,7 +168,7 @@ def answer_of(
     query: Query,
     after: Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """Return the records that a query wants of this process, and of files of its child processes.
+    """Return the records of this process and of its child processes' files that match a query.
 
     The caller keeps the files open.
     """

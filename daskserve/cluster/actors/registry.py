@@ -60,7 +60,7 @@ from daskserve.telemetry.logs.ring import Query
 
 logger = logging.getLogger("daskserve.host")
 
-#: A shorter remainder of a time limit may be a rounding error.
+#: A remainder of a time limit below this may be a rounding error.
 RESOLUTION_S = 0.001
 #: Share of the drain's time limit after which replicas stop, even if proxies still have requests.
 PROXY_SHARE = 0.5
@@ -136,7 +136,7 @@ class Entry:
 
 
 class ActorRegistry:
-    """See the module.
+    """Creates, finds, calls and stops the actors of one worker; see the module.
 
     Parameters
     ----------
@@ -198,13 +198,13 @@ class ActorRegistry:
         return f"<ActorRegistry of {self.worker} actors={len(self.entries)}>"
 
     def dispatch(self, name: str, incarnation: int, envelope: Envelope) -> ActorRequest:
-        """Take a request: of the registry itself, a control call, or a request to an actor."""
+        """Handle a request: a control call, or a request to the registry or an actor."""
         if envelope.kind is EnvelopeKind.CONTROL:
             return TaskRequest(partial(self._control, name, incarnation, envelope))
         return self.handler_of(name, incarnation)(envelope)
 
     def handler_of(self, name: str, incarnation: int) -> Callable[[Envelope], ActorRequest]:
-        """Return the ``handle`` of an actor; raise as `ready_actor` does."""
+        """Return the ``handle`` of an actor; raises the errors of `ready_actor`."""
         entry = self.entries.get(name)
         if entry is None or not entry.was_ready or entry.spec.incarnation != incarnation:
             return self.ready_actor(name, incarnation).handle
@@ -222,8 +222,8 @@ class ActorRegistry:
     async def create(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Create an actor, wait until it is ready and return its facts; see `Cluster.create`."""
         if self._is_ending:
-            # While there is no scheduler, a controller does not know that the worker ends, and would replace
-            # its actors here.
+            # Without a scheduler, a controller does not know that the worker is ending, and would start new
+            # actors here.
             raise UnavailableError(f"Worker {self.worker} ends and starts no actors any more.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
@@ -264,7 +264,7 @@ class ActorRegistry:
     async def _facts_of(self, entry: Entry, limit_s: float | None) -> Mapping[str, Any]:
         """Return the facts of an actor that starts; raise `RequestTimeoutError` if a stage takes too long.
 
-        The time is measured here, so it does not begin again with the call of a new controller.
+        The time is measured here, so a call from a new controller does not restart it.
         """
         while limit_s is not None and not entry.starting.done():
             what, for_s = entry.work(self._clock.now()) or ("", 0.0)
@@ -346,7 +346,7 @@ class ActorRegistry:
 
     @verb
     async def kept_result(self, token: str) -> Payload:
-        """Return an answer that stays here; raise `UnavailableError` if its caller has dropped it."""
+        """Return an answer that is kept here; raise `UnavailableError` if its caller has dropped it."""
         return self.kept.find(token)
 
     def controllers(self) -> list[Entry]:
@@ -364,16 +364,16 @@ class ActorRegistry:
         )
 
     async def end_controllers(self) -> None:
-        """Stop all controllers; the actors that they started stay."""
+        """Stop all controllers; the actors that they started keep running."""
         await asyncio.gather(*map(self._end, self.controllers()))
 
     async def drain(self, grace_s: float, instance: InstanceName | None = None) -> None:
         """Stop all actors, or those of one instance, once their requests have completed or timed out.
 
-        Without an instance, the worker is about to end, so it starts no actors from now on.
+        Without an instance name, the worker is about to end, so it starts no more actors.
 
         The controller stops first, so that it does not replace the others. Proxies stop before the replicas
-        that answer their requests. Half of the time later, replicas stop accepting requests even if proxies
+        that answer their requests. After half of the time, replicas stop accepting requests even if proxies
         still have some.
         """
         self._is_ending |= instance is None
@@ -408,7 +408,7 @@ class ActorRegistry:
             return await verbs[verb](**message)
 
     def _verbs_now(self, name: str, incarnation: int, verb: str) -> Mapping[str, Verb]:
-        """Return the verbs of an actor; raise as `ready_actor` does, unless this verb may be called early."""
+        """Return the verbs of an actor; raise like `ready_actor`, unless the verb may be called early."""
         entry = self.entries.get(name)
         is_here = entry is not None and entry.spec.incarnation == incarnation
         if entry is not None and is_here and getattr(entry.actor.verbs.get(verb), "is_early", False):
@@ -446,7 +446,7 @@ class _LogVerbs:
         replicas = [each for each in actors if isinstance(each, ReportsLogs)]
         running = [found for each in replicas if (found := each.log_file()) is not None]
         files = [
-            # A process that ends closes its file.
+            # A child process that ends closes its file, so the read uses a copy of the descriptor.
             each._replace(descriptor=os.dup(each.descriptor))
             for each in (*self._logs.ended, *running)
             if wanted.instance in (None, each.instance)

@@ -82,11 +82,11 @@ class Channel:
         self._accepted: dict[int, Accepted] = {}
         #: Streams that are answered without a task, each with the function that cancels it.
         self._taskless: dict[int, Callable[[], None]] = {}
-        #: Where this side keeps large answers, and the offered ones by stream; None if it always sends
+        #: Where this side keeps large answers, and the offered answers by stream; None if it sends all
         #: answers.
         self._kept = kept
         self._offered: dict[int, tuple[str, Load]] = {}
-        #: The streams whose large answers the other side keeps for callers of this one.
+        #: The streams whose large answers the other side keeps for callers on this side.
         self._held: set[int] = set()
         self._inbox = inbox
         self.is_closed = False
@@ -176,7 +176,7 @@ class Channel:
             self._take_offer(number, stream, *frame[2:])
 
     def _receive_other(self, kind: int, number: int, frame: Any) -> None:
-        """Handle a frame of a stream without a task that the other side opened, or of the connection."""
+        """Handle a frame that belongs to an accepted stream without a task, or to the connection."""
         if kind == CANCEL:
             give_up = self._taskless.pop(number, None)
             if give_up is not None:
@@ -214,8 +214,8 @@ class Channel:
         loop = asyncio.get_running_loop()
 
         def release() -> None:
-            # Through the loop, because the garbage collector may call this on any thread at any time.
-            with suppress(RuntimeError):  # what a closed loop raises
+            # Scheduled on the loop, because the garbage collector may call this on any thread at any time.
+            with suppress(RuntimeError):  # raised by a closed loop
                 loop.call_soon_threadsafe(self._release, number)
 
         self._held.add(number)
@@ -255,7 +255,7 @@ class Channel:
                 if give_up is not None:
                     self._taskless[number] = give_up
                     return
-        except Exception as error:  # it concerns this request only, not the connection
+        except Exception as error:  # the error fails only this request, not the connection
             self._post((ERROR, number, dump_error(error)))
             return
         self._begin(number, name, envelope, request)

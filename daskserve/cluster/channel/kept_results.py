@@ -23,7 +23,7 @@ class KeptResults:
     def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
         self._payloads: dict[str, Payload] = {}
-        # A worker that restarts at the same address has other tokens.
+        # A restarted worker at the same address must have different tokens.
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
 

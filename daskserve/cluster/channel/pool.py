@@ -34,7 +34,7 @@ from daskserve.loops.tasks import is_cancelling
 from daskserve.loops.thread_calls import CallInbox
 from daskserve.telemetry.table import MetricSample
 
-#: Opens a connection that a worker has taken over as a channel.
+#: Dials a worker and returns the connection, which the worker uses as a channel.
 Connect = Callable[[WorkerAddress], Awaitable[Transport]]
 
 #: Interval at which a replaced channel is checked for requests in flight.
@@ -82,12 +82,12 @@ class ChannelPool:
         #: The channels that were dialled and are open.
         self._open_to: dict[WorkerAddress, Channel] = {}
         self._relayed = RelayedWorkers(connect_directly, retry_direct_s)
-        #: Called with a worker and its route, each time that it was dialled or its connection was lost.
+        #: Called with a worker and its route each time the worker is dialled or its connection is lost.
         self.watchers: list[Callable[[WorkerAddress, Reachability], object]] = []
         self._serving: dict[Channel, asyncio.Task[None]] = {}
         self._is_closed = False
         self._segments = Segments()
-        # Metrics.
+        # For the metrics: the traffic of closed channels, and counts of connections.
         self._traffic = Traffic()
         self._opened = self._reopened = self._failed = 0
         self._reached: set[WorkerAddress] = set()
@@ -101,7 +101,8 @@ class ChannelPool:
         await comm.write(READY)
         # If `close` has run during an await, it does not end this connection.
         if not self._is_closed and await self._admission.admit(wire_of(comm)) and not self._is_closed:
-            # Neither side uses the comm any more; the other side sends nothing before the handshake is over.
+            # Safe now: neither side uses the comm any more, and the other side sends nothing before the
+            # handshake ends.
             await self.serve(take_over(comm, by_socket=by_socket))
         else:
             comm.abort()
@@ -218,7 +219,7 @@ class ChannelPool:
         try:
             return await asyncio.shield(task)
         except (OSError, ValueError) as error:
-            # ValueError: an address that is not valid in this process.
+            # A ValueError means that the address is not valid in this process.
             raise _unreached(worker, str(error)) from error
         except asyncio.CancelledError:
             if task.cancelled() and not is_cancelling():

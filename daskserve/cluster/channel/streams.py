@@ -88,7 +88,7 @@ class Window:
 
     def __init__(self, size_bytes: int) -> None:
         self._left_bytes = size_bytes
-        self._room: asyncio.Event | None = None  # few streams ever fill their window
+        self._room: asyncio.Event | None = None  # created on demand: few streams fill their window
 
     def take(self, size_bytes: int) -> bool:
         """Subtract sent bytes from the credit; return whether any is left."""
@@ -111,7 +111,7 @@ class Window:
 
 @dataclass(slots=True)
 class Offer:
-    """An answer that stays on the other side, until this side asks for it or closes the stream."""
+    """An answer that stays on the other side until this side requests it or closes the stream."""
 
     kept: KeptPayload
     load: Load
@@ -154,7 +154,7 @@ class Opened:
         self._number = number
         self._streams = streams
         self._outlet = outlet
-        #: Called with the answer; None if a task waits for it.
+        #: Called with the answer; None if a task waits for the answer.
         self._on_answer: OnAnswer | None = None
         self._message: Message | None = None
         self._window: Window | None = None
@@ -227,7 +227,7 @@ class Opened:
                 pump.cancel()
 
     def _end_with(self, pump: asyncio.Task[None]) -> None:
-        """End the request if its body could not be received: a middleware of the user's may raise."""
+        """End the request if its body could not be received, because a user's middleware may raise."""
         if not pump.cancelled() and (error := pump.exception()) is not None:
             self._inbox.put(error)
 
@@ -320,7 +320,7 @@ class Accepted:
         # The last frame; messages are added to it until it is sent.
         self._frame: list[Any] = []
         self._turn = -1
-        # A full window, so that reading the first message of a body grants credit for the rest.
+        # Starts at a full window, so that reading the first message of a body grants credit for the rest.
         self._taken_bytes = WINDOW_BYTES
         self.has_body = has_body
         self._inbox: Inbox | None = None

@@ -73,7 +73,7 @@ async def ask_from_worker(worker: Worker, verb: str, /, **message: Any) -> Any:
 
 
 def _value_of(answer: Any) -> Any:
-    if answer is None:  # Dask's answer to an operation it does not know
+    if answer is None:  # Dask answers an unknown operation with None
         raise NotRunningError("No daskserve instance runs on this Dask cluster.")
     if "error" in answer:
         raise load_error(answer["error"])
@@ -158,7 +158,7 @@ class RemoteStore:
             )
             self.learn(condition)
         except NotRunningError as error:
-            # The next lookup of the controller tells callers which of the two it is.
+            # The next lookup of the controller shows callers which of the two is true.
             raise UnavailableError(
                 f"The instance has ended, or another scheduler starts it: {error}"
             ) from error

@@ -60,14 +60,14 @@ logger = logging.getLogger("daskserve.connection")
 _ATTRIBUTE = "_daskserve_connection"
 #: How long closing the channels, or the Dask client, may take: a program that ends waits for it.
 CLOSE_S = 10.0
-#: Added to the timeout, so that Dask's own error, which is more specific, comes first if nothing listens.
+#: Added to the timeout, so that Dask's own, more specific error is raised first if nothing listens.
 CONNECT_MARGIN_S = 0.2
 
 
 class _InterruptibleCall(Generic[T]):
     """A coroutine that another thread waits for and may cancel at any moment.
 
-    Ctrl-C may arrive after the coroutine was scheduled and before the caller has a future to cancel.
+    Ctrl-C may arrive between scheduling the coroutine and receiving the future with which to cancel it.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -89,7 +89,7 @@ class _InterruptibleCall(Generic[T]):
 
 
 class DaskConnection:
-    """See the module.
+    """One process's connection to a Dask cluster; see the module.
 
     Parameters
     ----------
@@ -148,8 +148,8 @@ class DaskConnection:
         self.owns_client = False
         #: Whether the Dask client was closed together with the last instance that this program has ended.
         self.is_done = False
-        #: The `daskserve.client.instance.connection.InstanceConnection` that `serve.run` reuses, if there is
-        #: one.
+        #: The `daskserve.client.instance.connection.InstanceConnection` that `serve.run` reuses; None if
+        #: there is none.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
         keep_connected(
@@ -278,7 +278,7 @@ class DaskConnection:
             The scheduler has no daskserve, or another version.
         """
         try:
-            # Not with wait_for, which sometimes swallows a cancellation up to Python 3.11.
+            # Not wait_for: up to Python 3.11, it sometimes swallows a cancellation.
             async with asyncio.timeout(timeout_s):
                 found: Mapping[str, Any] = await self.client.run_on_scheduler(version_probe())
         except (OSError, TimeoutError) as error:
@@ -309,7 +309,7 @@ class DaskConnection:
         self.started.forget(instance)
         if self.runs_here() and not is_asynchronous(self.client):
             return  # Dask can stop the thread of this loop only from another thread
-        # A cluster that was created for this instance alone ends with it.
+        # A cluster that was created only for this instance ends with it.
         ends_scheduler = instance in self.owning_instances
         self.owning_instances.discard(instance)
         cluster = self.started.take_cluster()

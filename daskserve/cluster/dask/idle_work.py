@@ -2,7 +2,7 @@
 
 Dask's profiler, its check of blocked event loops, and its monitors of memory and of the machine wake each
 process about a hundred times a second. A worker that serves 500 requests per second spends a tenth of its
-time on that. On the clusters that daskserve starts, they run less often, unless you have set them yourself.
+time on that. On the clusters that daskserve starts, they run less often, unless you have configured them.
 
 Dask also has the C library give memory back early. Then each buffer of 128 KiB or more is mapped, filled with
 zeros and unmapped each time, and a request with a body of 10 MB takes twice the CPU time.
@@ -15,7 +15,7 @@ from typing import Any
 
 import dask.config
 
-#: Their values in a cluster that serves.
+#: The Dask options, and their values in a cluster that serves.
 QUIET: Mapping[str, Any] = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "500ms",

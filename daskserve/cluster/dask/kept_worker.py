@@ -29,7 +29,7 @@ logger = logging.getLogger("daskserve.launch")
 
 #: Time between SIGTERM and SIGKILL for a worker.
 END_TIMEOUT_S = 3.0
-#: A worker that has lived for this time counts as healthy: its end is the first of a row.
+#: A worker that has lived for this time counts as healthy, so its end starts a new series of restarts.
 SETTLED_S = 30.0
 #: Number of short-lived workers in a row that are replaced without a delay.
 QUICK_RESTARTS = 3
@@ -48,7 +48,7 @@ _BY_SIGNAL = "worker-close"
 
 
 def _ours(code: str) -> str:
-    """Return code that runs as a part of daskserve: profiles show what runs in the main module."""
+    """Return code that runs under daskserve's name, because profiles show the code of the main module."""
     return f"exec({code!r}, {{'__name__': 'daskserve'}}); "
 
 
@@ -72,7 +72,7 @@ class RestartPace:
         self._short_lives = 0
 
     def delay(self, lived_s: float) -> float:
-        """Return the seconds until the next worker starts, given how long the last one has lived."""
+        """Return the seconds until the next worker starts, given how long the last one lived."""
         self._short_lives = 1 if lived_s >= SETTLED_S else self._short_lives + 1
         excess = self._short_lives - QUICK_RESTARTS
         return 0.0 if excess <= 0 else min(MAX_DELAY_S, 2.0 ** min(excess - 1, 10))
@@ -86,7 +86,7 @@ class _Subprocess:
 
     def __init__(self, command: list[str], worker_name: str, on_exit: Callable[[int, float], None]) -> None:
         self._command = command
-        #: The name of the worker in Dask's messages.
+        #: The worker's name in Dask's messages.
         self.worker_address = worker_name
         self._on_exit = on_exit
         self._lifeline: int | None = None
@@ -124,7 +124,7 @@ class _Subprocess:
         self._on_exit(status, asyncio.get_running_loop().time() - began)
 
     def _let_go(self) -> None:
-        """Close this end of the pipe, which tells the process that its caller is alive."""
+        """Close this end of the pipe; while the pipe is open, the process knows that its caller is alive."""
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)
@@ -209,7 +209,7 @@ class WorkerKeeper(Nanny):
 
     @property
     def _keeps(self) -> bool:
-        """Whether a worker that has ended is replaced: this nanny neither starts nor closes."""
+        """Whether a worker that has ended is replaced: not while this nanny starts or closes."""
         return self.status is Status.running
 
     def _note_exit(self, status: int, lived_s: float) -> None:

@@ -48,12 +48,12 @@ CHECK_S = 0.5
 #: Interval of the checks whether a new scheduler has written its address.
 CHECK_FILE_S = 0.05
 _LOCALHOST = "127.0.0.1"
-#: Port of the scheduler's HTTP server, where it is free: the one that Dask's users know.
+#: Port of the scheduler's HTTP server if it is free: Dask's default.
 DASHBOARD_PORT = 8787
 
 
 def _dashboard(wanted: bool) -> dict[str, Any]:
-    # Dask would use another port, too, but with a warning.
+    # Dask itself would also choose another port, but log a warning.
     port = DASHBOARD_PORT if wanted and _is_free(DASHBOARD_PORT) else 0
     return {
         "dashboard": wanted and find_spec("bokeh") is not None,
@@ -63,7 +63,7 @@ def _dashboard(wanted: bool) -> dict[str, Any]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As Tornado does: closing connections of an earlier cluster do not occupy the port.
+        # Set as Tornado sets it, so that closing connections of an earlier cluster do not occupy the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((_LOCALHOST, port))
@@ -78,7 +78,7 @@ def _worker_options(size: LocalClusterSize) -> dict[str, Any]:
         "host": _LOCALHOST,
         "silence_logs": logging.WARNING,
         "memory_limit": 1 / size.n_workers,  # as a fraction of this machine's memory
-        # The scheduler's dashboard shows every worker; one in each worker takes 0.4 s to load.
+        # No dashboards on workers: the scheduler's shows every worker, and loading one takes 0.4 s.
         **_dashboard(False),
     }
 
@@ -169,7 +169,7 @@ async def _start_local(
         "cls": WorkerKeeper,
         "options": {"worker_options": _worker_options(size), "config": config},
     }
-    with dask.config.set(config):  # of the scheduler and the nannies, which read it when they start
+    with dask.config.set(config):  # the scheduler and the nannies read it when they start
         cluster = QuietCluster(
             workers=dict.fromkeys(range(size.n_workers), spec),
             scheduler={

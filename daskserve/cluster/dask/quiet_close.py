@@ -1,4 +1,4 @@
-"""Closing a Dask cluster without tracebacks of Dask, and within a limit.
+"""Closes a Dask cluster within a time limit and without tracebacks from Dask.
 
 Problem: a worker that closes before the scheduler has answered its heartbeat interrupts the heartbeat, and
 logs a traceback. Choice: all heartbeats end before the workers do.
@@ -22,9 +22,9 @@ from daskserve.loops.blocking import settled
 
 logger = logging.getLogger("daskserve.launch")
 
-#: How long the close waits for the last heartbeats: a worker may hang.
+#: How long the close waits for the last heartbeats, because a worker may hang.
 LAST_S = 2.0
-#: Limit of the whole close.
+#: Time limit of the whole close.
 CLOSE_S = 20.0
 #: Interval of the checks whether a worker's last heartbeat is over.
 CHECK_S = 0.005
@@ -43,7 +43,7 @@ class QuietCluster(SpecCluster):
         async def quietly() -> None:
             try:
                 async with asyncio.timeout(CLOSE_S):
-                    # A worker that is gone or hangs is closed anyway.
+                    # A worker that has ended or hangs is closed anyway.
                     with suppress(OSError):
                         async with asyncio.timeout(LAST_S):
                             message = {"op": "run", "function": pickle.dumps(end_heartbeats), "wait": True}
@@ -58,7 +58,7 @@ class QuietCluster(SpecCluster):
 
 
 async def end_heartbeats(dask_worker: Worker) -> None:
-    """Stop a worker's heartbeats, and return when none is under way; runs in the worker."""
+    """Stop a worker's heartbeats, and return when none is in progress; runs in the worker."""
     pause_heartbeat(dask_worker)
     while is_calling_scheduler(dask_worker):  # noqa: ASYNC110 - Dask has no event
         await asyncio.sleep(CHECK_S)

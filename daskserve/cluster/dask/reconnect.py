@@ -90,7 +90,7 @@ def keep_connected(
         )
 
     def resume() -> None:
-        resuming.cancel()  # the scheduler may be lost again before all have resumed
+        resuming.cancel()  # the scheduler may be lost again before everything has resumed
         for each in resumptions():
             resuming.spawn(each(), "resume")
 

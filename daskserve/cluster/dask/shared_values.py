@@ -39,7 +39,7 @@ RequestActor = Callable[[ActorAddress, Envelope], ActorRequest]
 
 
 class ValueVerbs:
-    """The verb for the values in the memory of a worker."""
+    """The verb that returns values from the memory of a worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -73,7 +73,7 @@ async def fetch_shared(
 ) -> dict[Any, Payload]:
     """Return the values, pickled, of those keys that workers of this machine share."""
     sharing = {key: sharing_workers(here, nbytes.get(key, 0), holders) for key, holders in who_has.items()}
-    # Several holders share the work.
+    # If several workers hold a value, the requests are spread over them.
     asked = {
         key: holders[number % len(holders)]
         for number, (key, holders) in enumerate(sharing.items())

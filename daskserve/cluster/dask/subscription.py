@@ -13,7 +13,7 @@ from distributed import Client
 from daskserve.cluster.protocols.base import TopicHandler
 from daskserve.common.clock import Clock
 
-#: Timeout of the first attempt to subscribe, and the longest.
+#: Timeout of the first attempt to subscribe, and the longest timeout.
 MARKER_RETRY_S = 0.005
 MAX_MARKER_RETRY_S = 0.5
 
@@ -51,13 +51,13 @@ class TopicSubscription:
         return unsubscribe
 
     async def resume(self) -> None:
-        """Subscribe at the scheduler that has taken the place of a lost one, if there are listeners."""
-        # A first subscription that is still under way retries until it succeeds.
+        """Subscribe at the scheduler that has replaced a lost one, if there are listeners."""
+        # A first subscription that is still in progress retries until it succeeds.
         if self._subscribing is not None and self._subscribing.done():
             await self._subscribe()
 
     def end(self) -> None:
-        """Unsubscribe, unless the subscription is still under way."""
+        """Unsubscribe, unless the subscription is still in progress."""
         if self._subscribing is not None and self._subscribing.done():
             self._unsubscribe()
 
@@ -80,7 +80,7 @@ class TopicSubscription:
             for each in list(self._handlers):
                 each(message)
 
-        # Dask does not acknowledge a subscription; receiving our own marker event proves that it is active.
+        # Dask does not acknowledge subscriptions. A subscription is active once its own marker event arrives.
         patience_s = MARKER_RETRY_S
         while not seen.is_set():
             self._client.subscribe_topic(self._topic, hear)

@@ -1,10 +1,10 @@
 """The Dask task that makes a call, in a thread of its worker or on the worker's event loop.
 
-Problem: a task that waits for an answer holds one of the worker's threads, or on the event loop one of its
-places for tasks. If the called code submits Dask tasks itself, this is a deadlock once all places are held.
-Choice: a task that waits secedes, as Dask calls it. Of the tasks with large inputs, only as many secede as
-keep the replicas busy, because each one that secedes lets another task load its input. One more secedes when
-a more urgent task waits for a thread, or when no task has come back for a long time.
+Problem: a task that waits for an answer holds one of the worker's threads, or one of the event loop's slots
+for tasks. If the called code submits Dask tasks itself, this is a deadlock once all slots are taken. Choice:
+a task that waits secedes, as Dask calls it. Of the tasks with large inputs, only as many secede as keep the
+replicas busy, because each one that secedes lets another task load its input. One more secedes when a more
+urgent task waits for a thread, or when no task has returned for a long time.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class TaskWatch(WorkerPlugin):
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._lock = threading.Lock()
-        #: The tasks that make calls; None once there are no more, and another watch has to begin.
+        #: The tasks that make calls; None once there are none left, and a new watch is needed.
         self._tasks: set[Hashable] | None = set()
         self.callbacks: dict[Hashable, list[Callable[[], object]]] = {}
-        #: The tasks that have left, and since when each of them has waited.
+        #: The tasks that have seceded, and since when each of them has waited.
         self.away: dict[Hashable, float] = {}
-        #: When the last of them came back, or ended.
+        #: When a task last returned or ended.
         self.last_back = stopwatch()
         self.longest_s = 0.0
-        #: How many more tasks than their limit may be away, because others waited for their threads.
+        #: How many tasks may secede beyond the limit, because other tasks waited for threads.
         self.extra = 0
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class TaskWatch(WorkerPlugin):
             del self._worker.plugins[_NAME]
 
     def note_back(self, key: Hashable) -> None:
-        """Note that a task waits no longer."""
+        """Record that a task no longer waits."""
         since = self.away.pop(key, None)
         if since is not None:
             self.last_back = now = stopwatch()
@@ -124,13 +124,13 @@ class DaskTask:
         self._thread = threading.get_ident()
 
     def leave(self, limit: int | None = None) -> bool:
-        """Give its place to another task; see `PresentTask.leave`."""
+        """Secede, so that another task can run; see `PresentTask.leave`."""
         if limit is not None and not self._may_leave(limit):
             return False
         self._watch.away[self._key] = self._since
         if not self._is_in_thread:
             self._secede_on_loop()
-        elif getattr(pool_state, "proceed", False):  # else user code has seceded
+        elif getattr(pool_state, "proceed", False):  # otherwise user code has already seceded
             self._has_left = True
             secede()
         return True
@@ -141,7 +141,7 @@ class DaskTask:
             return True
         state = self._worker.state
         own = state.tasks.get(self._key)
-        with suppress(KeyError, IndexError, TypeError):  # the worker's thread may change it meanwhile
+        with suppress(KeyError, IndexError, TypeError):  # the worker's thread may change it at the same time
             if own is not None and state.ready.peek().priority < own.priority:
                 return True
         is_blocking = own is not None and self._is_blocking(own)
@@ -151,14 +151,14 @@ class DaskTask:
             stall_s = max(STALL_S, STALL_FACTOR * watch.longest_s)
         if stopwatch() - max(watch.last_back, self._since) < stall_s:
             return False
-        watch.last_back = stopwatch()  # one at a time
-        if is_blocking:  # similar tasks replace those that secede, so one is too few
+        watch.last_back = stopwatch()  # resets the stall time, so that tasks secede one at a time
+        if is_blocking:  # similar tasks replace those that secede, so more than one must
             watch.extra = 2 * watch.extra + 1
         return True
 
     def _is_blocking(self, own: TaskState) -> bool:
-        """Return whether a task of another program waits for a thread, maybe that of the called code."""
-        with suppress(RuntimeError, TypeError):  # the worker's thread changes it meanwhile
+        """Return whether a task of another program waits for a thread, perhaps a task of the called code."""
+        with suppress(RuntimeError, TypeError):  # the worker's thread may change it at the same time
             submission = own.priority[:2]  # type: ignore[index]
             return any(each.priority[:2] != submission for each in self._worker.state.ready)
         return False
@@ -173,7 +173,7 @@ class DaskTask:
         )
 
     def come_back(self) -> None:
-        """Take a place again; see `PresentTask.come_back`."""
+        """Take a slot again; see `PresentTask.come_back`."""
         self._watch.note_back(self._key)
         self._since = stopwatch()
         if self._has_left and threading.get_ident() == self._thread:
@@ -200,7 +200,7 @@ class DaskTask:
         return stop
 
     def reschedule(self) -> Exception:
-        """Return Dask's error for a task that has to run again if it is wanted."""
+        """Return the error that makes Dask run a task again if its result is still needed."""
         return Reschedule()
 
 
@@ -220,7 +220,7 @@ def present_task() -> DaskTask | None:
         worker: Any = get_worker()
     except ValueError:
         return None
-    if not issubclass(type(worker), Worker):  # a replica's code, whatever it calls its tasks
+    if not issubclass(type(worker), Worker):  # a replica's code, even if it sets task names
         return None
     found = next((each for each in worker.state.executing if f"execute({each.key!r})" == name), None)
     return None if found is None else DaskTask(worker, found.key, is_in_thread=False)

@@ -2,9 +2,9 @@
 
 The values themselves are not sent. The caller takes them out of the pickled arguments, submits collections to
 the cluster, waits until all values exist, and sends their keys. The replica's process fetches the values from
-the workers that hold them (see `daskserve.cluster.dask.shared_values` for those of its machine), and puts
-them in when it unpickles the arguments. The caller holds the futures until it has the answer, so that the
-cluster keeps the values.
+the workers that hold them (for workers of the same machine, see `daskserve.cluster.dask.shared_values`), and
+inserts them when it unpickles the arguments. The caller holds the futures until it has the answer, so that
+the cluster keeps the values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from daskserve.payload.pickling import SEARCHED_BYTES, load_bytes
 #: and the depth.
 MAX_ITEMS = 100
 MAX_DEPTH = 3
-#: How many values of one call count for the choice of its replica.
+#: Maximum number of values of one call that are considered when its replica is chosen.
 MAX_PLACED = 1000
 
 _PLAIN = frozenset({str, bytes, bytearray, int, float, bool, type(None)})
@@ -76,7 +76,7 @@ def is_dask_value(value: Any) -> bool:
 
 #: How often to check, during a transfer, whether the workers that have the values are still there.
 HOLDERS_POLL_S = 1.0
-#: Pause before another attempt to fetch values that no worker had.
+#: Pause before values that no worker had are fetched again.
 LOST_PAUSE_S = 0.05
 
 
@@ -145,7 +145,7 @@ async def _wait(future: Future[Any], scheduler: str) -> BaseException | None:
 
 
 class TakenValues(ValueTransfer):
-    """Takes Dask's values out of arguments; a subclass says how they travel."""
+    """Takes Dask's values out of arguments; a subclass defines how they are sent."""
 
     def take(self, payload: Payload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RemoteValues | None:
         """Take Dask's values out of a call's arguments and have them computed; None if there are none."""
@@ -184,8 +184,8 @@ class DaskTransfer(TakenValues):
     async def fetch(self, keys: bytes) -> list[Any]:
         """Return the values that `take` took out in another process.
 
-        Those that the worker of this process holds are the objects in its memory, not copies. Those in memory
-        that it shares with other workers are pickled, as `Payload`.
+        Values that this process's worker holds are the objects in its memory, not copies. Values from memory
+        that is shared with other workers are pickled, as `Payload`.
 
         Raises
         ------
@@ -204,11 +204,11 @@ class DaskTransfer(TakenValues):
         return [found[name] for name in names]
 
     async def keep(self, result: Payload | KeptPayload) -> Future[Any]:
-        """Put the result of a call into the memory of its worker; return its future, of this client.
+        """Put the result of a call into the memory of its worker; return a future of this client.
 
-        A result that has come with its answer is scattered, from a worker to itself.
+        A result that has already arrived is scattered: a worker puts it into its own memory.
         """
-        # A future that is dropped before its value exists could not release it.
+        # Shielded, because a future that is dropped before its value exists could not release the value.
         return await asyncio.shield(asyncio.ensure_future(self._keep(result)))
 
     async def _keep(self, result: Payload | KeptPayload) -> Future[Any]:
@@ -227,16 +227,16 @@ class DaskTransfer(TakenValues):
         return future
 
     def as_read(self, future: Any) -> Any:
-        """Return a future of this client for the code that reads it; in a replica, one of its own client."""
+        """Return a future for the code that reads it: this client's, or in a replica its own client's."""
         try:
             client = get_client()
-        except ValueError:  # none
+        except ValueError:  # there is no such client
             return future
         if client is self._client or scheduler_address(client) != scheduler_address(self._client):
             return future
         own: Any = Future(future.key, client=client)
         desire_keys(client, [future.key])
-        own.kept_by = future  # the scheduler may learn of the other one's end first
+        own.kept_by = future  # the scheduler may hear first that the other future ended
         return own
 
 
@@ -270,7 +270,7 @@ async def _fetch_from_others(
         for name in names:
             if states.get(name) in (None, "released", "forgotten"):
                 raise KeyError(name)
-    except KeyError as error:  # the scheduler raises it, too, for the sizes of values that it does not know
+    except KeyError as error:  # the scheduler also raises this for values whose size it does not know
         raise UnavailableError(
             f"The Dask value {error.args[0]!r} was released, or lost for good, before a replica fetched it."
         ) from None
@@ -279,7 +279,7 @@ async def _fetch_from_others(
     found: dict[Any, Any] = dict(await fetch_shared(request, here, nbytes, who_has))
     try:
         return found | await _gathered(client, [future for future in futures if future.key not in found])
-    except CancelledError as error:  # of the future
+    except CancelledError as error:  # the future was cancelled
         raise UnavailableError(
             f"A Dask value was released, or lost for good, before a replica had fetched it: {error}"
         ) from None
@@ -288,8 +288,8 @@ async def _fetch_from_others(
 async def _gathered(client: Client, futures: list[Future[Any]]) -> dict[Any, Any]:
     """Return the values of futures by their keys.
 
-    `Client.gather` is not for calls that may be cancelled: all that gather at the same time share one
-    transfer, and the first of them that is cancelled ends it for the others.
+    `Client.gather` is unsuitable for calls that may be cancelled: concurrent gathers share one transfer, and
+    cancelling the first of them ends it for the others.
     """
     missing, found = {future.key: future for future in futures}, dict[Any, Any]()
     while missing:
@@ -305,7 +305,7 @@ async def _gathered(client: Client, futures: list[Future[Any]]) -> dict[Any, Any
 
 
 async def _transferred(client: Client, names: list[Any]) -> dict[Any, Any]:
-    """Return the values that arrive; stop once a worker that has one of them leaves the cluster.
+    """Return the values that arrive; stop once a worker that holds one of them leaves the cluster.
 
     Dask itself tries to connect to the lost worker for half a minute, even if another worker has the value by
     then.
@@ -324,7 +324,7 @@ async def _transferred(client: Client, names: list[Any]) -> dict[Any, Any]:
 
 
 async def _transfer(client: Client, who_has: Mapping[Any, Collection[WorkerAddress]]) -> dict[Any, Any]:
-    """Fetch values from workers, or else by the scheduler, as `Client.gather` does."""
+    """Fetch values from workers, or through the scheduler if that fails, as `Client.gather` does."""
     found: dict[Any, Any]
     found, missing, failed, _ = await gather_from_workers(who_has, rpc=client.rpc)
     if missing or failed:

@@ -394,7 +394,7 @@ class LocalCluster:
             try:
                 await self._start_controller()
             except Exception as error:
-                # The cause, such as a store that cannot be reached, may pass.
+                # The cause may be temporary, such as a store that cannot be reached.
                 logger.warning("The controller did not start: %r", error)
             if self._controller is None:
                 await self.clock.sleep(START_RETRY_S)
@@ -430,7 +430,7 @@ class LocalCluster:
     async def inspect(
         self, worker: WorkerAddress, metrics_of: Collection[str]
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the actors on a worker, as the scheduler asks for them."""
+        """Return the actors on a worker, as the scheduler does on a real cluster."""
         host = self._hosts.get(worker)
         if host is None:
             raise ActorLostError(f"Worker {worker} has left the cluster.", begun=False)

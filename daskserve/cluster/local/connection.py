@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LocalInstances:
-    """The instances that this process started: all that there are, and no other program reaches them."""
+    """The instances that this process started. No other program can reach them."""
 
     def __contains__(self, instance: object) -> bool:
         return True
@@ -137,7 +137,7 @@ class LocalConnection:
         """Do nothing: the creator of a local cluster closes it."""
 
     async def instance_ended(self, instance: InstanceName, *, asynchronous: bool) -> None:
-        """Let the creator of the local cluster close it, if it wants to know."""
+        """Let the creator of the local cluster close it, if it registered a callback."""
         close = self._world.network.when_ended
         if close is not None:
             await asyncio.to_thread(close) if asynchronous else close()

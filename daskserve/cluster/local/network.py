@@ -44,7 +44,7 @@ class LocalNetwork:
         self.when_ended: Callable[[], None] | None = None
         #: The log records of the workers.
         self.records = LocalRecords()
-        #: The queues of tasks, which are where the scheduler would be.
+        #: The queues of tasks, which a real cluster keeps in the scheduler's process.
         self.tasks = InstanceTaskQueues("memory://", "local")
 
     def cut(self, one: WorkerAddress, other: WorkerAddress) -> None:

@@ -112,7 +112,7 @@ class LocalProcess(ProcessView):
         return dict(self._world.refused)
 
     async def call(self, address: ActorAddress, verb: str, **message: Any) -> Any:
-        # Values that a channel cannot carry raise here, even if the actor is in this process.
+        # Copied even within a process, so that values that a channel cannot carry raise an error here.
         return plain_copy(await super().call(address, verb, **plain_copy(message)))
 
     def request(self, address: ActorAddress, envelope: Envelope) -> ActorRequest:
@@ -227,7 +227,7 @@ class _ProcessStore:
         return self._world.store.hold
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Do nothing; this process sees the store itself."""
+        """Do nothing; this process uses the store directly."""
 
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]

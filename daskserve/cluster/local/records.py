@@ -22,7 +22,7 @@ class LocalRecords:
         self._logs: WeakSet[ProcessLogs] = WeakSet()
         self._original: CallHandlers | None = None
 
-        # A function, because it replaces a method.
+        # A plain function, because it replaces a method.
         def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
             self._take(source, record)
 
@@ -58,7 +58,7 @@ class LocalRecords:
     def _take(self, source: logging.Logger, record: logging.LogRecord) -> None:
         assert self._original is not None
         logs = process_logs.get()
-        if logs is None or logs not in self._logs:  # of the program, or of another local cluster
+        if logs is None or logs not in self._logs:  # records of the program or of another local cluster
             self._original(source, record)
             return
         tags = tags_of(record, logs)

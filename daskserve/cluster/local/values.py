@@ -16,7 +16,7 @@ from daskserve.payload.pickling import dump_bytes, load_bytes
 
 
 class LocalValues:
-    """The values of one call, which travel themselves; a `daskserve.cluster.protocols.base.RemoteValues`."""
+    """The values of one call, sent directly; a `daskserve.cluster.protocols.base.RemoteValues`."""
 
     def __init__(self, payload: Payload, values: Sequence[Any]) -> None:
         self.payload = payload
@@ -27,11 +27,11 @@ class LocalValues:
         self.keys = await asyncio.to_thread(lambda: dump_bytes([_compute(value) for value in self._values]))
 
     async def places(self) -> None:
-        """Return None: there is one process."""
+        """Return None, because there is only one process."""
 
 
 class LocalTransfer(TakenValues):
-    """Values that are computed in this process, and travel with the calls."""
+    """Computes values in this process and sends them with the calls."""
 
     def hold(self, payload: Payload, values: Sequence[Any]) -> LocalValues:
         """Keep values that were taken out of a call's arguments."""

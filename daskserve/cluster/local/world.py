@@ -16,7 +16,7 @@ from daskserve.common.types import ActorAddress, InstanceName, WorkerAddress, Wo
 
 
 class LocalWorld(Protocol):
-    """See `daskserve.cluster.local.cluster.LocalCluster`, which implements it."""
+    """The interface of `daskserve.cluster.local.cluster.LocalCluster` for its processes."""
 
     reported: UsageReport
 

@@ -49,7 +49,8 @@ from daskserve.telemetry.table import Source
 
 T = TypeVar("T")
 
-#: Incarnations grow across epochs; 2**32 actors per controller are enough.
+#: The epoch is above these bits of an incarnation, so incarnations grow across epochs. 2**32 actors per
+#: controller are enough.
 EPOCH_BITS = 32
 
 
@@ -62,18 +63,18 @@ class ActorSpec:
     incarnation: int
     instance: InstanceName
     payload: bytes = field(default=b"", repr=False)  # may hold passwords
-    start_timeout_s: float | None = None  # of each stage of its start, see `ReportsStart`
+    start_timeout_s: float | None = None  # for each stage of the start, see `ReportsStart`
 
     @property
     def epoch(self) -> int:
-        """The epoch of the controller that it is, or that has made it."""
+        """The epoch of the controller that created the actor, or that the actor itself is."""
         return self.incarnation if self.kind is ActorKind.CONTROLLER else self.incarnation >> EPOCH_BITS
 
 
 ViewT_co = TypeVar("ViewT_co", bound=HasConnection, covariant=True)
 
 
-@dataclass(frozen=True)  # without slots, which the alias `ActorContext` could not be called with
+@dataclass(frozen=True)  # no slots: with them, the alias `ActorContext` could not be called
 class ContextWith(Generic[ViewT_co]):
     """An actor's spec and its view of the cluster; a replica in a child process has only a connection."""
 
@@ -82,7 +83,7 @@ class ContextWith(Generic[ViewT_co]):
     clock: Clock
     rng: random.Random
     worker: WorkerAddress = ""
-    #: Where calls from user threads arrive on this loop; None means no fixed place.
+    #: Where calls from user threads arrive on this loop; None means no fixed inbox.
     inbox: CallInbox | None = None
     #: Starts the first thread of user code; in a child process, that is its main thread.
     start_thread: StartThread = start_daemon
@@ -141,7 +142,7 @@ class TaskRequest:
     respond: Callable[[Receive, Send], Coroutine[Any, Any, Load]]
 
     def start(self, on_answer: OnAnswer) -> None:
-        """Return None: it needs a task."""
+        """Return None, because the request needs a task."""
 
 
 class Parent(Protocol):
@@ -192,7 +193,7 @@ class ReportsLogs(Protocol):
     """An actor whose code may log in another process, such as a replica."""
 
     def log_file(self) -> ProcessFile | None:
-        """Return the file to which its process logs; None without one."""
+        """Return the file to which the actor's process logs; None if there is none."""
 
 
 @runtime_checkable
@@ -258,7 +259,7 @@ class Cluster(Protocol):
     async def inspect(
         self, worker: WorkerAddress, *, metrics_of: Collection[str] = (), by_scheduler: bool = False
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the current actors of the instance on a worker, asked directly or by the scheduler.
+        """Return the current actors of the instance on a worker, queried directly or through the scheduler.
 
         Each is ``{"name", "kind", "incarnation", "is_ready", "is_healthy", "detail", "worker", "pid"}``, with
         ``"metrics"`` if the actor has any and is named in ``metrics_of``, ``"broken_routes"`` if there are
@@ -274,13 +275,13 @@ class Cluster(Protocol):
         """
 
     async def restart_worker(self, epoch: int, worker: WorkerAddress) -> None:
-        """Request that a worker that does not answer is killed and restarted; return before that is done."""
+        """Request the restart of a worker that does not answer; return before it restarts."""
 
     async def send_parcel(self, parcel: Parcel, parts: Sequence[Any]) -> None:
-        """Give the scheduler's process the content of a parcel, before a change that refers to it."""
+        """Send the content of a parcel to the scheduler's process, before a change that refers to it."""
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
-        """Return the parts of the parcel of some code, by the code's name."""
+        """Return the parts of the parcel with some code, given the code's name."""
 
     async def fetch_answer(self, worker: WorkerAddress, token: str) -> Payload:
         """Return an answer that stayed in a worker, by its token; raise `UnavailableError` if it is lost.

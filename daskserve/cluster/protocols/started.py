@@ -17,7 +17,7 @@ CLOSE_S = 5.0
 
 
 class Started(Protocol):
-    """The instances that this process started."""
+    """Returns whether other programs use the instances that this process started."""
 
     def __contains__(self, instance: object) -> bool: ...
 
@@ -52,19 +52,19 @@ class StartedInstances:
 
     @property
     def latest(self) -> InstanceName | None:
-        """The latest one; None without one."""
+        """The latest instance; None if there is none."""
         return next(reversed(self._are_owned), None)
 
     def add(self, instance: InstanceName, *, is_owned: bool) -> None:
-        """Note that an instance was started; an owned one ends when the Dask client closes."""
+        """Record that an instance was started; an owned one ends when the Dask client closes."""
         self._are_owned[instance] = is_owned
 
     def forget(self, instance: InstanceName) -> None:
-        """Note that an instance has ended, or no longer matters to this process."""
+        """Record that an instance has ended, or no longer matters to this process."""
         self._are_owned.pop(instance, None)
 
     def take_cluster(self) -> Any:
-        """Return the cluster to close, after the last instance; None before, or if there is none."""
+        """Return the cluster to close once the last instance has ended; None earlier, or if there is none."""
         cluster = None
         if not self._are_owned:
             cluster, self.cluster = self.cluster, None
@@ -90,7 +90,7 @@ class StartedInstances:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*map(self._end_if_alone, owned))
         except (OSError, TimeoutError, ServeError) as error:
-            # The scheduler ends them when it misses this client.
+            # The scheduler ends them once it notices that this client is gone.
             logger.info("Instances %s did not end before their Dask client closed: %r", owned, error)
 
     async def _end_if_alone(self, instance: InstanceName) -> None:
@@ -99,6 +99,6 @@ class StartedInstances:
 
 
 def common_instance(running: Mapping[InstanceName, Any]) -> InstanceName | None:
-    """Return the instance that all programs use: the detached one, or the latest of `run`; None if none."""
+    """Return the shared instance: the detached one, or the latest that `run` started; None if none."""
     defaults = [name for name, facts in running.items() if facts["is_default"]]
     return DEFAULT_INSTANCE if DEFAULT_INSTANCE in running else next(reversed(defaults), None)

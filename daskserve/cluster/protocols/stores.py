@@ -30,7 +30,7 @@ class StoreOwnership(enum.StrEnum):
 
     @property
     def is_ours(self) -> bool:
-        """Whether changes of others are refused by the store."""
+        """Whether the store refuses changes from other clusters."""
         return self in (StoreOwnership.CLAIMED, StoreOwnership.HELD)
 
 
@@ -81,9 +81,9 @@ class Claim(NamedTuple):
 class StoreChange:
     """One transaction: records to write (bytes) and to remove (None).
 
-    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. A change
-    that ``must_last`` fails if the store is lost; any other is then kept in memory, for `Store.rewrite`. One
-    that ``may_wait`` survives a power loss once a later one that may not is written.
+    ``parcels`` are the digests of the parcels behind codes that are written, by the code's name. If the store
+    is lost, a change with ``must_last`` fails, and any other change is kept in memory for `Store.rewrite`. A
+    change with ``may_wait`` survives a power loss only once a later change without it is written.
     """
 
     records: Mapping[str, bytes | None] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class InstanceStore(Store, Protocol):
         """Return the newest epoch of the instance; 0 if there is none."""
 
     async def claim_epoch(self) -> int:
-        """Return the epoch of the next controller, the highest so far; commits of older ones fail then."""
+        """Return the epoch of the next controller, the highest so far; commits with older ones now fail."""
 
     async def release(self, *, gives_back: bool = False) -> None:
         """Release the records, because this instance ends, so that others need not wait for a timeout.

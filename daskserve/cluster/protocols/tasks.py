@@ -9,23 +9,23 @@ from typing import Protocol
 class PresentTask(Protocol):
     """The Dask task that the present code belongs to, in a thread of its worker or on its event loop."""
 
-    #: Its key, as text.
+    #: The task's key, as text.
     key: str
-    #: Whether Dask released the task while it ran: its result is not needed any more.
+    #: Whether Dask released the task while it ran: its result is no longer needed.
     is_released: bool
 
     def leave(self, limit: int | None = None) -> bool:
-        """Give its place in the worker to another task while it waits; return whether it did.
+        """Secede, so that another task can run while this one waits; return whether it seceded.
 
-        With a ``limit``, no more tasks than that leave, unless more urgent ones wait for a thread. Without
-        one it always leaves.
+        With a ``limit``, at most that many tasks secede, unless more urgent tasks wait for a thread. Without
+        a limit, the task always secedes.
         """
 
     def come_back(self) -> None:
-        """Take a place again; blocks until there is one. Call this in the thread that has left."""
+        """Take a slot again; blocks until one is free. Call this in the thread that seceded."""
 
     def on_release(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back, on any thread, if Dask releases the task; return a function that ends this."""
+        """Call back, on any thread, if Dask releases the task; return a function that unregisters this."""
 
     def reschedule(self) -> Exception:
-        """Return the error with which a released task ends: if it is wanted after all, it runs again."""
+        """Return the error that ends a released task; if its result is needed again, the task reruns."""

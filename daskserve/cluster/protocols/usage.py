@@ -49,7 +49,7 @@ class UsageReport:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the report that `plain` has made these values of."""
+        """Return the report for values from `plain`."""
         lists = (list, tuple)
         values: dict[str, Any] = {
             name: frozenset(each) if isinstance(each, lists) else each for name, each in plain.items()

@@ -40,7 +40,7 @@ REQUEST_WAIT_S = 2.5
 #: Interval of the checks for the first worker.
 FIRST_WORKER_POLL_S = 0.05
 
-#: How many times the data that exists must fit into the memory of the workers that stay; Dask's own value.
+#: The memory of the remaining workers must hold the existing data this many times; Dask's own value.
 MEMORY_RATIO = 2
 
 Evacuate = Callable[[list[WorkerAddress]], Awaitable[None]]
@@ -124,8 +124,8 @@ class Capacity:
     def is_free(self, leaving: set[WorkerAddress], instances: Iterable[InstanceName]) -> bool:
         """Return whether leaving workers hold no actors, and these instances will place none there.
 
-        Every instance must have reported that it knows of the retirement: an earlier report may be older than
-        a replica that was just being placed.
+        Every instance must have reported since it learned of the retirement: an earlier report may lack a
+        replica that was just being placed.
         """
         reports = [self._reports.get(instance, UsageReport()) for instance in instances]
         is_known = all(leaving <= report.retiring for report in reports)
@@ -137,7 +137,7 @@ class Capacity:
         return asyncio.get_running_loop().time() - self._requested_at < ADAPTIVE_S
 
     def _handle_target_request(self, *args: Any, **kwargs: Any) -> int:
-        # Metrics and dashboards call the method; an adaptive cluster asks over a connection.
+        # Metrics and dashboards call the method directly; an adaptive cluster calls it over a connection.
         was_adaptive, self._requested_at = self.is_adaptive, asyncio.get_running_loop().time()
         if not was_adaptive:
             self._became_adaptive()
@@ -153,7 +153,7 @@ class Capacity:
         workers = self._scheduler.workers
         if by_tasks <= len(workers) and not self._has_tasks():
             # Dask requires memory for all data, including Hosts, on the workers that may leave. So it never
-            # releases the last one of them, even if workers with replicas have enough memory.
+            # releases the last of these workers, even if workers with replicas have enough memory.
             by_tasks = min(by_tasks, len(workers) - self._unneeded())
         return max(max(by_tasks, len(self.held())) + self.workers_wanted(), int(self._has_instances()))
 
@@ -179,7 +179,7 @@ class Capacity:
         )
 
     def _unneeded(self) -> int:
-        """Return how many workers may leave: the others have room for twice the data, as Dask asks."""
+        """Return how many workers may leave, so that the others can hold twice the data, as Dask requires."""
         workers = list(self._scheduler.workers.values())
         room = sum(worker.memory_limit or math.inf for worker in workers)
         data = sum(worker.nbytes for worker in workers)
@@ -223,7 +223,7 @@ class Capacity:
 
     @property
     def retire(self) -> Callable[..., Awaitable[Any]]:
-        """Dask's own ``retire_workers``, which moves data and knows nothing of actors."""
+        """Dask's own ``retire_workers``, which moves data and ignores actors."""
         found: Callable[..., Awaitable[Any]] = self._originals.get(
             "retire_workers", self._scheduler.retire_workers
         )
@@ -231,5 +231,5 @@ class Capacity:
 
 
 def _has_data(worker: Any) -> bool:
-    """Return whether a worker has more than Hosts."""
+    """Return whether a worker holds data other than Hosts."""
     return any(not str(task.key).startswith(HOST_KEY) for task in worker.has_what)

@@ -3,7 +3,7 @@
 When a worker dies, the scheduler reports it and its controllers are replaced. A ping once a second detects a
 hanging controller, whose process is stopped or whose event loop is blocked. The ping also carries the
 condition of the store to the controller. Every new controller first gets a newer epoch, so an older one that
-is still alive is fenced. It is stopped anyway.
+is still alive is fenced. The older one is also stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ logger = logging.getLogger("daskserve.supervisor")
 #: How often a controller is pinged, and after how many missed answers it is replaced.
 PERIOD_S = 1.0
 MISSES = 3
-#: How long another worker must be better before a controller moves there: it may be about to get a proxy.
+#: How long another worker must be better before a controller moves there, because it may be about to get a
+#: proxy.
 SETTLED_S = 10.0
 #: Timeout of a controller's start, which includes reading the store; its worker may hang.
 START_TIMEOUT_S = 10.0
@@ -51,7 +52,7 @@ class Instance:
     start_id: str = ""
     #: Whether ``serve.run()`` started the instance, so that other programs use it.
     is_default: bool = False
-    #: The option of this name.
+    #: The option ``system_workers``.
     system_workers: tuple[str, ...] = ()
     epoch: int = 0
     #: Number of controllers started so far.
@@ -71,13 +72,13 @@ class Instance:
     awaiting_hosts: asyncio.Task[None] | None = None
     #: Set when the first start has succeeded or failed.
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Lets the requests complete, before the end.
+    #: Waits until the requests are complete, before the end.
     draining: asyncio.Task[None] | None = None
     is_ending: bool = False
     ending: asyncio.Task[None] | None = None
-    #: Watches the store, if other clusters may use it, too.
+    #: Watches the store, if other clusters may also use it.
     watching: asyncio.Task[None] | None = None
-    #: Whether its start has failed, so that the store goes back to the instance that had it before.
+    #: Whether the start has failed, so that the store goes back to its previous owner.
     has_failed: bool = False
     grace: asyncio.TimerHandle | None = None
     #: The URL of the store.
@@ -107,7 +108,7 @@ class Instance:
 
 
 async def list_instances(instances: Mapping[InstanceName, Instance]) -> dict[InstanceName, dict[str, Any]]:
-    """Return the instances that are not ending, each with the facts that programs need to choose one."""
+    """Return the instances that are not ending, each with the fields by which programs choose one."""
     return {
         # An instance whose owner has left is about to end.
         entry.name: {
@@ -153,8 +154,8 @@ def best_worker(
 
     A system worker, which is reserved for the controller and the proxies, is better than any other.
 
-    If one worker had both and hung, the proxy would be replaced only once the controller has been: clients
-    would wait for two detections in a row.
+    If a worker with both hung, the proxy would be replaced only after the controller: clients would wait for
+    two detections in a row.
 
     Parameters
     ----------
@@ -229,7 +230,7 @@ class ControllerKeeper:
                 return
             tried.add(worker)
             try:
-                entry.epoch += 1  # at once, so that a pending start of an older controller is discarded
+                entry.epoch += 1  # now, so that a pending start of an older controller is discarded
                 epoch = entry.epoch = await entry.store.claim_epoch()
             except ServeError as error:
                 if is_first:
@@ -248,7 +249,7 @@ class ControllerKeeper:
                 # No warning if the worker has left, because all workers leave when the cluster closes.
                 level = logging.INFO if isinstance(error, ActorLostError) else logging.WARNING
                 logger.log(level, "The controller of %s did not start on %s: %r", entry.name, worker, error)
-                self._spawn(self._end(address))  # it may still come up
+                self._spawn(self._end(address))  # it may still start
                 continue
             if entry.epoch == epoch and self._hosts.has(worker) and not entry.is_ending:
                 entry.controller = address
@@ -331,7 +332,7 @@ class ControllerKeeper:
             return known[worker].matches(entry.system_workers), worker not in entry.proxies
 
         now, then = rank(here), rank(best)
-        # A system worker stays in the cluster anyway.
+        # Moving to a system worker is always allowed, because it stays in the cluster in any case.
         if then <= now or not (then[0] > now[0] or self._may_move()):
             return None
         return best, "shares its worker with a proxy" if then[0] == now[0] else "is on no system worker"
@@ -341,7 +342,7 @@ class ControllerKeeper:
         await create_actor(self._hosts.call, spec, address.worker)
 
     def _retry(self, entry: Instance) -> None:
-        # One task, because each worker that joins meanwhile makes an attempt, too.
+        # One task is enough, because each worker that joins also triggers an attempt.
         if entry.retrying is None or entry.retrying.done():
             entry.retrying = self._spawn(self._keep_starting(entry))
 

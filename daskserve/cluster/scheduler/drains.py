@@ -1,4 +1,4 @@
-"""Draining instances on the scheduler: the part of a shutdown before the end."""
+"""Draining instances on the scheduler: the first part of a shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daskserve.common.types import InstanceName
 
 #: Longest wait of one call for a draining instance: a call occupies a connection.
 ANSWER_S = 5.0
-#: Time after which a drained instance ends by itself, in case the program that shuts it down has died.
+#: Time after which the scheduler ends a drained instance, in case the program that shuts it down has died.
 DRAINED_S = 5.0
 
 
@@ -24,7 +24,7 @@ async def end_as_asked(
     instance: InstanceName,
     start_id: str | None = None,
 ) -> bool:
-    """End an instance for a program, which names the start only to undo it; return whether it has ended."""
+    """End an instance for a program; return whether it has ended. ``start_id`` is given to undo a start."""
     entry = instances.get(instance)
     if entry is not None and start_id is not None and start_id == entry.start_id:
         entry.has_failed = True
@@ -73,7 +73,7 @@ class Drains:
         self.end_after(entry, DRAINED_S)
 
     def end_after(self, entry: Instance, delay_s: float) -> None:
-        """End an instance later, unless its ``grace`` is cancelled before."""
+        """End an instance later, unless its ``grace`` task is cancelled first."""
         entry.grace = asyncio.get_running_loop().call_later(
             delay_s, lambda: self._spawn(self._end(entry.name, entry.start_id))
         )

@@ -1,8 +1,8 @@
 """Moves all actors away from workers that leave, and reports when these may end.
 
-A worker leaves because it is retired, and then has as much time as it needs, or because its process got
-SIGTERM, and then has the time that the sender allows. The controllers move the actors; see
-`daskserve.control.reconcile`. This module notifies them, and waits.
+A retired worker has as much time as it needs. A worker whose process got SIGTERM has the time that the sender
+allows. The controllers move the actors; see `daskserve.control.reconcile`. This module notifies them, and
+waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ EVACUATION_S = 60.0
 #: Minimum share of the time of a worker that got SIGTERM for replacing its actors elsewhere. The remaining
 #: time is for its requests.
 REPLACING_SHARE = 0.25
-#: Delay before the controllers are notified: a host that ends sends SIGTERM to several workers.
+#: Delay before the controllers are notified, because a host that shuts down sends SIGTERM to several workers.
 TOGETHER_S = 0.05
 #: Longest wait of one call of a worker that got SIGTERM: a call occupies a connection.
 ANSWER_S = 1.0
 
 
 class Evacuations:
-    """See the module."""
+    """Moves actors away from workers that leave; see the module."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Evacuations:
             )
             return RetirementStatus.STAYED
         await self._hosts.release(worker)
-        # Its process decides when it ends, and its nanny whether another one starts.
+        # The worker's process decides when it ends, and its nanny whether a new one starts.
         await retire(workers=[worker], close_workers=False, remove=False)
         return RetirementStatus.MOVED
 
@@ -154,7 +154,7 @@ class Evacuations:
                 await self._controllers.replace(entry, leaving)
 
     def _has_others(self) -> bool:
-        """Return whether there are workers that stay, or may come soon."""
+        """Return whether other workers stay, or may join soon."""
         refused = self._hosts.refused()
         staying = self._scheduler.workers.keys() - self._hosts.retiring - refused.keys()
         return bool(staying) or self._capacity.is_adaptive

@@ -1,11 +1,11 @@
-"""Ownership of the records of an instance in a store that other clusters may use, too.
+"""Ownership of an instance's records in a store that other clusters may also use.
 
-Problem: a second cluster that starts on the store must not harm the instance that runs, unless it serves in
-its place: its ports may be in use, its replicas may not start, it may be killed at any moment. Choice: it
-starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it claims the next
-epoch, so that the other instance can no longer write. It then reads what the other instance has changed
-since, and writes its own changes in one transaction. If it ends before that, for any reason, the store is
-unchanged.
+Problem: a second cluster that starts on the store must not harm the instance that runs, unless it has started
+to serve in its place: its ports may be in use, its replicas may not start, it may be killed at any moment.
+Choice: it starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it
+claims the next epoch, so that the other instance can no longer write. It then reads what the other instance
+has changed since, and writes its own changes in one transaction. If it ends before that, for any reason, the
+store is unchanged.
 
 An instance whose records were taken over continues with the records in memory: it replaces lost actors, and
 refuses changes. If the start of the other instance fails after all, it gets the store back.
@@ -67,7 +67,7 @@ def _refused(hold: StoreOwnership) -> ServeError:
 class Mirror:
     """The records of an instance, in memory.
 
-    The rows of parcels, which are large, are among them only while the instance does not hold the store.
+    The rows of parcels, which are large, are included only while the instance does not hold the store.
     """
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class Mirror:
 
 
 def holding(store: MemoryStore | ThreadedStore, start_id: str) -> InstanceStore:
-    """Return the store of an instance that a start with this id begins, given the place of its records."""
+    """Return the store of an instance that is starting, given the start's id and the records' place."""
     if isinstance(store, MemoryStore):
         return store  # no other cluster can use it
     return HeldStore(store, f"{start_id or uuid.uuid4().hex}.{uuid.uuid4().hex[:8]}", LoopClock())
 
 
 class HeldStore:
-    """An `InstanceStore` in a store that others may use, too.
+    """An `InstanceStore` in a store that other clusters may also use.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ class HeldStore:
         self._clock = clock
         self._hold: StoreOwnership | None = None  # before `begin`
         self._lock = asyncio.Lock()
-        #: The epoch that commits are written with; the epochs of controllers continue without the store.
+        #: The epoch that commits are written with; controllers' epochs also grow while the store is not held.
         self._claimed = 0
         self._epoch = 0
         self._mirror = Mirror()
-        #: During a trial: the claim that it began with, and the records of that time.
+        #: During a trial: the claim at its beginning, and the records at that time.
         self._before = Claim(0, "")
         self._base: Mapping[str, bytes] = {}
         #: When the owner was last known to be alive.
@@ -141,7 +141,7 @@ class HeldStore:
         return found
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Do nothing: this is the source of the condition."""
+        """Do nothing: this object determines the condition."""
 
     # Lifecycle
 
@@ -190,7 +190,7 @@ class HeldStore:
                 await self.shared.forget_knock(self._owner)
 
     async def watch(self) -> None:
-        """Look at the store again and again; return if the trial has failed."""
+        """Check the store periodically; return if the trial has failed."""
         while self._hold is not StoreOwnership.REFUSED:
             await self._clock.sleep(LOOK_S)
             try:
@@ -214,7 +214,7 @@ class HeldStore:
                 if found.epoch != self._claimed:
                     await self._overtaken()
                 elif self.hold is StoreOwnership.CLAIMED and not self._base:
-                    await self._write()  # what was given back
+                    await self._write()  # write to the store that was given back
 
     # Records
 
@@ -227,7 +227,7 @@ class HeldStore:
                 if (await self.shared.look()).epoch == self._claimed:
                     self._mirror.know(stored)
                     return stored
-                await self._overtaken()  # these may be the records of another instance
+                await self._overtaken()  # the store may contain another instance's records
             return dict(self._mirror.records)
 
     async def commit(self, epoch: int, change: StoreChange) -> None:
@@ -258,7 +258,7 @@ class HeldStore:
             self._mirror.know(change.records)
 
     async def _is_written(self, write: Callable[[], Awaitable[None]]) -> bool:
-        """Write, twice if the store was given back meanwhile; return False if another cluster owns it."""
+        """Write, again if the store was given back meanwhile; return False if another cluster owns it."""
         for _ in range(2):
             try:
                 await write()
@@ -333,7 +333,7 @@ class HeldStore:
 
     async def _claim(self, after: int) -> None:
         self._claimed = await self.shared.claim_epoch(after, self._owner)
-        while self._claimed < self._epoch:  # a controller has that epoch, and must not see it again
+        while self._claimed < self._epoch:  # a controller already has this epoch, and no other may get it
             self._claimed = await self.shared.claim_epoch(self._claimed, self._owner)
 
     async def _write(self, latest: Mapping[str, bytes] | None = None) -> bool:

@@ -50,14 +50,14 @@ STRAGGLER_S = 2.0
 END_TIMEOUT_S = 4.0
 #: Timeout of the answer to `HostRegistry.inspect`: the caller has given up by then.
 INSPECT_S = 2.0
-#: Time that a worker has to answer before it is restarted because it does not.
+#: Time limit for an answer of a worker, before it is restarted as unresponsive.
 ANSWER_S = 0.5
 #: How often to check whether Dask has forgotten a released Host, which takes milliseconds.
 RELEASE_POLL_S = 0.005
 
 
 def secret_of(scheduler: Scheduler) -> ChannelSecret:
-    """Return the secret of a scheduler's cluster, drawn on first use.
+    """Return the secret of a scheduler's cluster, generated on first use.
 
     It outlives the supervisor. Programs keep the secret, and workers would refuse them if it changed.
     """
@@ -82,7 +82,7 @@ class HostRegistry:
 
     def __init__(self, scheduler: Scheduler, reserved: ReservedResources) -> None:
         self._scheduler = scheduler
-        #: What replicas occupy, for the scheduler.
+        #: Resources that replicas occupy, for the scheduler.
         self.reserved = reserved
         self._client: Client | None = None
         #: The start message of each instance; the Hosts keep them for the next scheduler.
@@ -112,7 +112,7 @@ class HostRegistry:
         return sum(entry.is_open for entry in list(self._entries.values()))
 
     def facts_of(self, worker: WorkerAddress) -> Mapping[str, Any]:
-        """Return what a worker's Host reported about its process; an empty mapping without a Host."""
+        """Return what a worker's Host reported about its process; empty if there is no Host."""
         entry = self._entries.get(worker)
         return {} if entry is None else entry.facts
 
@@ -299,7 +299,7 @@ class HostRegistry:
         """Send the message that starts an instance to all Hosts, which keep it."""
         start = self.starts[instance]
         workers = [worker for worker in self._entries if self.has(worker)]
-        # A worker that is lost now needs no message.
+        # A worker that is lost during the call needs no message.
         await asyncio.gather(
             *(self._execute(worker, "entrust", instance, start) for worker in workers), return_exceptions=True
         )
@@ -335,8 +335,8 @@ class HostRegistry:
     async def restart(self, worker: WorkerAddress) -> None:
         """Make the nanny of a worker kill and restart it, in the background, unless the worker answers.
 
-        The order may be outdated. A controller on a machine without network sees all other workers as
-        unresponsive, and its orders arrive when the network is back.
+        The request may be outdated. A controller on a machine without network sees all other workers as
+        unresponsive, and its requests arrive when the network is back.
 
         Raises
         ------
@@ -353,7 +353,7 @@ class HostRegistry:
         if await _is_answered(list_actors(self.call, worker, "")):
             logger.info("Worker %s answers the scheduler and is not restarted", worker)
             return
-        # Without this check, the order would arrive when the network is back, and end a worker that serves
+        # Without this check, the request would arrive when the network is back, and kill a worker that serves
         # again.
         if not await _is_answered(_reach(known.nanny, self._scheduler.connection_args)):
             raise UnavailableError(f"Worker {worker} cannot be restarted: its nanny does not answer, either.")
@@ -395,7 +395,7 @@ class HostRegistry:
 
     async def _execute(self, worker: WorkerAddress, function: str, *arguments: Any) -> Any:
         entry = self._entries.get(worker)
-        # A controller that outlived another scheduler may call before there is a client.
+        # A controller that outlived another scheduler may call before the client exists.
         if entry is None or self._client is None:
             raise ActorLostError(f"Worker {worker} has no daskserve Host.", begun=False)
         return await call_actor(self._client, worker, entry.key, function, *arguments)

@@ -16,7 +16,7 @@ from daskserve.cluster.protocols.base import InstanceStore
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError, CodeLoadError, InstanceError
 
-#: How long the content of a parcel is kept before the change that refers to it arrives.
+#: How long the content of a parcel is kept without a change that refers to it.
 PATIENCE_S = 600.0
 _CODE, _ROW = "code/", "parcel/"
 
@@ -49,7 +49,7 @@ def parcel_verbs(find: Callable[[InstanceName], InstanceParcels]) -> dict[str, A
 
 
 class InstanceParcels:
-    """See the module."""
+    """The parcels of one instance in the scheduler's process; see the module."""
 
     def __init__(self, store: InstanceStore) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class InstanceParcels:
     # ---- verbs of clients and replicas
 
     async def offer(self, digest: str, place: Sequence[int] | None) -> bool:
-        """Return whether the content is here, given where a client holds it."""
+        """Return whether the content is here, or could be read from the place where a client holds it."""
         if digest not in self._memory and place is not None:
             opened = ParcelMemory.opened(place, digest)
             if opened is not None:
@@ -96,7 +96,7 @@ class InstanceParcels:
     # ---- with the controller's transactions
 
     def without_rows(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the records for a controller; the rows of parcels are counted and left out."""
+        """Return the records for a controller, without the rows of parcels, which are only counted."""
         rows = [key for key in records if key.startswith(_ROW)]
         self._rows.clear()
         for key in rows:
@@ -105,13 +105,13 @@ class InstanceParcels:
         return {key: value for key, value in records.items() if not key.startswith(_ROW)}
 
     async def recall(self, parcels: Mapping[str, str]) -> None:
-        """Read missing parcels from the store, which may have them under the name of another code."""
+        """Read missing parcels from the store, which may have them under another code's name."""
         for code, digest in parcels.items():
             if digest not in self._memory:
                 try:
                     await self._read(code, digest)
                 except CodeLoadError:
-                    pass  # `rows_of` says so
+                    pass  # `rows_of` raises the error
 
     def rows_of(self, records: Mapping[str, bytes | None], parcels: Mapping[str, str]) -> dict[str, Any]:
         """Return the rows to write and to remove together with some records.
@@ -177,9 +177,9 @@ class InstanceParcels:
     async def _read(self, code: str, digest: str) -> ParcelMemory:
         async with self._reading:
             if digest not in self._memory:
-                # The scheduler has been restarted since.
+                # The scheduler was restarted since then.
                 records = await self._store.load()
-                # A restart gives a code another name, and the same content is kept under that before.
+                # A restart renames a code, and the store may still have the content under the previous name.
                 for source in dict.fromkeys([code, *self._rows]):
                     rows = [f"{_ROW}{source}/{number}" for number in range(self._rows.get(source, 0))]
                     is_whole = bool(rows) and all(each in records for each in rows)

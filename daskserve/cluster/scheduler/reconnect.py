@@ -24,7 +24,7 @@ from daskserve.errors import InstanceError, ServeError
 
 logger = logging.getLogger("daskserve.supervisor")
 
-#: How long an instance waits for known workers, and for others.
+#: How long an instance waits for known workers, and for other workers.
 KNOWN_S = 3.0
 UNKNOWN_S = 1.0
 #: How long the end of an instance waits for its store.
@@ -60,7 +60,7 @@ class _ReconnectingInstance:
     began_at: float
     workers: set[WorkerAddress] = field(default_factory=set)
     known: KnownInstance = field(default_factory=KnownInstance)
-    #: The epoch of the controller that gave the records.
+    #: The epoch of the controller that sent the records.
     records_epoch: int = 0
 
     def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
@@ -68,7 +68,7 @@ class _ReconnectingInstance:
         waited_s = now - self.began_at
         if not present:
             return waited_s >= float(self.start["timeout_s"])
-        # An old controller has reported its workers.
+        # The records show that a controller has reported its workers.
         is_complete = self.known.records is not None
         if is_complete and self.workers <= set(present):
             return True
@@ -76,7 +76,7 @@ class _ReconnectingInstance:
 
 
 class ReconnectingInstances:
-    """See the module.
+    """The instances that reconnect; see the module.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class ReconnectingInstances:
 
 
 async def open_records(entry: Instance, url: str, back: KnownInstance | None) -> None:
-    """Open the store of an instance that starts, or that comes back."""
+    """Open the store of an instance that starts or reconnects."""
     await entry.store.open()
     known = back or KnownInstance()
     await restore(entry, url, known.epoch, known.records)
@@ -181,7 +181,7 @@ async def open_records(entry: Instance, url: str, back: KnownInstance | None) ->
 
 
 def check_reconnected(entry: Instance, back: KnownInstance | None) -> None:
-    """Raise an error if an instance that comes back had not taken over its store: its start failed.
+    """Raise an error if a returning instance had not taken over its store, so that its start failed.
 
     Call this once the workers are back, because their actors are stopped after the error.
     """

@@ -69,7 +69,7 @@ async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequen
     check_epoch(entry, epoch)
     changed = await entry.store.take_over(epoch, is_complete=is_complete, own=own)
     if changed and any(map(is_row, changed)):
-        entry.parcels.without_rows(await entry.store.load())  # counts them
+        entry.parcels.without_rows(await entry.store.load())  # counts the rows of parcels
     records = None if changed is None else {key: each for key, each in changed.items() if not is_row(key)}
     return {"changed": records, **_condition(entry)}
 
@@ -77,7 +77,7 @@ async def _take_over(entry: Instance, epoch: int, is_complete: bool, own: Sequen
 def check_epoch(entry: Instance, epoch: int) -> None:
     """Raise an error unless an epoch is that of the newest controller."""
     if not entry.epoch:
-        # A controller that outlived another scheduler treats the workers that are not back yet as lost.
+        # A controller that outlived another scheduler treats workers that have not rejoined yet as lost.
         raise UnavailableError(
             f"Instance {entry.name!r} comes back, and has no new controller yet; try again."
         )

@@ -1,4 +1,4 @@
-"""Instances that several programs use: they outlive the program that started them."""
+"""Instances that several programs use, and that therefore outlive the program that started them."""
 
 from __future__ import annotations
 

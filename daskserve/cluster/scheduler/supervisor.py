@@ -127,7 +127,7 @@ class Supervisor(SchedulerPlugin):
         api = Api(scheduler, access, guard)
         page = Page(scheduler, self._instances, access, api.feeds, guard, self._tasks.spawn)
         panels = Panels(scheduler, self._instances.keys, api.feeds.ask)
-        #: The changes of the scheduler while there are Hosts.
+        #: The changes to the scheduler that apply while there are Hosts.
         self._installed = (self._capacity, reserved, targets.routes, api.routes, page, panels)
         self._controllers = ControllerKeeper(
             self._hosts,
@@ -164,7 +164,7 @@ class Supervisor(SchedulerPlugin):
         add_handler(scheduler, SUPERVISOR_OP, self.handle)
         add_handler(scheduler, SPLICE_OP, self._splices.accept)
         answer_signal(scheduler, self._hosts.abandon)
-        # The program that registered it may be interrupted or killed before it starts an instance.
+        # The program that registered the supervisor may be killed before it starts an instance.
         self._unregister_later()
 
     def _make_verbs(self) -> dict[str, Callable[..., Awaitable[Any]]]:
@@ -291,7 +291,8 @@ class Supervisor(SchedulerPlugin):
 
     async def _watch_store(self, entry: Instance, store: HeldStore) -> None:
         await store.watch()
-        # Another cluster was faster. The program that started this instance ends it, unless it has died.
+        # Another cluster took the store first. The program that started this instance ends it, unless it has
+        # died.
         await asyncio.sleep(REFUSED_S)
         await self._end_instance(entry.name, entry.start_id)
 
@@ -302,10 +303,11 @@ class Supervisor(SchedulerPlugin):
         """
         entry = self._instances.get(instance)
         if start_id is not None and (entry is None or start_id != entry.start_id):
-            # The start to undo may still be in flight: this call can overtake it.
+            # The start to undo may still be in flight, because this call can overtake it.
             self._cancelled_starts.append(start_id)
         if entry is None:
-            # A program that was interrupted between registering the supervisor and the start arrives here.
+            # This is reached if a program is interrupted after registering the supervisor and before the
+            # start.
             await self._unregister_if_unused()
             return True
         if start_id is not None and start_id != entry.start_id:
@@ -430,7 +432,7 @@ class Supervisor(SchedulerPlugin):
         return instance in self._instances and not self._instances[instance].is_ending
 
     def _unregister_later(self) -> None:
-        """Unregister after a time, unless there is an instance by then."""
+        """Unregister after a delay, unless there is an instance by then."""
         if self._unused is not None:
             self._unused.cancel()
         self._unused = asyncio.get_running_loop().call_later(

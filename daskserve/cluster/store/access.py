@@ -1,4 +1,4 @@
-"""Permissions of a store on a disk of the scheduler's machine: for its user only, from the first byte on.
+"""Permissions of a store on a local disk: only its user has access, from the moment of creation.
 
 The modes are set at creation, independent of the process's umask, which all threads share. Existing files
 keep the mode that the operator gave them. If other users have access, a warning names the remedy.
@@ -22,12 +22,12 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file as ``open(..., opener=opener)`` does; a new one is its user's only."""
+    """The ``opener`` of `open`: a new file is accessible to its user only."""
     return os.open(path, flags, FILE_MODE)
 
 
 def create_empty(path: Path) -> None:
-    """Create an empty file that is its user's only; leave one that exists as it is.
+    """Create an empty file that only its user may access; leave an existing file as it is.
 
     Errors are ignored, because the next use of the file reports them.
     """
@@ -37,12 +37,12 @@ def create_empty(path: Path) -> None:
         try:
             # No open(): closing a file drops all locks that this process holds on it, including SQLite's.
             os.mknod(target, FILE_MODE)
-        except PermissionError:  # not on Linux: only root may make a file in this way
+        except PermissionError:  # on other systems than Linux, only root may create a file in this way
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
 
 
 def warn_if_shared(path: Path) -> None:
-    """Log a warning if others than the owner may use the file or folder of a store, with the remedy."""
+    """Log a warning with the remedy if other users have access to the file or folder of a store."""
     try:
         mode = os.stat(path).st_mode
     except OSError:

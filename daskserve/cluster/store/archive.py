@@ -1,4 +1,4 @@
-"""Whole stores, for operators: reads all instances without a change, and writes backups to one file.
+"""Whole stores, for operators: reads all instances of a store, and writes backups to one file.
 
 A backup is an object as `daskserve.cluster.store.journal` encodes it: a header that names the instances and
 their epochs, then every record with its checksum. It does not depend on the kind of the store.
@@ -30,7 +30,7 @@ from daskserve.cluster.store.thread import ThreadedStore
 from daskserve.common.types import InstanceName
 from daskserve.errors import BadRequestError
 
-#: Where an SQLite file says whether it needs a log (2) or not (1).
+#: Offset at which an SQLite file states whether it needs a log (2) or not (1).
 READ_VERSION_AT = 19
 
 
@@ -58,7 +58,7 @@ class StoreContents:
 
 
 def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStore:
-    """Return the store of an instance, to be used in this thread alone.
+    """Return the store of an instance, for use in this thread only.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def blocking_store(url: str, instance: InstanceName) -> SqliteStore | FsspecStor
 
 
 def exists(url: str) -> bool:
-    """Return whether there is a store at a URL, be it damaged."""
+    """Return whether there is a store at a URL, even a damaged one."""
     store = blocking_store(url, "default")
     if isinstance(store, SqliteStore):
         return size_of(store.path) is not None
@@ -102,7 +102,7 @@ def read_store(url: str) -> StoreContents:
 
 
 def user_at(url: str, instances: Sequence[InstanceName]) -> str:
-    """Return the process that may use a store; empty if there certainly is none."""
+    """Return the process that may use a store; empty if certainly none does."""
     store = blocking_store(url, "default")
     if isinstance(store, FsspecStore):
         with translated_errors(store.url):
@@ -145,7 +145,8 @@ def _read_file(store: SqliteStore) -> StoreContents:
     log_size = size_of(log_of(store.path))
     how, keeps_log = "mode=ro", None
     if log_size is None:
-        # No process has the file open. SQLite would leave an empty log behind, perhaps with another owner.
+        # No process has the file open. Without this, SQLite would leave an empty log behind, perhaps with
+        # another owner.
         how += "&immutable=1"
         with open(store.path, "rb") as file:
             keeps_log = file.read(READ_VERSION_AT + 1)[READ_VERSION_AT:] == b"\x02"
@@ -208,7 +209,7 @@ def _read_folders(url: str) -> StoreContents:
 
 
 def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -> int:
-    """Replace a file atomically by a backup of instances; return its size."""
+    """Atomically replace a file with a backup of instances; return its size."""
     names = list(instances)
     header = {
         "kind": "backup",

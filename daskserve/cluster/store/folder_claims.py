@@ -6,7 +6,7 @@
           knock-<by>  another instance asks whether the owner is alive
           here-<by>   the owner's answer
 
-A version that knows no owners reads the first ones only.
+Versions without ownership read only the objects named by an epoch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FolderClaims:
         try:
             found = json.loads(self._folder().read([named(epoch)])[named(epoch)])
         except (FileNotFoundError, ValueError):
-            return None  # it was lost, or damaged, or a later claim has just replaced it
+            return None  # the object was lost or damaged, or a later claim has just replaced it
         owner = found.get("owner") if isinstance(found, dict) else None
         return owner if isinstance(owner, str) else None
 

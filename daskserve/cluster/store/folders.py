@@ -32,7 +32,7 @@ from daskserve.cluster.store.errors import READ_ONLY, StoreError, StoreUnavailab
 from daskserve.errors import ServeError
 
 TEMPORARY = "tmp"
-#: Number of objects that wait to be synced with a later one.
+#: Maximum number of objects that wait to be synced together with a later one.
 MAX_UNSYNCED = 8
 #: A temporary file older than this has no live writer.
 ABANDONED_S = 3600.0
@@ -47,7 +47,7 @@ class Folder(Protocol):
     def create(self, name: str, data: bytes, *, may_wait: bool = False) -> None:
         """Create an object, durable once this returns; raise `FileExistsError` if its name is taken.
 
-        One that ``may_wait`` is durable once a later one is that may not.
+        An object with ``may_wait`` is durable once a later one without it is.
         """
 
     def read(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -142,11 +142,11 @@ class LocalFolder:
             (self._root / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        pass  # the system writes what is not synced yet
+        pass  # the operating system writes unsynced data later
 
 
 def _sync_together(paths: Sequence[Path]) -> None:
-    """Sync files and folders at the same time: each sync may take long, and none needs another.
+    """Sync files and folders concurrently, because each sync may take long.
 
     Paths that another process has removed in the meantime need no sync.
     """
@@ -158,7 +158,7 @@ def _sync_together(paths: Sequence[Path]) -> None:
         except FileNotFoundError:
             pass
         except BaseException as error:
-            # The top of a thread: every error goes to the caller.
+            # This is the top of a thread: every error goes to the caller.
             errors.append(error)
 
     if not paths:
@@ -214,8 +214,8 @@ class RemoteFolder:
                 return
             self._rename_into_place(path, data)
         except Exception as error:
-            # Libraries raise different errors for an existing object. The object may also be our own: many
-            # of them retry a put whose answer came late.
+            # Libraries raise different errors for an existing object. The object may also be our own, because
+            # many libraries retry a put whose answer is late.
             found = self._find(path)
             if found is None:
                 raise
@@ -313,7 +313,7 @@ def folders_at(url: str) -> list[str]:
 
 
 def locate(url: str) -> tuple[Any, str, bool]:
-    """Return the file system of a URL, the path there, and whether it is a local disk.
+    """Return the file system of a URL, the path in it, and whether it is a local disk.
 
     Raises
     ------

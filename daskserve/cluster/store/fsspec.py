@@ -20,7 +20,7 @@ provides: an object appears complete, and is created only if its name is free. T
   is replaced while it writes gets an error. Once its successor has written, the chain of positions
   (`daskserve.cluster.store.journal`) excludes the late object from the history. The fence is exact where
   creation is exclusive and listings are consistent: disks, NFS, S3, GCS, Azure. Elsewhere (SFTP, SMB), two
-  processes that claim an epoch at the same moment may both get it. Within one scheduler process the fence is
+  processes that claim an epoch at the same moment may both succeed. Within one scheduler process the fence is
   exact everywhere.
 * Unknown outcomes. A commit whose outcome is unknown (the connection broke) raises, and its number is not
   used again. The next commit builds on the one before it, so the lost commit is void even if it arrives late.
@@ -79,7 +79,7 @@ from daskserve.common.types import InstanceName
 #: The folder of the epochs whose process has closed the store.
 CLOSED = "closed"
 FOLDERS = ("format", "epoch", "txn", "snapshot", "aside", CLOSED)
-#: Attempts at a claim, and the longest pause before the second one; later ones wait longer.
+#: Maximum number of attempts at a claim, and the longest pause before the second; later pauses are longer.
 CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 32, 0.02
 #: Objects removed per job; commits run between the jobs.
 REMOVE_AT_ONCE = 64
@@ -96,7 +96,7 @@ def instance_in(folder: str) -> InstanceName:
 
 
 def user_of(folder: Folder) -> str:
-    """Return the process that may use an instance's folder; empty if there certainly is none."""
+    """Return the process that may use an instance's folder; empty if certainly none does."""
     epochs = epochs_in(folder.names("epoch"))
     if not epochs:
         return ""
@@ -165,7 +165,7 @@ class FsspecStore(BlockingStore):
         self._journal = None
         if self._connected is not None:
             if self._own_epoch:
-                with contextlib.suppress(Exception):  # it only informs operators
+                with contextlib.suppress(Exception):  # the object only informs operators
                     self._connected.create(f"{CLOSED}/{self._own_epoch:08d}", self._note())
                 self._own_epoch = 0
             self._connected.close()
@@ -248,7 +248,7 @@ class FsspecStore(BlockingStore):
         lost = self._lost(journal)
         self.problems.check_place(lost, must_last=must_last)
         number = journal.numbers.get(epoch, 0) + 1
-        journal.numbers[epoch] = number  # used up, even if the write fails
+        journal.numbers[epoch] = number  # the number is used even if the write fails
         change = JournalEntry(Position(epoch, number), journal.last, records)
         if lost:
             journal.add(change, 0)
@@ -261,7 +261,7 @@ class FsspecStore(BlockingStore):
         return journal
 
     def _lost(self, journal: Journal | None = None) -> str:
-        """Return why this is not the folder that this process wrote to; empty if it is.
+        """Return why this is no longer the folder that this process wrote to; empty if it still is.
 
         Looks for the newest epoch, as of the last listing, and for the head of ``journal``.
         """
@@ -352,7 +352,7 @@ class FsspecStore(BlockingStore):
             self._claims.forget(by)
 
     def _take_epoch(self, epoch: int, owner: str | None = None) -> bool:
-        """Claim an epoch for this process; return False if another process has it."""
+        """Claim an epoch for this process; return False if another process has claimed it."""
         try:
             self._folder.create(named(epoch), self._note(owner))
         except FileExistsError:

@@ -29,7 +29,7 @@ from daskserve.cluster.store.errors import check_format
 #: The format that this module writes, and the newest one it reads.
 FORMAT = 1
 MAGIC = b"daskserve\n"
-#: The journal is compacted when it exceeds the cost of a snapshot by this much.
+#: The journal is compacted when its size exceeds the cost of a snapshot by this much.
 COMPACT_BYTES = 1 << 20
 COMPACT_OBJECTS = 512
 #: Bytes of records for which the journal may hold one more object before it is compacted.

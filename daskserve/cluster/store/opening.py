@@ -90,7 +90,7 @@ class MemoryStore:
         return StoreOwnership.HELD
 
     def learn(self, condition: Mapping[str, Any]) -> None:
-        """Do nothing: this is the source of the condition."""
+        """Do nothing: this object determines the condition."""
 
     async def take_over(
         self, epoch: int, *, is_complete: bool, own: Sequence[str]

@@ -138,13 +138,13 @@ class JournalReader:
         try:
             return self._folder.names(folder)
         except FileNotFoundError:
-            return []  # a copy may lack a folder in which there was nothing
+            return []  # a copied store may lack empty folders
 
     def _keep_aside(self, name: str, data: bytes, reason: str) -> None:
         if not self._keeps_copies:
             self.problems[name] = reason
             return
         copy = f"aside/{name.replace('/', '=')}"
-        with contextlib.suppress(FileExistsError):  # an earlier start made the copy
+        with contextlib.suppress(FileExistsError):  # an earlier start has already made the copy
             self._folder.create(copy, data)
         self.problems[name] = f"{reason} A copy is kept as {copy}."

@@ -2,9 +2,9 @@
 
 An embedded store for instances that outlive their scheduler: one file, no server. With write-ahead logging
 and ``synchronous=FULL``, every commit is one sequential write and one sync. A commit that returned survives a
-crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. One that
-may wait (`daskserve.cluster.protocols.base.StoreChange`) is not synced: it survives a crash of the process at
-once, and a power loss once a later one is synced, or the file has been idle.
+crash of the process, a crash of the machine and a power loss, provided the disk honours the sync. A commit
+that may wait (`daskserve.cluster.protocols.base.StoreChange`) is not synced: it survives a crash of the
+process at once, and a power loss once a later commit is synced, or the file has been idle.
 `daskserve.cluster.store.sqlite_log` describes when the log is written back to the file, and how a missing log
 is detected.
 
@@ -117,10 +117,10 @@ def connect(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
 
 
 def _keep_log(db: sqlite3.Connection) -> None:
-    """Let the store decide when a connection writes the log back."""
+    """Leave it to the store when a connection writes the log back."""
     db.execute("PRAGMA wal_autocheckpoint = 0")
-    # SQLite does not shorten a log that it starts again. One that stayed longer than ``LOG_BYTES`` would be
-    # written back by every change.
+    # SQLite does not shorten a log that it restarts. If the log stayed longer than ``LOG_BYTES``, every
+    # change would write it back.
     db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
 
 
@@ -297,7 +297,7 @@ class SqliteStore(BlockingStore):
         before, self._opened = self._opened, None
         try:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                self.path.parent.mkdir(FOLDER_MODE)  # open() says what is missing above it
+                self.path.parent.mkdir(FOLDER_MODE)  # open() reports a missing parent folder
             self.open()
             with self._change() as db:
                 self._claims.advance(db, epoch)
@@ -350,7 +350,7 @@ class SqliteStore(BlockingStore):
 
     @contextmanager
     def _change(self, *, is_synced: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that changes records or epochs; a later sync covers one that is not synced."""
+        """A transaction that changes records or epochs; if it is not synced, a later sync includes it."""
         with self._transaction(is_synced=is_synced) as db:
             yield db
             was_sealed = stamp(db)
@@ -391,7 +391,7 @@ class SqliteStore(BlockingStore):
 
 
 def translate(url: str, error: sqlite3.Error) -> ServeError:
-    """Return the error of a store for one of SQLite."""
+    """Return the store's error for an error of SQLite."""
     name = name_of(error)
     for kinds, error_class in ((PASSING, StoreUnavailableError), (LASTING, StoreError)):
         for beginning, remedy in kinds.items():

@@ -44,7 +44,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None:
     """Create a database if there is no file; it appears with its tables, or not at all.
 
-    So a process that is killed here leaves no file without tables, which would look like a damaged store.
+    So a process that is killed here does not leave a file without tables, which would look like a damaged
+    store.
     """
     target = Path(os.path.realpath(path))
     if size_of(target) is not None:
@@ -53,7 +54,7 @@ def create_whole(path: Path, fill: Callable[[sqlite3.Connection], None]) -> None
     create_empty(new)
     try:
         with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as db:
-            db.execute("PRAGMA synchronous = OFF")  # it is not in use yet, and is synced as a whole
+            db.execute("PRAGMA synchronous = OFF")  # the file is not in use yet, and is synced as a whole
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
             fill(db)
@@ -77,7 +78,7 @@ def _publish(new: Path, target: Path) -> None:
 
 
 def check_not_empty(url: str, path: Path) -> None:
-    """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would take for a new database."""
+    """Raise `StoreIncompleteError` for a file of 0 bytes, which SQLite would treat as a new database."""
     if size_of(path) == 0:
         raise StoreIncompleteError(
             f"The store {url} cannot be used: the file {path} is empty, and no store begins like that. If it "
@@ -86,7 +87,7 @@ def check_not_empty(url: str, path: Path) -> None:
 
 
 def incomplete(url: str, path: Path, lack: str) -> StoreError:
-    """Return the error for a file that lacks something."""
+    """Return the error for a file with missing parts."""
     return StoreIncompleteError(
         f"The store {url} cannot be used, because records are missing: {lack}. Is {path} a copy that was "
         f"made without {log_of(path).name}? Copy both, or restore a backup (daskserve store restore). To go "

@@ -1,14 +1,14 @@
 """The write-ahead log of an SQLite store: its content, and when it is written back.
 
 Problem: SQLite keeps new records in the log, ``<file>-wal``, perhaps all of them. A copy of the file without
-its log is then an older store, or an empty one, and SQLite does not report this.
+its log is then an older or empty store, and SQLite does not report this.
 
 Choice: the file itself records whether it is complete. Rows of ``daskserve_meta`` are marks:
 
 * ``promised`` and ``kept``. `mark` raises ``promised``, writes the log back to the file, and then keeps the
   promise, in the log alone. So in the file, without its log, a promise is open; with it, none is. A copy that
   SQLite makes (``.backup``, ``VACUUM INTO``) has both rows, too. If it is made exactly while the log is
-  written back, it is refused although it is complete.
+  written back, it is refused even though it is complete.
 * ``sealed``: `seal` has written everything back, so the file is complete, until the next change.
 * ``records`` and ``epochs``: how many records there are, and the sum of all epochs, as of the last change. A
   file with fewer records has lost some. If the sum differs, an older daskserve has written without marks.
@@ -31,7 +31,7 @@ from pathlib import Path
 
 logger = logging.getLogger("daskserve.store")
 
-#: How long after the last change the file is completed.
+#: Delay after the last change before the log is written back to the file.
 IDLE_S = 1.0
 #: Size of the log at which a change writes it back itself.
 LOG_BYTES = 4 << 20
@@ -53,7 +53,7 @@ _KEEP = (
 )
 _SEAL = "UPDATE daskserve_meta SET value = 1 WHERE name = 'sealed'"
 
-# SQLite writes nothing if nothing changes.
+# Changes a value, because SQLite writes nothing if nothing changes.
 _TOUCH = "UPDATE daskserve_meta SET value = value + 1 WHERE name IN ('promised', 'kept')"
 
 
@@ -72,7 +72,7 @@ def size_of(path: Path) -> int | None:
 
 
 def stamp(db: sqlite3.Connection) -> bool:
-    """Record the expected content at the end of a transaction; return whether the file was sealed."""
+    """Record the expected content at the end of a transaction; return whether the file was sealed before."""
     row = db.execute("SELECT value FROM daskserve_meta WHERE name = 'sealed'").fetchone()
     db.execute(_STAMP)
     return row is not None and bool(row[0])
@@ -115,7 +115,7 @@ def seal(db: sqlite3.Connection) -> None:
     db.execute(_SEAL)
     db.execute("COMMIT")
     _write_back(db)
-    # The next write starts a new log and syncs its head: here, where no change waits for it.
+    # The next write starts a new log and syncs its header. It is made here, where no change waits for it.
     db.execute(_TOUCH)
 
 
@@ -131,7 +131,7 @@ class _Note(enum.Enum):
 
 
 class LogKeeper:
-    """Marks the file after the first change, and seals it when there have been none for a while.
+    """Marks the file after the first change, and seals it after a while without changes.
 
     Parameters
     ----------

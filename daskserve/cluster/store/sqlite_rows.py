@@ -1,4 +1,4 @@
-"""Reads an SQLite store without changing it: format, missing parts, records and damaged ones."""
+"""Reads an SQLite store without changing it: its format, missing parts, and intact and damaged records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lack_of(db: sqlite3.Connection, *, had_log: bool, keeps_log: bool | None = N
     if keeps_log is None:
         keeps_log = db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     is_bare = db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
-    # Earlier versions left even the tables to the log.
+    # Earlier versions wrote even the tables only to the log.
     return "all of it was in its log, which is not there" if keeps_log and is_bare else ""
 
 
@@ -56,7 +56,7 @@ def _salvage(db: sqlite3.Connection, instance: str) -> tuple[list[StoredRow], di
     where = "FROM daskserve_records WHERE instance = ? AND key = ?"
     keys = db.execute(
         "SELECT key FROM daskserve_records WHERE instance = ? ORDER BY key", (instance,)
-    ).fetchall()  # the index alone answers this query
+    ).fetchall()  # this query reads only the index
     for (key,) in keys:
         try:
             rows.extend(db.execute(f"SELECT rowid, key, value, crc {where}", (instance, key)).fetchall())

@@ -61,7 +61,7 @@ class StoreThread(Executor):
                 except BaseException as error:
                     # The thread's top loop: every error goes to the caller that waits for the job.
                     future.set_exception(error)
-            del item, future, job  # an idle thread must not keep a change alive
+            del item, future, job  # an idle thread must not keep a change in memory
 
 
 class BlockingCalls:
@@ -115,7 +115,7 @@ class BlockingCalls:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job, *args)
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queue a job behind the work submitted so far. Call this in the store's thread."""
+        """Queue a job after all jobs submitted so far. Call this in the store's thread."""
         thread = self._thread
         if thread is not None:
             thread.submit(job).add_done_callback(self._log_failure)
@@ -144,7 +144,7 @@ class BlockingStore(Protocol):
         """Connect to the place that keeps the records, and prepare it."""
 
     def close(self) -> None:
-        """Release what `open` acquired, also after it failed."""
+        """Release what `open` acquired, even if it failed."""
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
@@ -152,7 +152,7 @@ class BlockingStore(Protocol):
     def commit(
         self, epoch: int, records: Mapping[str, bytes | None], must_last: bool, may_wait: bool
     ) -> None:
-        """Write one transaction, whole or not at all; raise as `Store.commit` does."""
+        """Write one transaction, whole or not at all; raises the errors of `Store.commit`."""
 
     def rewrite(self, epoch: int, records: Mapping[str, bytes]) -> None:
         """Replace all records at the place that the URL names now; raise if ``epoch`` is not the newest."""

@@ -15,9 +15,9 @@ import the layers above it. A start works as follows::
 
 A child leads its own process group, and the whole group ends with it: processes that user code started must
 not outlive it, or keep its end of the socket open. A child ends with its parent through the *lifeline*, a
-pipe to which no process writes: it reaches end-of-file when the parent is gone. A thread waits for that. On
-Linux the kernel also sends a signal, because a thread cannot run while native code holds the interpreter's
-lock.
+pipe to which no process writes: it reaches end-of-file when the parent is gone. A thread of the child waits
+for this. On Linux the kernel also sends a signal, because a thread cannot run while native code holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class ChildProcess:
                     _kill_group(process.pid)
                     await _finish(process.exited)
                 raise
-            kept.pop_all()  # the child's object closes them
+            kept.pop_all()  # from here on, the `ChildProcess` closes them
         transport = SocketTransport(ours, f"child://{name}")
         return cls(name, process, transport, lifeline, log, dump, sockets, dispatch or _refuse)
 
@@ -240,7 +240,7 @@ class ChildProcess:
 
     @property
     def fate(self) -> str:
-        """A verb phrase that says how the process ended; valid once `ended` is set."""
+        """How the process ended, as a verb phrase; valid once `ended` is set."""
         return fate_of(self._process.returncode)
 
     def last_lines(self) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ class ChildProcess:
         return await control_call(partial(self.request, 0), verb, message, payload)
 
     def hand_over(self, name: str, sockets: Sequence[int]) -> None:
-        """Give the child descriptors of listening sockets; `Parent.take_sockets` returns them by the name.
+        """Send the child descriptors of listening sockets; `Parent.take_sockets` returns them by name.
 
         Raises
         ------
@@ -293,7 +293,7 @@ class ChildProcess:
         log, self.log_file = self.log_file, None
         if log is None:
             return
-        # The first lines of a stack name the place.
+        # The first lines of a stack show where the crash happened.
         crash = self.crash.splitlines()[: recent_log.LINES // 2]
         self._last_lines = (*recent_log.read_file(log), *crash)[-recent_log.LINES :]
         if self.on_log_end is not None:
@@ -313,7 +313,7 @@ class ChildProcess:
             self._channel.close()
             await asyncio.wait({self._serving})
         except asyncio.CancelledError:
-            # The event loop ends, and waits for its tasks; one of them may wait for `ended`.
+            # The event loop is closing and waits for its tasks, one of which may wait for `ended`.
             if self._process.returncode is None:
                 self.kill()
                 await _finish(exiting)
@@ -354,7 +354,7 @@ async def _greet(
     """Send the child its options and return its facts; None if it sends none."""
     loop = asyncio.get_running_loop()
     pair.setblocking(False)
-    # Another interpreter has its own packages; this process's path would mix in ours.
+    # Another interpreter has different packages, so this process's import path must not be used there.
     path = [entry or os.getcwd() for entry in sys.path] if interpreter.is_own else None
     line = b""
     try:
@@ -403,7 +403,7 @@ def _mismatch(interpreter: Interpreter, facts: Mapping[str, Any]) -> str | None:
 
 
 def fate_of(status: int | None) -> str:
-    """Return a verb phrase that says how a process ended."""
+    """Return how a process ended, as a verb phrase."""
     if status is None:
         return "does not answer"
     if status >= 0:

@@ -46,9 +46,10 @@ from daskserve.telemetry.logs.process import process_logs
 PARENT_CHECK_S = 1.0
 #: How long a process waits for its main thread to run its exit functions.
 MAIN_GRACE_S = 0.2
-#: The share of the time after SIGTERM in which a process that the parent has not ended ends itself.
+#: The last part of the time after SIGTERM, as a share, in which a process exits even if the parent has not
+#: ended it.
 EXIT_SHARE = 0.1
-#: From -1000 to 1000: a process with the higher number is killed first. The numbers of others are 0.
+#: From -1000 to 1000: Linux kills processes with higher scores first. Other processes have 0.
 OOM_SCORE = 500
 #: Returns a function that takes the parent's requests, and a function that requests the replacement of this
 #: process after SIGTERM.
@@ -81,7 +82,7 @@ class _Parent:
 
 
 class _ReplacedFirst:
-    """Handles SIGTERM: the parent replaces this process, which ends then or when its time is over."""
+    """Handles SIGTERM: the parent replaces this process, which ends afterwards or when its time is over."""
 
     def __init__(self, grace_s: float) -> None:
         self._serves_for_s = grace_s * (1 - EXIT_SHARE)
@@ -103,7 +104,7 @@ class _ReplacedFirst:
 
         try:
             loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # the loop is closed: the process ends already
+        except RuntimeError:  # the loop is closed: the process is already ending
             done()
 
 
@@ -111,9 +112,9 @@ def prepare(options: Mapping[str, Any]) -> Callable[[socket.socket, int], None]:
     """Import the child's factory; return the main function, which takes the socket and the lifeline."""
     settings.given_process.set(settings.ProcessSettings(**options["settings"]))
     settings.given_metrics.set(settings.MetricsSettings(**options["metrics"]))
-    latency_buckets_s()  # here, because other threads do not have this context
+    latency_buckets_s()  # read here, because other threads do not have this context
     module, _, name = options["factory"].partition(":")
-    # Versions of daskserve that may be mixed: an older parent hands over no sockets.
+    # Optional, because an older parent with a compatible version does not send all of them.
     log, dump, sockets = (options.get(each) for each in ("log", "dump", "sockets"))
     return partial(_run, getattr(importlib.import_module(module), name), log, dump, sockets)
 
@@ -140,7 +141,7 @@ def _run(
     if settings.process().log_thread:
         recent = None if log is None else LogFile(log)
         logs = LogThread(recent=recent)
-        logs.open()  # the exit functions flush it
+        logs.open()  # flushed by the exit functions
         mark_output(logs.logs, logs.take_print)
         if recent is not None:
             logs.logs.keep_access = recent.take_access
@@ -151,16 +152,16 @@ def _run(
     if settings.process().termination_grace_s > 0:
         on_sigterm(leave)
     main, is_ending = MainThread(), threading.Lock()
-    # Within this context, which has the settings of the worker.
+    # Within this context, which contains the worker's settings.
     parent = _Parent(socket.socket() if sockets is None else socket.socket(fileno=sockets))
     serve = partial(copy_context().run, _serve, factory, pair, parent, main, is_ending, leave)
     threading.Thread(target=serve, name="daskserve-channel", daemon=True).start()
     status: Any = 0
     try:
         main.run()
-    except (SystemExit, KeyboardInterrupt) as error:  # of a signal handler
+    except (SystemExit, KeyboardInterrupt) as error:  # raised by a signal handler
         status = getattr(error, "code", 1)
-    except Exception:  # of a signal handler, too: it ends a program
+    except Exception:  # raised by a signal handler, and ends a program
         traceback.print_exc()
         status = 1
     _end(is_ending, status if isinstance(status, int) else int(status is not None))
@@ -198,18 +199,18 @@ async def _answer(
 
 def _end(is_ending: threading.Lock, status: int) -> None:
     if not is_ending.acquire(blocking=False):
-        return  # the other thread does it
+        return  # the other thread ends the process
     # A regular interpreter shutdown takes 0.1 s longer and waits for threads of user code.
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # one that is missing, closed or full
+        with contextlib.suppress(Exception):  # the stream may be missing, closed or full
             stream.flush()
     os._exit(status)
 
 
 def _be_killed_before_parent() -> None:
     """Let Linux end this process rather than the worker when the machine is out of memory."""
-    with contextlib.suppress(OSError):  # elsewhere
+    with contextlib.suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
 
 

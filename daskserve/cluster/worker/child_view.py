@@ -90,7 +90,7 @@ class ChildView:
             return connection_of(self._client)
 
     async def fetch_parcel(self, code: str, parcel: Parcel) -> Sequence[Any]:
-        """Return the parts of the parcel that came with the start, once."""
+        """Return the parts of the parcel that was sent with the start, only once."""
         parts, self._parts = self._parts, ()
         return parts
 

@@ -105,7 +105,8 @@ class Host:
         self._reconnection = Reconnection(self._worker, self.registry, settings.scheduler().grace_s)
         grace_s = settings.process().termination_grace_s
         self.retirement = Retirement(self._worker, self.registry, LoopClock(), grace_s)
-        # In this task thread, imports do not block the event loop, and later deploys do not wait for them.
+        # Imported here, in a task thread, so that the event loop is not blocked and later deploys need not
+        # wait.
         self._factories = load_factories()
 
     async def open(
@@ -113,7 +114,7 @@ class Host:
     ) -> dict[str, Any]:
         """Connect to the scheduler and start answering channels; idempotent.
 
-        A Host that has outlived its scheduler ends the controllers of that time.
+        A Host that has outlived its scheduler ends the controllers from before.
 
         Parameters
         ----------
@@ -161,7 +162,7 @@ class Host:
         return {"pid": os.getpid(), "version": __version__, **facts_of_server(self._worker)}
 
     async def entrust(self, instance: InstanceName, start: Mapping[str, Any]) -> None:
-        """Keep the message that starts an instance, to bring it back on the next scheduler."""
+        """Keep the start message of an instance, to bring the instance back on the next scheduler."""
         self._reconnection.starts[instance] = start
 
     async def _accept(self, comm: Any, by_socket: bool) -> Any:
@@ -193,7 +194,7 @@ class Host:
         PROCESS.forget(instance)
 
     async def close(self) -> None:
-        """Stop all actors and remove everything of daskserve from the worker."""
+        """Stop all actors and remove everything that daskserve added to the worker."""
         for instance in {entry.spec.instance for entry in self.registry.entries.values()}:
             await self.end_instance(instance)
         remove_handler(self._worker, CHANNEL_OP)

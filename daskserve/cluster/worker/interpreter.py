@@ -1,7 +1,8 @@
 """Interpreter settings of a process that serves requests; `close` restores the previous ones.
 
 Four things in Python cost requests time, regardless of the code that answers them. Three of them delay single
-requests by tens of milliseconds, and the collections of young objects all of them by microseconds:
+requests by tens of milliseconds. The other one, collections of young objects, delays all requests by
+microseconds:
 
 - A thread that computes keeps the interpreter lock for the switch interval (5 ms) when another one waits for
   it, and a request waits for it several times.
@@ -13,7 +14,8 @@ requests by tens of milliseconds, and the collections of young objects all of th
   that, so a collection runs at each turn of the event loop and finds nothing. This takes a tenth of the time
   of a small request. While such collections find nothing, they become rarer; see `CollectionPace`.
 - The first use of a function such as ``serve.get_app_handle`` imports the client, in 0.1 s, and blocks the
-  event loop of the user code that calls it. So a process with replicas imports it before that, in a thread.
+  event loop of the user code that calls it. So a process with replicas imports the client in advance, in a
+  thread.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class CollectionPace:
     """Makes collections of young objects rarer while they find no garbage.
 
     A collection that finds nothing doubles the threshold, up to a limit. One that finds garbage restores
-    Python's own threshold, so user code that leaves cycles of large objects needs no more memory than
-    elsewhere. A threshold that other code sets stays.
+    Python's own threshold, so user code that leaves cycles of large objects needs no more memory than in any
+    Python process. A threshold that other code sets is kept.
 
     Parameters
     ----------
@@ -102,7 +104,7 @@ class InterpreterTuning:
         self.objects_changed()
 
     def objects_changed(self) -> None:
-        """Schedule the import, and a new collection and freeze: an actor has started or stopped."""
+        """Schedule the import, a collection and a freeze, because an actor has started or stopped."""
         if not self._is_open:
             return
         if self._timer is not None:

@@ -4,10 +4,11 @@ Problem: a handler runs in the thread that logs. A slow one (a rich traceback, a
 collector) holds the event loop of the worker, and with it all requests, heartbeats and health checks, or the
 loop or the threads of a replica. Prior art: ``QueueHandler`` and ``QueueListener``. They take the handlers
 that exist when they are installed, whereas user code adds handlers at any time. ``basicConfig`` would find a
-queue's handler and add none, and each logger that does not propagate, such as Dask's, would need its own.
+queue's handler and add none, and each logger that does not propagate, such as Dask's, would need a separate
+queue handler.
 
 Choice: loggers and handlers stay as they are, and the call from one to the other moves to this thread. A
-handler still gets each record in order, with its exception, and within the context variables of the code that
+handler still gets each record in order, with its exception, and with the context variables of the code that
 logged it. The message is formatted early if the message or its arguments might change, are large, or cannot
 be encoded.
 
@@ -51,8 +52,8 @@ REPORT_EVERY = 1000
 #: Maximum time for the handlers to receive the queued records when the process or daskserve ends.
 FLUSH_S = 2.0
 
-#: How long lines of the access log are gathered: each waking of the thread takes the interpreter lock from an
-#: event loop.
+#: How long lines of the access log are gathered: each time the thread wakes, it takes the interpreter lock
+#: from an event loop.
 GATHER_S = 0.05
 
 #: Types of arguments that cannot change before the message is formatted.
@@ -71,7 +72,7 @@ class _QueuedRecord(NamedTuple):
 
 
 class _Drain(NamedTuple):
-    """In the queue: lines of the access log wait, or an actor has stopped, whose records all come before."""
+    """In the queue: lines of the access log wait, or an actor has stopped after logging all its records."""
 
     gone: tuple[Any, ...]
 
@@ -98,7 +99,7 @@ class LogThread:
         self._recent = recent
         # Unlike the other queues, this one may be used by a destructor that runs within its own methods.
         self._queue: queue.SimpleQueue[_QueuedRecord | _Drain | threading.Event | None] = queue.SimpleQueue()
-        #: One for each further record that may keep its exception. Its methods are atomic, as the queue's.
+        #: One permit for each further record that may keep its exception. The deque's methods are atomic.
         self._permits = deque([True] * max_tracebacks)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -121,7 +122,7 @@ class LogThread:
         def intercept(source: logging.Logger, record: logging.LogRecord) -> None:
             try:
                 is_taken = self._put(source, record)
-            except Exception:  # which must not fail the code that logs
+            except Exception:  # errors must not reach the code that logs
                 is_taken = False
                 _report_error()
             if not is_taken:
@@ -155,7 +156,7 @@ class LogThread:
 
     def _end_process(self, thread: threading.Thread) -> None:
         if os.getpid() != self._pid:
-            return  # a fork, which has no such thread
+            return  # a forked process has no such thread
         self._thread = None
         self._queue.put(None)
         thread.join(FLUSH_S)
@@ -168,7 +169,7 @@ class LogThread:
     def _put(self, source: logging.Logger, record: logging.LogRecord) -> bool:
         """Queue or drop a record; return False if its handlers are to be called here."""
         thread = self._thread
-        # A fork has no such thread. A handler that logs must not feed the queue.
+        # A forked process has no such thread. A handler that logs must not add to the queue.
         if thread is None or os.getpid() != self._pid or threading.get_ident() == thread.ident:
             return False
         logs = self.logs
@@ -230,7 +231,7 @@ class LogThread:
                 self._drain(entry.gone)
             else:
                 self._call_handlers(entry)
-            del entry  # an idle thread must not keep a traceback alive
+            del entry  # an idle thread must not keep a traceback in memory
 
     def _call_handlers(self, entry: _QueuedRecord) -> None:
         try:
@@ -272,7 +273,8 @@ def _is_final(value: Any) -> bool:
 
 
 def _report_error() -> None:
-    # Handlers report their own errors; this one is of a filter, or of a handler that does not.
+    # Handlers report their own errors. This error comes from a filter, or from a handler that does not report
+    # it.
     if logging.raiseExceptions and sys.stderr is not None:
         traceback.print_exc()
 
@@ -284,7 +286,7 @@ def _with_final_message(record: logging.LogRecord) -> logging.LogRecord:
         return record
     try:
         message = encodable(record.getMessage())
-    except Exception:  # the handlers report it
+    except Exception:  # the handlers report the error
         return record
     record = copy.copy(record)
     record.msg, record.args = message, None

@@ -38,7 +38,7 @@ async def watch_nanny(worker: Worker, grace_s: float) -> None:
         async with asyncio.timeout(WATCH_S):
             await _run(worker, str(worker.nanny), answer_in_nanny, grace_s)
     except Exception as error:
-        # Any error of the other process. The worker serves anyway.
+        # The nanny's process may raise any error. The worker serves without the handler.
         logger.warning("SIGTERM to the nanny of this worker ends requests under way: %r", error)
 
 
@@ -58,18 +58,18 @@ async def _ask_worker(nanny: Any) -> None:
     worker = nanny.worker_address
     if worker is None or nanny.status.name != "running":
         return
-    # If the worker's process got SIGTERM too and ends first, no other one replaces it.
+    # So that no new worker starts if the worker's process also got SIGTERM and ends first.
     nanny.close_gracefully(reason="daskserve-sigterm")
     try:
         async with asyncio.timeout(getattr(nanny, _GRACE_ATTRIBUTE)):
             await _run(nanny, worker, retire_in_worker)
     except Exception as error:
-        # Any error of the other process, such as its exit, ends the wait.
+        # Any error of the worker's process, such as its exit, ends the wait.
         logger.info("Worker %s did not retire: %r", worker, error)
 
 
 async def retire_in_worker(dask_worker: Worker) -> None:
-    """Return when a worker may end; at once if it has nothing of daskserve."""
+    """Wait until a worker may end; return at once if daskserve does not use it."""
     host = getattr(dask_worker, HOST_ATTRIBUTE, None)
     if host is not None:
         await asyncio.shield(host.retirement.begin())

@@ -20,7 +20,7 @@ CONNECTING_S = 0.02
 
 
 def find_connection() -> ClusterConnection:
-    """Return the caller's connection: that of its replica, its Dask task's worker, or its Dask client.
+    """Return the caller's connection: from its replica, its Dask task's worker, or its Dask client.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def default_client() -> Client | None:
 
 
 def present_connection() -> DaskConnection | None:
-    """Return the caller's connection: that of its replica, its Dask task's worker, or its Dask client."""
+    """Return the caller's connection: from its replica, its Dask task's worker, or its Dask client."""
     replica = current_replica.get()
     if replica is not None and replica.cluster is not None:
         connection: DaskConnection = replica.cluster.connection
@@ -61,7 +61,8 @@ def present_connection() -> DaskConnection | None:
 def worker_connection() -> DaskConnection | None:
     """Return the connection of the worker that the current Dask task or actor runs on.
 
-    A worker that has just joined has no Host yet; then a task in a thread connects by the worker's client.
+    A worker that has just joined has no Host yet; then a task in a thread connects through the worker's
+    client.
     """
     worker: Any
     try:
@@ -78,13 +79,13 @@ def worker_connection() -> DaskConnection | None:
         return None
     loop: Any = worker.loop
     if running_loop() is not None:
-        # A coroutine: its client connects in the background.
+        # In a coroutine, the client connects in the background.
         return connection_of(get_client()) if running_loop() is loop.asyncio_loop else None
     return asyncio.run_coroutine_threadsafe(_connect(get_client()), loop.asyncio_loop).result()
 
 
 async def _connect(client: Client) -> DaskConnection:
-    """Return the connection of a worker's client, which another task may have created just now."""
+    """Return the connection of a worker's client, which another task may just have created."""
     while client.status in ("newly-created", "connecting"):
         await LoopClock().sleep(CONNECTING_S)
     return connection_of(client)

@@ -1,10 +1,10 @@
 """Keeps a worker serving while its scheduler is away, and registers it with the next one.
 
-Problem: Dask closes a worker whose connection to the scheduler breaks, and does not support that a worker
-registers a second time. All replicas and proxies would be lost with the scheduler, although they do not need
-it to answer requests. Choice: the worker continues to serve until another scheduler answers at the address.
-It then registers there, after it has forgotten the tasks that the new scheduler does not know, and asks it to
-bring back the instances; the actors are still there, and their new controller adopts them.
+Problem: Dask closes a worker whose connection to the scheduler breaks, and does not let a worker register a
+second time. All replicas and proxies would be lost with the scheduler, although they do not need it to answer
+requests. Choice: the worker continues to serve until another scheduler answers at the address. It then
+registers there, after it has forgotten the tasks that the new scheduler does not know, and asks it to bring
+back the instances; the actors are still there, and their new controller adopts them.
 
 A worker cannot register while a task still runs in one of its threads. It then completes the requests in
 flight and closes, and its nanny starts a new worker. If no scheduler answers within the grace period, the
@@ -44,9 +44,9 @@ logger = logging.getLogger("daskserve.host")
 
 #: Import path of the function that requests an instance from the scheduler. It imports this module.
 BRING_BACK = "daskserve.cluster.scheduler.install:bring_back"
-#: Time limit of the requests in flight at a worker that leaves.
+#: Time limit for the requests in flight at a worker that leaves.
 DRAIN_S = 20.0
-#: How long a scheduler that closes may still answer.
+#: How long a closing scheduler may still answer.
 CLOSES_S = 2.0
 #: How long the worker waits for Dask tasks that run in its threads; their results are lost.
 TASKS_S = 1.0
@@ -55,7 +55,7 @@ ASK_S = 0.5
 
 
 class Reconnection:
-    """See the module.
+    """Keeps one worker serving while its scheduler is away; see the module.
 
     Parameters
     ----------
@@ -105,9 +105,7 @@ class Reconnection:
                 await self._registry.drain(DRAIN_S)
             return WorkerOutcome.CLOSES
         if found_id == lost_id or not is_present(self._worker):
-            return (
-                WorkerOutcome.CLOSES
-            )  # the scheduler has replaced what was here, or the worker is being closed
+            return WorkerOutcome.CLOSES  # the actors here were replaced, or the worker is closing
         left = await self._hand_over()
         if not await self._has_no_tasks():
             logger.warning("A Dask task still runs on this worker, which is replaced instead of registered")

@@ -36,7 +36,7 @@ class RequestTasks:
         self._futures: set[weakref.ref[Future[Any]]] = set()
 
     def add(self, futures: Iterable[Future[Any]]) -> None:
-        """Add futures, which others hold."""
+        """Add futures, without keeping them alive."""
         known = self._futures
         for future in futures:
             known.add(weakref.ref(future, known.discard))
@@ -46,7 +46,7 @@ class RequestTasks:
         for reference in list(self._futures):
             future = reference()
             if future is not None and not future.done():
-                with suppress(RuntimeError):  # the loop of its client has ended, as the replica does
+                with suppress(RuntimeError):  # the client's loop has ended, because the replica is ending
                     future.release()
 
 
@@ -64,7 +64,7 @@ def end_with_request(futures: Iterable[Future[Any]]) -> None:
     if request is None or replica is None or not replica.holder.dask_task_config.get("cancel_with_request"):
         return
     tasks: RequestTasks | None = request.dask_tasks
-    if tasks is None:  # setdefault is atomic, so all threads get the same
+    if tasks is None:  # setdefault is atomic, so all threads get the same object
         tasks = vars(request).setdefault("dask_tasks", RequestTasks())
     tasks.add(futures)
     if request.cancels_new_tasks:
@@ -76,7 +76,7 @@ class _FailedError(Exception):
 
 
 class TaskClient(ScatteringClient):
-    """A client whose tasks belong to the replica and the request that submit them."""
+    """A client whose tasks belong to the replica and the request that submitted them."""
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a task."""
@@ -85,14 +85,15 @@ class TaskClient(ScatteringClient):
         return future
 
     def _graph_to_futures(self, *args: Any, **kwargs: Any) -> Any:
-        # All methods that submit tasks call this.
+        # All methods that submit tasks call this method.
         kwargs["user_priority"] = kwargs.get("user_priority") or default_priority()
         futures = super()._graph_to_futures(*args, **kwargs)
         end_with_request(futures.values())
         return futures
 
     async def _gather(self, futures: Any, errors: str = "raise", *args: Any, **kwargs: Any) -> Any:
-        # If Dask's own wait is cancelled, it leaves one task behind for each future, and each logs an error.
+        # If Dask's own wait is cancelled, it leaves behind one task for each future, and each task logs an
+        # error.
         mine = [each for each in futures_of(futures) if each.client is self and not each.done()]
         await _settled(mine, errors)
         return await super()._gather(futures, errors, *args, **kwargs)

@@ -32,14 +32,14 @@ logger = logging.getLogger("daskserve.host")
 #: The time that Dask needs to end the process afterwards, or less if the whole time is short.
 EXIT_S = 2.0
 EXIT_SHARE = 0.2
-#: Maximum time until all routers know that this worker has no replicas.
+#: How long to wait at most until all routers know that this worker has no replicas.
 NEWS_S = 1.0
 #: Timeout of the scheduler's answer, which normally takes a second at most.
 ANSWER_S = 4.0
 
 
 class Retirement:
-    """See the module.
+    """Retires this worker on SIGTERM; see the module.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Retirement:
             async with asyncio.timeout(NEWS_S):
                 await ask_from_worker(self._worker, "depart", worker=self._worker.address)
         except (OSError, TimeoutError, ServeError) as error:
-            # Routers notice at the first request that this worker refuses.
+            # Routers notice when this worker refuses their first request.
             logger.warning("The scheduler cannot announce that this worker has ended: %r", error)
         await self._clock.sleep(NEWS_S / 2)
 

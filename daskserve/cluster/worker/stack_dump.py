@@ -29,7 +29,7 @@ def answer_with_stacks(file: int) -> None:
 
 
 def crash_in(file: int) -> str:
-    """Return the error and the thread's stack that a process wrote to its file when it crashed."""
+    """Return the error and the crashed thread's stack, which a process wrote to its file when it crashed."""
     text = os.pread(file, MAX_BYTES, 0).decode(errors="replace")
     _, found, rest = text.rpartition("Fatal Python error:")
     error, _, stacks = rest.partition("\n\n")
@@ -45,7 +45,7 @@ async def ask_for_stacks(pid: int, file: int) -> str:
         return ""
     own = os.dup(file)  # the original is closed when the process ends
     try:
-        os.lseek(own, 0, os.SEEK_SET)  # where the process writes, too
+        os.lseek(own, 0, os.SEEK_SET)  # the process writes from the beginning, too
         os.ftruncate(own, 0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, SIGNAL)

@@ -39,7 +39,7 @@ def _names_of(replica_tag: str) -> tuple[str, str, str]:
 
 
 def tags_of(record: logging.LogRecord, logs: ProcessLogs) -> Tags:
-    """Return the tags of a record that the current code makes."""
+    """Return the tags of a record that the current code logs."""
     found = current_tags()
     if found is not None:
         return found
@@ -85,7 +85,7 @@ class TaggedOutput(io.TextIOBase):
         self._begun: dict[tuple[str, int], str] = {}
 
     def write(self, text: str) -> int:
-        """Write a text; the lines of a replica with its name."""
+        """Write a text; lines of a replica get its name."""
         tags = current_tags()
         if tags is None:
             return self.stream.write(text)
@@ -96,7 +96,7 @@ class TaggedOutput(io.TextIOBase):
         if rest:
             self._begun[key] = rest
         while len(self._begun) > MAX_BEGUN:
-            # Its thread or replica has most likely ended.
+            # The thread or replica of the oldest line has most likely ended.
             oldest = next(iter(self._begun))
             self._write_line(self._begun.pop(oldest, ""), self._logs.tags_of(oldest[0]))
         for line in lines:
@@ -118,7 +118,7 @@ class TaggedOutput(io.TextIOBase):
         self._take(line[:MAX_LINE], tags)
 
     def flush(self) -> None:
-        """Flush the stream, with the line that this replica has begun."""
+        """Flush the stream, including the incomplete line of this replica."""
         tags = current_tags()
         if tags is not None:
             begun = self._begun.pop((tags.replica, threading.get_ident()), "")
@@ -167,7 +167,7 @@ def mark_output(logs: ProcessLogs, take: Callable[[str, Tags], None]) -> Callabl
     def undo() -> None:
         logs.before_end = lambda source: None
         marked.end()
-        if sys.stdout is marked:  # if not, other code has replaced it
+        if sys.stdout is marked:  # otherwise other code has replaced it
             sys.stdout = before
 
     return undo

@@ -27,7 +27,7 @@ from daskserve.telemetry.tracing.tasks import with_trace
 
 logger = logging.getLogger("daskserve.dask")
 
-#: The calls of the scheduler that acquire a lock: the call that releases it, and the arguments of that.
+#: For each call of the scheduler that acquires a lock: the call that releases it, and that call's arguments.
 _RELEASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "semaphore_acquire": ("semaphore_release", ("name", "lease_id")),
     "multi_lock_acquire": ("multi_lock_release", ("id",)),
@@ -74,7 +74,7 @@ class UserClient(TaskClient):
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(address, **options)
         if self.scheduler is None:
-            self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others take it at once
+            self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others read it at once
 
     def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Submit a task, which belongs to the trace of the present request."""
@@ -131,7 +131,7 @@ class UserClient(TaskClient):
         return await func(*args, **kwargs)
 
     async def connected(self) -> None:
-        """Return once the client has been connected; a caller that is cancelled does not cancel that."""
+        """Return once the client is connected; cancelling the caller does not cancel the connection."""
         if self.status in ("newly-created", "connecting"):
             await asyncio.shield(asyncio.ensure_future(self))
 
@@ -141,7 +141,7 @@ def _traced(function: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _only_owner(futures: Any) -> Any:
-    """Return the client of futures; None if they have several."""
+    """Return the client of futures; None if they have more than one client."""
     owners = {future.client for future in futures_of(futures)}
     return owners.pop() if len(owners) == 1 else None
 
@@ -199,8 +199,8 @@ class UserClients:
                 name="daskserve-threads" if loop is self._loop else "daskserve-user",
             )
             self._clients[loop] = client
-            # Loops close their asynchronous generators before they end, wherever they are run. This one has
-            # no `await` before its `yield`, so that its first step needs no task.
+            # Every event loop closes its asynchronous generators before it ends. This generator has no
+            # `await` before its `yield`, so that its first step needs no task.
             holding = self._holding[loop] = self._hold(loop, client)
             with suppress(StopIteration):
                 holding.__anext__().send(None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Returns the client of the running loop; in a thread without a loop, the client for threads.
 FindClient = Callable[[], "Client"]
 
-#: How many frames are between ``__enter__`` of a lock and its question whether it runs on an event loop.
+#: Maximum number of frames between a lock's ``__enter__`` and its check whether it runs on an event loop.
 _DEPTH = 10
 
 
@@ -39,7 +39,7 @@ class CurrentClient:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For ``isinstance``."""
+        """The class of Dask's own object, for ``isinstance``."""
         return type(self._find())
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class CurrentClient:
 
 
 class CurrentLoop:
-    """The Tornado loop of the running event loop; in other threads, that of the client for threads."""
+    """The Tornado loop of the running event loop; in other threads, the loop of the client for threads."""
 
     def __init__(self, find: FindClient) -> None:
         self._find = find
@@ -57,7 +57,7 @@ class CurrentLoop:
 
     @property
     def asyncio_loop(self) -> Any:
-        """The running event loop, or in a thread that of the client for threads."""
+        """The running event loop; in a thread, the loop of the client for threads."""
         refuse_blocking_lock()
         present = running_loop()
         if present is not None:
@@ -127,17 +127,17 @@ class WorkerView:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For ``isinstance``."""
+        """The class of Dask's own object, for ``isinstance``."""
         return WorkerView if isinstance(self._worker, Mapping) else type(self._worker)
 
     @property
     def client(self) -> Client:
-        """The client of the running loop, or in a thread the one for threads."""
+        """The client of the running loop; in a thread, the client for threads."""
         return self._find()
 
     @property
     def data(self) -> Mapping[Any, Any]:
-        """The values in this process, where a client looks first."""
+        """The values in this process, which a client searches first."""
         data: Mapping[Any, Any] = {} if isinstance(self._worker, Mapping) else self._worker.data
         return data
 
@@ -147,7 +147,7 @@ class WorkerView:
         return self._find().rpc
 
     def log_event(self, topic: Any, message: Any) -> None:
-        """Log an event with the scheduler, later."""
+        """Schedule the logging of an event on the scheduler."""
         if isinstance(self._worker, Mapping):
             client: Any = self._find()
             client.loop.add_callback(client.log_event, topic, message)
@@ -171,7 +171,7 @@ class WorkerView:
 
 
 def _let_go(timer: Any, loop: Any) -> None:
-    """Let the timer with which a lock renews its lease end with the lock, which then stops it."""
+    """Make the timer with which a lock renews its lease stop when the lock is deleted."""
     # Without this, Dask's locks live as long as the event loop, and a server creates one for each request.
     from tornado.ioloop import PeriodicCallback  # Dask has imported it
 
@@ -184,12 +184,12 @@ def _let_go(timer: Any, loop: Any) -> None:
         return None if found is None else found()
 
     timer.callback = refresh_if_alive
-    # A lock may be deleted in any thread, and an event loop may be used in its own only.
+    # A lock may be deleted in any thread, but an event loop may be used only in its own thread.
     timer.stop = partial(loop.add_callback, timer.stop)  # type: ignore[method-assign]
 
 
 def refuse_blocking_lock() -> None:
-    """Raise if code on an event loop enters a lock of Dask without ``async``, which would not lock it.
+    """Raise if code on an event loop enters a Dask lock without ``async``, because that would not lock.
 
     Raises
     ------

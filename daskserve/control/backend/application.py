@@ -106,8 +106,8 @@ def neighbours(
     """Return the backends to step after an applied change of this one.
 
     The ingress is among them because its step checks whether a change of the application is complete, in case
-    several deployments came up together. The start of a replica matters to no other backend. Callers of this
-    backend are included unless they are ``informed``: their steps have already seen the change.
+    several deployments came up together. The start of a replica does not affect other backends. Callers of
+    this backend are included unless they are ``informed``: their steps have already seen the change.
     """
     starts = (
         isinstance(each, ReplicaRecord) and each.state is ReplicaState.STARTING for each in change.values()

@@ -1,4 +1,4 @@
-"""The dead replicas of a backend in its record, and back. Pure."""
+"""Converts the dead replicas of a backend to records and back. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daskserve.control.observed.observed import KEPT_DEAD, DeadReplica, Notes
 from daskserve.control.records.deaths import DeathsRecord
 from daskserve.control.records.records import BackendRecord
 
-#: Characters of a reason, of a traceback and of all log lines that are stored.
+#: Maximum numbers of characters stored for a reason, a traceback, and all log lines.
 MAX_REASON, MAX_TRACEBACK, MAX_LINES = 500, 2000, 2000
 
 

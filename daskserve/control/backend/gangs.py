@@ -27,7 +27,7 @@ def are_gangs(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> bool
 
 
 def broken(replicas: Mapping[ReplicaTag, ReplicaRecord]) -> list[ReplicaRecord]:
-    """Return the replicas that must end because others of their gangs have."""
+    """Return the replicas that must end because another replica of their gang has ended."""
     live = {tag for tag, each in replicas.items() if each.state in WANTED_STATES}
     return [replicas[tag] for tag in replicas if tag in live and not live.issuperset(replicas[tag].gang)]
 
@@ -91,7 +91,7 @@ def next_steps(
 def _units(
     backend: BackendRecord, replicas: Sequence[ReplicaRecord], leaving: Collection[ReplicaTag]
 ) -> Iterable[_Gang]:
-    """Return the live replicas as units of at least the wanted size.
+    """Return the live replicas as units of at least the wanted gang size.
 
     Old gangs may have another size. Small ones are joined, so that they stop together. A larger one counts as
     one unit.

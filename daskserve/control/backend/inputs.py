@@ -77,12 +77,12 @@ class Step:
         )
 
     def note_death(self, replica: ReplicaRecord, death: DeadReplica) -> None:
-        """Record why a replica ends that should have run."""
+        """Record why a replica ended that should have kept running."""
         self.notes.dead += (replace(death, version=replica.version),)
         self.causes[replica.key] = death.reason
 
     def wake(self, at: float) -> None:
-        """Schedule the next step for this time at the latest."""
+        """Schedule the next step for no later than this time."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 

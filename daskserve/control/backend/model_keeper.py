@@ -1,4 +1,4 @@
-"""Keeps the models of replicas as wanted: reads folders, writes records, and calls replicas.
+"""Keeps the replicas' loaded models as configured: reads folders, writes records, and calls replicas.
 
 Each step compares the records with the reports of replicas. A new controller therefore continues where the
 last one stopped, and a replica that missed a call gets it again a second later.
@@ -49,7 +49,7 @@ CALL_S = 5.0
 
 @dataclass(slots=True)
 class _Poll:
-    """What is known of the folder of a backend: its content, and the files of new versions."""
+    """The last reading of a backend's model folder: its content, and the files of new versions."""
 
     url: str
     due: float = -math.inf
@@ -59,7 +59,7 @@ class _Poll:
 
 
 class ModelKeeper:
-    """One per controller."""
+    """The loop that keeps models loaded; one per controller."""
 
     def __init__(
         self, cluster: Cluster, clock: Clock, state: State, observed: Observed, writer: Writer
@@ -89,12 +89,12 @@ class ModelKeeper:
             await self._clock.sleep(PERIOD_S)
 
     async def stop(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the calls in progress."""
         await self._tasks.close(timeout_s=2)
         self._observed.folders.close()
 
     async def step(self) -> None:
-        """Write what follows from the folders and the replicas, then call the replicas."""
+        """Write the changes that follow from folders and replicas' reports, then call the replicas."""
         self._note_phases()
         if self._changes():
             async with self._writer:
@@ -125,7 +125,7 @@ class ModelKeeper:
             keep = repository.keep_versions if repository.mode == "poll" else None
             if before is None and keep is not None:
                 if None in reports.values():
-                    continue  # it may have loaded something in its start
+                    continue  # the replica may have loaded models in its start
                 record = adopted(record, reports)
             poll = self._polls.get(tag)
             if keep is not None and poll is not None and poll.folder is not None:
@@ -145,7 +145,7 @@ class ModelKeeper:
         return self._clock.now() - began if mark == rollout.mark else 0.0
 
     def _note_phases(self) -> None:
-        """Note when the phases of rollouts began, and drop the counts of rollouts that have ended."""
+        """Record when the phases of rollouts began, and drop the counts of rollouts that have ended."""
         now, wall = self._clock.now(), self._clock.wall()
         before, self._phases = self._phases, {}
         for tag, record in self._state.models.items():
@@ -198,7 +198,7 @@ class ModelKeeper:
         finally:
             poll.is_busy = False
         if self._polls.get(tag) is not poll:
-            return  # the backend was deleted meanwhile, or has another repository
+            return  # the backend was deleted or has another repository by now
         if problem:
             self._observed.model_problems[tag] = problem
         else:
@@ -210,7 +210,8 @@ def read_folder(
 ) -> tuple[Folder, Mapping[str, str]]:
     """Return the content of a folder, and the files of its new versions, if they are among the newest.
 
-    A new version is not whole until two readings in a row agree, because someone may still be writing it.
+    A new version counts as complete once two consecutive readings agree, because it may still be being
+    written.
     """
     versions = list_models(repository.url)
     states = {

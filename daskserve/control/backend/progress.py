@@ -7,8 +7,8 @@ A change with ``timeout_s`` must be complete within that time. Any other change 
 2. A replica is at work: its environment is installed, its constructor or ``reconfigure`` runs, or its last
    requests end. Each of these has its own time limit.
 
-The second rule does not apply while replicas wait for room, because the work of others makes no room for
-them. A change whose replicas keep failing ends after ``max_constructor_retry_count``.
+The second rule does not apply while replicas wait for room, because other replicas' work does not make room
+for them. A change whose replicas keep failing ends after ``max_constructor_retry_count``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_overdue(
 def note(
     inputs: StepInputs, step: Step, goal: GoalRecord, backend: BackendRecord, replicas: Replicas
 ) -> None:
-    """Set the deadline of a change at the end of a step, and log at intervals what it waits for."""
+    """Set the deadline of a change at the end of a step, and periodically log what it waits for."""
     limit_s, deadline, notes = goal.limit_s, inputs.observed.deadlines.get(goal.goal_id), step.notes
     if limit_s is not None:
         if deadline is None:
@@ -80,7 +80,7 @@ def note(
             if makes_room(inputs.observed, backend, replicas):
                 notes.full_from = inputs.now
             deadline = notes.full_from + limit_s
-        if deadline > inputs.now:  # otherwise it waits for another deployment
+        if deadline > inputs.now:  # otherwise the change waits for another deployment
             step.wake(deadline)
     _tell(inputs, step, backend, replicas.values())
 
@@ -103,7 +103,7 @@ def _tell(inputs: StepInputs, step: Step, backend: BackendRecord, replicas: Iter
 
 
 def full_from(inputs: StepInputs, goal: GoalRecord | None, replicas: Iterable[ReplicaRecord]) -> float:
-    """Return since when replicas have waited for room, for a controller that notices it now."""
+    """Return since when replicas have waited for room, if a controller has just noticed it."""
     limit_s = None if goal is None else goal.limit_s
     if goal is None or limit_s is None:
         return inputs.now
@@ -118,9 +118,10 @@ def _left_s(inputs: StepInputs, goal: GoalRecord, limit_s: float, replicas: Iter
     began_at = goal.opened_at
     if goal.timeout_s is None:
         began_at = max([began_at, *(each.moved_at for each in replicas)])
-    if goal.goal_id not in inputs.observed.inherited or not began_at:  # earlier versions record no times
+    # older versions of daskserve did not record times
+    if goal.goal_id not in inputs.observed.inherited or not began_at:
         return limit_s
-    # The clocks of two machines differ.
+    # The controllers' clocks may differ.
     return max(limit_s - max(0.0, inputs.wall - began_at), min(limit_s, SETTLE_S))
 
 
@@ -174,7 +175,7 @@ def _busy(
 
 
 def makes_room(observed: Observed, backend: BackendRecord, replicas: Replicas) -> bool:
-    """Return whether replicas of a backend will soon make room for other replicas of it.
+    """Return whether replicas of a backend will soon make room for its other replicas.
 
     Draining replicas make room, and so do the new replicas of a rollout, because old ones drain after them.
     """
@@ -220,7 +221,7 @@ def is_holding(backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> boo
 
 
 def how_far(state: State, goal: GoalRecord, backend: BackendRecord, replicas: Iterable[ReplicaRecord]) -> str:
-    """Return the progress of a change as text; empty if nothing of it has run."""
+    """Return the progress of a change as text; empty if none of its replicas have run."""
     wanted, done = backend.needed_replicas, running(backend, replicas)
     is_update = goal.previous.get(backend.key) is not None
     tags = _tags(state, goal, backend)
@@ -248,7 +249,7 @@ def with_note(error: ServeError, far: str) -> ServeError:
 
 
 def late_error(goal: GoalRecord, backend: BackendRecord, why: str | None) -> ServeError:
-    """Return the error of a change that took too long; ``why`` is the reason why replicas have no room."""
+    """Return the error of a change that took too long; ``why`` says why replicas have no room."""
     what, limit = backend.display_name, shown(goal.limit_s or 0.0)
     if why is not None:
         where = "placement_group_bundles" if backend.bundles else "actor_options"

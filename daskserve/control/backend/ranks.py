@@ -100,7 +100,7 @@ def _numbers(current: Sequence[int | None], is_settled: bool) -> list[int]:
 
 
 def rank_info_of(backend: BackendRecord, replica: ReplicaRecord) -> RankInfo | None:
-    """Return the rank and the number of replicas that a replica should know; None before it has a rank."""
+    """Return the rank and the number of replicas to send to a replica; None before it has a rank."""
     if len(replica.rank) != 3:
         return None
     rank, node_rank, local_rank = replica.rank

@@ -21,7 +21,7 @@ from daskserve.control.placement.eviction_order import EvictionCriteria
 from daskserve.control.placement.placement import Demand, TentativeUsage, room_for
 from daskserve.control.records.records import BackendRecord, ReplicaRecord
 
-#: States that end without a further decision: a replica is about to run, or to leave room.
+#: States that end without a further decision: a replica is starting, or is about to free its resources.
 PASSING_STATES = frozenset({ReplicaState.STARTING, ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
 
@@ -61,7 +61,7 @@ def next_steps(
     idle_old = [each for each in old if each.state is not ReplicaState.RUNNING]
     serving_old = [each for each in old if each.state is ReplicaState.RUNNING]
     serving_new = sum(each.state is ReplicaState.RUNNING for each in new)
-    # Only an update makes replicas stop early: a retiring worker has time until its replicas are replaced.
+    # Only an update makes replicas stop early. A retiring worker waits until its replicas are replaced.
     is_update = any(each.version != version for each in old)
     needed = max(0, wanted - max_unavailable) if is_update else wanted
     surplus = max(0, len(serving_old) + serving_new - needed)
@@ -81,7 +81,7 @@ def replicas_to_drain(
 ) -> tuple[ReplicaRecord, ...]:
     """Return the fewest old replicas of one worker to stop, to make room for a new one.
 
-    Replicas whose room a new one cannot use stop one by one.
+    If a new replica cannot use their room, replicas stop one by one.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def replicas_to_drain(
     for each in sorted(old, key=load):
         by_worker.setdefault(each.worker, []).append(each)
     if room_for(trial, workers, demand, 1):
-        # There is room, but no additional replica is allowed.
+        # There is room, but the limit does not allow an additional replica.
         return tuple(min(by_worker.values(), key=lambda crowd: load(crowd[0]), default=[])[:1])
     found = [_fewest(trial, workers, demand, crowd) for crowd in by_worker.values()]
     return min(filter(None, found), key=lambda stop: (len(stop), sum(map(load, stop))), default=())
@@ -114,9 +114,9 @@ def drainable(
 ) -> tuple[list[ReplicaRecord], bool]:
     """Return the old replicas that may stop before new ones run, and whether new ones can use their room.
 
-    None may stop while another replica starts or stops, so that a failure makes no more replicas missing.
-    None may stop either if the complete rollout would not fit. If enough new replicas run already, the rest
-    of the old ones may stop, although the additional replicas that the load asks for do not fit.
+    No replica may stop while another one starts or stops, so that a failure does not reduce the number
+    further, or if the complete rollout would not fit. If enough new replicas already run, the rest of the old
+    ones may stop, even if the additional replicas that the load requires do not fit.
     """
     if any(each.state in PASSING_STATES for each in replicas):
         return [], False

@@ -37,10 +37,11 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
     replicas = inputs.state.replicas_of(backend.tag)
     step, after = run(inputs, backend, [each for each in replicas if each.version != stable.version], "")
     if after.canary is None:
-        step.wake(inputs.now)  # the next step is for one version again
+        step.wake(inputs.now)  # the next step handles one version again
         return step
     undone = {**inputs.undone, **step.change}
-    together = replace(inputs, undone=undone, incarnation=step.incarnation)
+    # With the same seed, replicas of both versions that start now would have the same names.
+    together = replace(inputs, undone=undone, incarnation=step.incarnation, seed=inputs.seed + 1)
     old = [each for each in replicas if each.version == stable.version]
     rest, _ = run(together, stable, old, kept_tag(backend.tag))
     step.change.update(rest.change)
@@ -57,7 +58,7 @@ def step_both(inputs: StepInputs, backend: BackendRecord, run: Run) -> Step:
 def decided(
     inputs: StepInputs, backend: BackendRecord, replicas: Iterable[ReplicaRecord], step: Step
 ) -> Decision:
-    """Return the next state of a rollout, given the replicas of the new version; note it in the step."""
+    """Return the next state of a rollout, given the replicas of the new version; record it in the step."""
     rollout = backend.canary
     assert rollout is not None
     new, old = running_of(backend, inputs.state.replicas_of(backend.tag))
@@ -84,14 +85,14 @@ def decided(
 
 
 def _duration(inputs: StepInputs, rollout: RolloutState, notes: Notes) -> float:
-    """Return how long a rollout has been in its phase, perhaps since an earlier controller."""
+    """Return how long a rollout has been in its phase, which may have begun under an earlier controller."""
     is_new = rollout.rollout_id not in inputs.observed.inherited
     notes.rollout = phase_began(notes.rollout, rollout, is_new=is_new, now=inputs.now, wall=inputs.wall)
     return inputs.now - notes.rollout[1]
 
 
 def lost(backend: BackendRecord, wall: float) -> BackendRecord:
-    """Return the record of a backend whose goal is lost, and with it the records for a rollback."""
+    """Return the record of a backend that has lost its goal, and therefore the records for a rollback."""
     rollout = backend.canary
     assert rollout is not None
     return replace(

@@ -128,7 +128,7 @@ class _Stepper:
             elif death is not None and self.goal is not None:
                 lost = replica, lost_error(self.backend, death)
 
-        if lost is not None:  # count one, because many replicas may be lost with one worker
+        if lost is not None:  # count one failure, because many replicas may be lost with one worker
             self.note_failure(*lost)
         for replica in gangs.broken(self.replicas):
             why = "another replica of its gang was lost"
@@ -298,7 +298,7 @@ class _Stepper:
         return surge if notes.full_since is None else 0
 
     def drain_first(self, surge: int, ongoing: Mapping[ReplicaTag, float]) -> None:
-        """Stop as few old replicas as possible if no new one fits beside them, or if there is no surge."""
+        """Stop as few old replicas as possible, if no surge is allowed or a new one does not fit."""
         inputs, notes = self.inputs, self.notes
         if (surge and not unplaced(self.replicas.values())) or notes.is_pausing(inputs.now):
             return
@@ -383,12 +383,13 @@ class _Stepper:
             return
         endpoint = state.endpoints.get(backend.tag) if backend.application else None
         if endpoint is not None and not endpoint.is_legacy:
-            self.step.change[endpoint.key] = None  # other deployments have called it until now
+            # kept until now, because other deployments call the endpoint
+            self.step.change[endpoint.key] = None
         if self.replicas:
             return
         known = state.backends.get(backend.tag)
         if known is not None and not known.is_deleting:
-            self.step.wake(self.inputs.now)  # first publish to routers why it is deleted
+            self.step.wake(self.inputs.now)  # first publish to routers why the backend is deleted
             return
         self.step.change[backend.key] = None
         self.notes = self.step.notes = Notes()
@@ -414,7 +415,7 @@ class _Stepper:
                     self.step.actions.append(StopReplica(replica, grace_of(self.backend, replica)))
             elif replica.state is ReplicaState.STARTING:
                 if replica.tag not in observed.ready:
-                    # It gets the current config if it is created now, and keeps its own if it exists.
+                    # A new replica gets the current config; an existing one keeps its config.
                     self.step.actions.append(StartReplica(self.in_doubt(replica)))
             elif replica.tag in barred:
                 continue
@@ -426,7 +427,7 @@ class _Stepper:
                 self.step.actions.append(ReconfigureReplica(replica))
 
     def in_doubt(self, replica: ReplicaRecord) -> ReplicaRecord:
-        """Return the record of a replica during a reconfiguration: either config may be in force."""
+        """Return the record of a replica during a reconfiguration: either config may be active."""
         wanted = self.backend.config_id
         unsure = in_doubt(replica.config_id, wanted)
         if replica.config_id not in (wanted, unsure):

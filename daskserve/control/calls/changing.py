@@ -185,7 +185,8 @@ class ChangingVerbs(DecidingVerbs):
     ) -> dict[str, Any]:
         async with self._deciding():
             app = self._core.state.apps.get(name)
-            if app is not None and not app.is_deleting:  # else it may be the retry of a call that was lost
+            # otherwise this may be the retry of a call whose answer was lost
+            if app is not None and not app.is_deleting:
                 check_version(self._core.state, expected_version)
             outcome = app_verbs.delete(
                 self._core.state,
@@ -202,7 +203,7 @@ class ChangingVerbs(DecidingVerbs):
 
     @verb
     async def withdraw(self, requests: Sequence[str], by: str = "") -> dict[str, Any]:
-        """Take back the incomplete changes of some calls; idempotent.
+        """Undo the incomplete changes of some calls; idempotent.
 
         Calls that have not arrived yet, because they travel on another connection, are refused later.
         """
@@ -222,7 +223,7 @@ class ChangingVerbs(DecidingVerbs):
     async def _change(
         self, by: str, decide: Callable[..., Change], *args: Any, **options: Any
     ) -> dict[str, Any]:
-        """Make the change that a function decides on; return when the proxies have applied it."""
+        """Apply the change that a function returns; return when the proxies have applied it."""
         async with self._deciding():
             change = decide(self._core.state, *args, **options)
             await self._core.writer.commit(change, causes={WHOLE: by})

@@ -23,8 +23,9 @@ class DecidingVerbs:
 
         ``requests`` are the ids of the calls; a withdrawn call is refused.
 
-        The store rejects changes from a replaced controller. Where nothing changes, a replaced controller
-        would answer from outdated state, so it first checks that it is the newest one.
+        The store rejects changes from a replaced controller. If a call changes nothing, the store cannot
+        reject it, and a replaced controller would answer from outdated state. So this first checks that the
+        controller is the newest one.
         """
         store = self._core.cluster.store
         if store.hold is StoreOwnership.TAKEN:

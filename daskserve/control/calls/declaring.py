@@ -25,7 +25,7 @@ from daskserve.loops.tasks import pause
 
 
 class DeclaringVerbs(DecidingVerbs):
-    """See the module."""
+    """The verbs for the declared configuration."""
 
     @verb
     async def apply_config(
@@ -110,7 +110,7 @@ class DeclaringVerbs(DecidingVerbs):
         version: str = "",
         request_id: str = "",
     ) -> dict[str, Any]:
-        """Declare the configuration in the text of a file; the answer has the warnings about it."""
+        """Declare the configuration in the text of a file; the answer contains the warnings about it."""
         found = await asyncio.to_thread(_read, text, name)
         answer = await self.apply_config(
             found.config.to_plain(),
@@ -140,7 +140,7 @@ class DeclaringVerbs(DecidingVerbs):
         apps = {}
         for name, each in built.items():
             apps[name] = planned(core.state, name, each, core.observed.unloadable.keys())
-            await pause()  # a thousand applications take half a second
+            await pause()  # lets other tasks run: a thousand applications take half a second
         return completed(core.state, values, apps, merges=merge)
 
     @verb
@@ -157,7 +157,7 @@ class DeclaringVerbs(DecidingVerbs):
         by: str = "",
         request_id: str = "",
     ) -> dict[str, Any]:
-        """Replace the replicas of an application, or of one deployment, by ones of the same code."""
+        """Replace the replicas of an application, or of one deployment; the code stays the same."""
         request_id = request_id or self._goal_id()
         async with self._deciding([request_id]):
             outcome = restart_verb.restart(
@@ -189,7 +189,7 @@ class DeclaringVerbs(DecidingVerbs):
     async def wait_for_config(
         self, version: int, names: Sequence[str] | None = None, timeout_s: float = MAX_WAIT_S
     ) -> dict[str, Any]:
-        """Return when the applications of a declaration run or have failed, or after at most 30 s.
+        """Wait until the applications of a declaration run or have failed, for at most 30 s.
 
         Parameters
         ----------
@@ -227,7 +227,8 @@ def _resolved(instance: Mapping[str, Any]) -> Mapping[str, Any]:
     from daskserve.config_file.model import InstanceConfig
     from daskserve.config_file.reading import in_force
 
-    # The options of HTTP and traces apply at the start of the instance, with the variables of its starter.
+    # The HTTP and tracing options only apply when the instance starts, with the variables of the program that
+    # starts it.
     wanted = {
         name: instance[name]
         for name in ("target_capacity", "logging_config", "references")

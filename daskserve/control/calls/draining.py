@@ -20,7 +20,7 @@ POLL_S = 0.01
 
 
 class DrainingVerbs:
-    """The supervisor or the local cluster calls them once, at the end of the instance."""
+    """The verbs of draining, called once at the instance's end by the supervisor or local cluster."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -30,11 +30,11 @@ class DrainingVerbs:
     async def drain(self) -> float:
         """Begin to drain if there may be requests; return the time limit in seconds, or 0.
 
-        From then on nothing is written to the store, and verbs that change something are refused.
+        From then on no change is written to the store, and verbs that change something are refused.
         """
         core = self._core
         if self._draining is None:
-            if not await self._is_busy() and not await self._is_overtaken():
+            if not await self._is_busy() and not await self._forget_replicas():
                 return 0.0
             async with core.writer:
                 core.writer.detach()
@@ -66,12 +66,16 @@ class DrainingVerbs:
         answers = await asyncio.gather(*asking, return_exceptions=True)
         return [actor for found in answers if not isinstance(found, BaseException) for actor in found]
 
-    async def _is_overtaken(self) -> bool:
-        """Return whether another cluster has taken over. Its proxies share the port and serve on."""
+    async def _forget_replicas(self) -> bool:
+        """Remove the replicas from the store, and return whether another cluster has taken over.
+
+        The replicas end with the instance. An instance that starts on the store later would treat them as
+        lost. The proxies of a cluster that has taken over share the port and continue to serve.
+        """
         core = self._core
-        empty = StoreChange(must_last=False)
+        change = StoreChange({each.key: None for each in core.state.replicas.values()}, must_last=False)
         try:
-            await core.clock.wait_for(core.cluster.store.commit(core.epoch, empty), ANSWER_S)
+            await core.clock.wait_for(core.cluster.store.commit(core.epoch, change), ANSWER_S)
         except StaleEpochError:
             return True
         except (ServeError, OSError, TimeoutError) as error:
@@ -79,8 +83,9 @@ class DrainingVerbs:
         return core.cluster.store.hold is StoreOwnership.TAKEN
 
     async def _drain(self) -> None:
-        """Stop the proxies, which finish what they have taken, then the replicas, the callers first."""
+        """Stop the proxies, which complete their requests, then the replicas, callers first."""
         core = self._core
+        await self._forget_replicas()
         await core.loop.close_proxies(departure.grace_s(core.state))
         async with core.writer:
             await core.writer.commit(departure.leaving(core.state))

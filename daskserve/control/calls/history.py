@@ -15,7 +15,7 @@ from daskserve.control.verbs.history.views import MAX_EVENTS, events_after, hist
 
 
 class HistoryVerbs(DecidingVerbs):
-    """See the module."""
+    """The verbs for the history of an instance."""
 
     @verb
     async def history(self, app: str) -> dict[str, Any]:

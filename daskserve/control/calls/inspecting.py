@@ -23,7 +23,7 @@ MAX_COMPARED = 200
 
 
 class InspectingVerbs:
-    """See the module."""
+    """The verbs that inspect running user code."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core

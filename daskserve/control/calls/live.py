@@ -16,7 +16,7 @@ POLL_S = 0.2
 
 
 class LiveVerbs:
-    """See the module."""
+    """The verb for live metrics."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -49,4 +49,4 @@ class LiveVerbs:
 
     def _look(self) -> None:
         self._core.observed.live.look(self._core.clock.now())
-        self._core.news.notify({LIVE_METRICS: True})  # the watch of the workers removes it later
+        self._core.news.notify({LIVE_METRICS: True})  # `WorkerWatch` removes the value later

@@ -33,12 +33,12 @@ ALL_S = 10.0
 ASK_EVERY_S = 0.5
 #: Maximum size of an unpacked cursor in bytes.
 MAX_CURSOR = 4 << 20
-#: The values of a row beside the fields of a record.
+#: The values of a row other than the fields of a record.
 _INTERNAL = frozenset({"levelno", "number", "source", "turn", "instance"})
 
 
 class LogVerbs(DecidingVerbs):
-    """See the module."""
+    """The verbs for the logs of an instance."""
 
     @verb
     async def set_logging(self, config: Mapping[str, Any], by: str = "") -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Gathered:
             del self._records[: max(0, len(self._records) - self._limit)]
             return
         for row in self._records[self._limit :]:
-            # The next call returns it.
+            # The next call returns this row.
             self._last[row["source"]] = min(self._last[row["source"]], row["number"] - 1)
         del self._records[self._limit :]
 

@@ -23,13 +23,13 @@ from daskserve.payload.model_files import list_models
 
 
 class ModelVerbs(DecidingVerbs):
-    """See the module."""
+    """The verbs for the models of deployments."""
 
     @verb
     async def list_models(self, name: str, has_folder: bool = True) -> dict[str, Any]:
         """Return the models of a deployment, with the versions in its folder that are not loaded.
 
-        Each version has ``state``, ``reason`` and ``is_default``; one that is not loaded has the state
+        Each version has ``state``, ``reason`` and ``is_default``; a version that is not loaded has the state
         AVAILABLE.
         """
         backend, repository = self._find(name)
@@ -52,7 +52,7 @@ class ModelVerbs(DecidingVerbs):
     async def load_model(
         self, name: str, model: str, version: str | None = None, is_default: bool = True, by: str = ""
     ) -> dict[str, Any]:
-        """Have all replicas load a version, by default the newest; return its name before they have it."""
+        """Make all replicas load a version, by default the newest; return its name before they have."""
         _, repository = self._find(name)
         self._check_explicit(repository)
         versions = (await self._read(repository)).get(model, [])
@@ -74,7 +74,7 @@ class ModelVerbs(DecidingVerbs):
     async def unload_model(
         self, name: str, model: str, version: str | None = None, by: str = "", request_id: str = ""
     ) -> None:
-        """Have all replicas unload a version, or all of a model; the retry of a call changes nothing."""
+        """Make all replicas unload a version, or all versions of a model; retrying a call changes nothing."""
         _, repository = self._find(name)
         self._check_explicit(repository)
 

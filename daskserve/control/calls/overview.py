@@ -21,7 +21,7 @@ UPDATE_BITS = 40
 
 
 class OverviewVerbs:
-    """See the module."""
+    """The verb for the changes of the overview."""
 
     def __init__(self, core: ControllerCore) -> None:
         self._core = core
@@ -32,7 +32,7 @@ class OverviewVerbs:
     async def next_overview(
         self, after: int = 0, events_after: int | None = None, timeout_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return the changes of the overview and the events since ``after``, or nothing after a time.
+        """Return the overview's changes and the events since ``after``; nothing if there are none in time.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class OverviewVerbs:
         core = self._core
         self._due = core.clock.now() + PAUSE_S
         refused = await core.cluster.refused_workers()
-        began = processor_time()  # without the wait for the scheduler
+        began = processor_time()  # excludes the wait for the scheduler
         instance = {
             "instance": core.cluster.instance,
             "epoch": core.epoch,

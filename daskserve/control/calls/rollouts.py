@@ -17,7 +17,7 @@ from daskserve.control.views.rollouts import model_rollout_status, rollout_statu
 
 
 class RolloutVerbs(DecidingVerbs):
-    """A deployment is named as in `daskserve.control.calls.changing.ChangingVerbs.scale`.
+    """The verbs for rollouts. Deployments are named as in `ChangingVerbs.scale`.
 
     With ``model``, the verbs are about the rollout of that model of its ``model_repository``. Each verb
     returns the state of the rollout after it.

@@ -14,7 +14,7 @@ from daskserve.control.records.storing.writer import Writer
 
 #: Minimum and maximum time between two builds of the status.
 STATUS_PAUSE_S, STATUS_PERIOD_S = 0.1, 1.0
-#: Tolerance of these times for rounding errors.
+#: Tolerance for rounding errors of these times.
 _LEEWAY_S = 0.001
 
 
@@ -69,7 +69,7 @@ class WatchedStatus:
             return last
 
     def _is_good(self, last: _Look, writer: Writer, seen: str) -> bool:
-        """Return whether a status is new enough; a watcher that has seen none needs the present one."""
+        """Return whether a status is new enough; a watcher without a status needs the current one."""
         age_s = self._clock.now() - last.at + _LEEWAY_S
         if seen and age_s < STATUS_PAUSE_S:
             return True

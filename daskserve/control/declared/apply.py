@@ -23,7 +23,7 @@ from daskserve.control.verbs.declaring import next_declaration
 from daskserve.control.verbs.target_capacity import set_target_capacity
 from daskserve.errors import AlreadyRegisteredError, BadRequestError, VersionConflictError
 
-#: The key of a configuration that holds its applications.
+#: The key of the applications in a configuration.
 APPLICATIONS = "applications"
 CAPACITY = "target_capacity"
 
@@ -51,7 +51,7 @@ def apply(
     values: Mapping[str, Any] | None = None,
     is_whole: bool = False,
 ) -> Applied:
-    """Declare the applications of a configuration; a repeated call changes nothing.
+    """Declare the applications of a configuration; repeating a call changes nothing.
 
     Parameters
     ----------
@@ -146,7 +146,8 @@ def to_delete(state: State, wanted: Collection[str], *, is_whole: bool = False) 
 def check_routes(state: State, configs: Sequence[Mapping[str, Any]], leaving: Collection[str]) -> None:
     """Raise an error for names and routes that can never be deployed.
 
-    Routes may move between applications of configurations: one is deployed once the other has left its route.
+    Routes may move between applications of configurations: one application is deployed once the other has
+    given up the route.
     """
     names = [each["name"] for each in configs]
     twice = sorted({each for each in names if names.count(each) > 1}) if len(set(names)) < len(names) else []

@@ -1,4 +1,4 @@
-"""Building what is declared: the loop that turns configurations into deployments.
+"""Builds declared applications: the loop that turns configurations into deployments.
 
 An application is built until its record has a result for its generation. If the controller is lost, either
 the old or the new version of the application remains, and the next controller builds again.
@@ -42,7 +42,7 @@ logger = logging.getLogger("daskserve.controller")
 BUILD_S = 300.0
 #: Number of applications that one worker builds at a time, in one thread.
 BATCH = 50
-#: Number of builds under way at a time.
+#: Maximum number of concurrent builds.
 MAX_BUILDS = 4
 #: How often a build is retried after the loss of its worker.
 MAX_LOSSES = 3
@@ -68,7 +68,8 @@ class Builders:
         self._next_worker = next_worker
         self._incarnations = itertools.count((epoch << EPOCH_BITS) + 1)
         self._room = asyncio.Semaphore(MAX_BUILDS)
-        #: The workers in which an import hangs, which cannot be interrupted; builds avoid them.
+        #: The workers in which an import hangs, because imports cannot be interrupted; builds avoid these
+        #: workers.
         self._hanging: set[WorkerAddress] = set()
 
     async def build(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Built]:
@@ -134,7 +135,7 @@ class Builders:
         return {config["name"]: _result(each) for config, each in zip(configs, facts["built"], strict=True)}
 
     def _worker(self) -> WorkerAddress:
-        """Return the worker for a build: that of the next replica, or any other if an import hangs in it."""
+        """Return the worker for a build: the next replica's worker, or any other if an import hangs there."""
         known = sorted(each.address for each in self._observed.cleared_workers() if each.is_available)
         if not known:
             raise NoWorkerError("There is no worker that could build the application.")
@@ -162,7 +163,7 @@ def _result(built: Mapping[str, Any]) -> Built:
 
 
 class Building:
-    """The loop; see the module.
+    """The loop that builds and deploys declared applications; see the module.
 
     Parameters
     ----------
@@ -200,14 +201,14 @@ class Building:
         self._tasks = TaskSet(logger)
         #: The applications that are being built, or are built and wait for a route.
         self._busy: set[str] = set()
-        #: How often the worker of each application was lost, and when the application may be built again.
+        #: How often each application's worker was lost, and when the application may be built again.
         self._losses: dict[str, int] = {}
         #: How often in a row the result of each application could not be written.
         self._unwritten: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         #: Why applications wait, for the status.
         self.waiting: dict[str, str] = {}
-        #: Built applications that wait until another application of a configuration gives up their route.
+        #: Built applications that wait until another declared application gives up their route.
         self._ready: dict[str, tuple[ConfigRecord, ApplicationSpec]] = {}
 
     def wake(self) -> None:
@@ -230,7 +231,7 @@ class Building:
             except (ServeError, OSError) as error:
                 logger.warning("The declared configuration is not deployed yet: %s", error)
             except Exception:
-                # The loop must survive, or no configuration would be deployed any more.
+                # The loop must survive, because without it no configuration is deployed.
                 logger.exception("A step of the declared configuration failed and is retried")
             now = self._clock.now()
             pauses = [at - now for name, at in self._not_before.items() if name not in self._busy]
@@ -253,7 +254,7 @@ class Building:
             and each.name not in self._busy
             and self._not_before.get(each.name, 0) <= now
         ]
-        # After a loss, build one at a time: it must not end the worker of other builds.
+        # After a loss, build one at a time: a crash must not end the worker of other builds.
         is_busy = not self._busy.isdisjoint(self._losses.keys() - self._ready.keys())
         alone = [[each] for each in due if each.name in self._losses][: 0 if is_busy else 1]
         together = [each for each in due if each.name not in self._losses]

@@ -33,7 +33,7 @@ _COUNTS = frozenset({"num_replicas", "autoscaling_config"})
 def completed(
     state: State, config: Mapping[str, Any], apps: dict[str, dict[str, Any]], *, merges: bool
 ) -> dict[str, Any]:
-    """Return the plan of a configuration whose references are resolved and whose applications `planned`."""
+    """Return the plan of a configuration with resolved references, given the results of `planned`."""
     leaving = [] if merges else to_delete(state, apps)
     for name in leaving:
         app = state.apps.get(name)

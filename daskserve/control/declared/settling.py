@@ -88,7 +88,7 @@ def settled(
 def waits_for_route(
     state: State, spec: ApplicationSpec, waiting: Mapping[str, ApplicationSpec], together: Collection[str]
 ) -> str | None:
-    """Return why an application must wait for its route; None if it need not wait, or waiting does not help.
+    """Return why an application must wait for its route; None if it need not wait, or if waiting is useless.
 
     Applications that swap routes wait for each other, and are deployed ``together``.
     """
@@ -106,7 +106,7 @@ def waits_for_route(
 
 
 def _owner(state: State, spec: ApplicationSpec) -> str | None:
-    """Return the other application that has the route of one; None if there is none."""
+    """Return the other application that has an application's route; None if there is none."""
     route = None if spec.route is None else endpoint_state.normalise_route(spec.route)
     owner = endpoint_state.application_at(state, route)
     return None if owner == spec.name else owner

@@ -1,4 +1,4 @@
-"""Read folders of models in threads. A file system that hangs may block its thread for ever."""
+"""Reads folders of models in threads, because a hanging file system may block its thread forever."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_THREADS = 8
 
 
 class FolderReads:
-    """One per controller. Each folder blocks at most one thread, however often its reading times out."""
+    """The threads of one controller. Each folder blocks at most one thread, even if reads time out."""
 
     def __init__(self) -> None:
-        # Made at the first reading: most controllers have no models.
+        # Created at the first reading, because most controllers have no models.
         self._threads: ThreadPoolExecutor | None = None
-        #: By URL: the reading that has not ended.
+        #: The readings in progress, by URL.
         self._reading: dict[str, asyncio.Future[Any]] = {}
 
     async def read(self, url: str, function: Callable[[], T], clock: Clock) -> T:

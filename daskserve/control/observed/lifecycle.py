@@ -1,4 +1,4 @@
-"""The life of a replica, as a table.
+"""The life cycle of a replica, as a table of transitions.
 
 ::
 

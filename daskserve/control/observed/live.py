@@ -35,7 +35,7 @@ class _Metered:
     meter: Meter[str] = field(default_factory=Meter)
     ongoing: int | None = None
     queued: int | None = None
-    #: The load of its continuous batches; None without one.
+    #: The load of its continuous batches; None if it has none.
     continuous: Mapping[str, Any] | None = None
 
 
@@ -47,7 +47,7 @@ class _Router:
 
 
 class LiveMetrics:
-    """See the module."""
+    """The live metrics of an instance; see the module."""
 
     def __init__(self) -> None:
         self._looked_at = float("-inf")
@@ -55,10 +55,10 @@ class LiveMetrics:
         self._proxies: dict[str, _Metered] = {}
         self._routers: dict[str, _Router] = {}
 
-    # taking in
+    # recording
 
     def look(self, now: float) -> None:
-        """Note that a client has called."""
+        """Record that a client has called."""
         self._looked_at = now
 
     def end(self, now: float) -> bool:
@@ -109,15 +109,15 @@ class LiveMetrics:
             del self._routers[name]
 
     def forget_replica(self, tag: ReplicaTag) -> None:
-        """Drop a replica that is gone."""
+        """Drop the metrics of a removed replica."""
         self._replicas.pop(tag, None)
 
     def forget_proxy(self, tag: str) -> None:
-        """Drop a proxy that is gone."""
+        """Drop the metrics of a removed proxy."""
         self._proxies.pop(tag, None)
         self._routers.pop(f"proxy {tag}", None)
 
-    # giving out
+    # reading
 
     def is_measured(self, replicas: Iterable[ReplicaTag], proxies: Iterable[str], now: float) -> bool:
         """Return whether the rates of these replicas and proxies, and of all reporting routers, are known."""
@@ -127,11 +127,11 @@ class LiveMetrics:
         )
 
     def of_replica(self, tag: ReplicaTag, now: float) -> dict[str, Any]:
-        """Return the numbers of a replica."""
+        """Return the metrics of a replica."""
         return _numbers([self._replicas.get(tag)], now)
 
     def of_deployment(self, tag: BackendTag, replicas: Iterable[ReplicaTag], now: float) -> dict[str, Any]:
-        """Return the numbers of a deployment, given its replicas."""
+        """Return the metrics of a deployment, given its replicas."""
         known = [self._replicas.get(each) for each in replicas]
         found = _numbers(known, now) if known else {**_numbers([None], now), **_IDLE}
         waiting = [
@@ -139,12 +139,12 @@ class LiveMetrics:
             for each in self._routers.values()
             if each.queued and now - each.at <= STALE_S
         ]
-        if waiting:  # routers count the requests that are queued in replicas, too
+        if waiting:  # routers also count the requests that are queued in replicas
             found["queued"] = max(sum(waiting), found["queued"] or 0)
         return {**found, "replicas": len(known)}
 
     def of_http(self, proxies: Iterable[str], now: float) -> dict[str, Any]:
-        """Return the numbers of all proxies."""
+        """Return the metrics of all proxies."""
         found = _numbers([self._proxies.get(each) for each in proxies], now)
         del found["queued"]
         return found
@@ -182,7 +182,7 @@ def _meter(known: dict[str, _Metered], tag: str, metrics: Mapping[str, Any], now
 
 
 def _numbers(several: Iterable[_Metered | None], now: float) -> dict[str, Any]:
-    """Return the combined numbers of several replicas or proxies; None for unknown ones."""
+    """Return the combined metrics of several replicas or proxies; None for unknown values."""
     fresh = [each for each in several if each is not None and now - each.meter.at <= STALE_S]
     known = [found[""] for each in fresh if (found := each.meter.fresh(now)) is not None]
     rates = Rates.sum(known) if known else None
@@ -200,7 +200,7 @@ def _numbers(several: Iterable[_Metered | None], now: float) -> dict[str, Any]:
 
 
 def _continuous(fresh: Iterable[_Metered], now: float) -> dict[str, Any]:
-    """Return the numbers of continuous batches; nothing without any."""
+    """Return the metrics of continuous batches; empty if there are none."""
     loads = [(each.continuous, each.meter.fresh(now)) for each in fresh if each.continuous is not None]
     if not loads:
         return {}

@@ -52,7 +52,7 @@ class _Ended:
 
 
 class Loads:
-    """See the module."""
+    """The load on each backend; see the module."""
 
     def __init__(self) -> None:
         self._routers: dict[str, _RouterLoad] = {}
@@ -60,7 +60,7 @@ class Loads:
         self._replicas: dict[ReplicaTag, _ReplicaLoad] = {}
         self._ended: dict[BackendTag, _Ended] = {}
 
-    # taking in
+    # recording
 
     def report(self, router: str, loads: Mapping[BackendTag, Sequence[int]], now: float) -> None:
         """Record a router's queued requests and requests in flight, by backend."""
@@ -93,7 +93,7 @@ class Loads:
         total = self._ended.get(backend)
         if before is None or total is None:
             # The first report counts all requests since the replica's start, not only those of this second.
-            # Without autoscaling, nobody draws samples.
+            # Without autoscaling, no samples are taken.
             return
         old_counts = before.latency_counts or (0,) * len(latency_counts)
         total.add(
@@ -102,14 +102,14 @@ class Loads:
         )
 
     def forget_replica(self, replica: ReplicaTag) -> None:
-        """Drop a replica that is gone."""
+        """Drop the report of a removed replica."""
         self._replicas.pop(replica, None)
 
     def forget_backend(self, backend: BackendTag) -> None:
-        """Drop the ended requests of a backend that is gone or no longer autoscaled."""
+        """Drop the counts of a backend that was removed or is no longer autoscaled."""
         self._ended.pop(backend, None)
 
-    # drawing
+    # sampling
 
     def queued(self, backend: BackendTag, now: float) -> int:
         """Return the number of requests queued in routers for a backend."""

@@ -163,7 +163,7 @@ class Notes:
     reconfigure_failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
 
     def for_next_step(self) -> Notes:
-        """Return a copy without the fields that are valid for one step only."""
+        """Return a copy without the fields that are valid for only one step."""
         return replace(self, stays=None, deadlines={}, configured={}, reconfigure_failed={})
 
     def at_rest(self) -> Notes:
@@ -195,7 +195,7 @@ _LEFT_OVER = frozenset({"dead", "goal", "told_at", "full_from", "most"})
 
 @cache
 def _values_of_notes(but: frozenset[str]) -> tuple[Callable[[Notes], Any], Any]:
-    """Return a function that reads all fields but some, and the initial values of these fields."""
+    """Return a function that reads all fields except some, and the initial values of those it reads."""
     values = attrgetter(*(each.name for each in fields(Notes) if each.name not in but))
     return values, values(Notes())
 
@@ -227,7 +227,7 @@ class Observed:
     unresponsive: set[WorkerAddress] = field(default_factory=set)
     #: By worker: the workers that it does not reach directly, each with the route that it uses.
     broken_routes: dict[WorkerAddress, Mapping[WorkerAddress, str]] = field(default_factory=dict)
-    #: The log files of the actors of each worker, by the name of the actor without the instance's.
+    #: The log files of the actors of each worker, by the actor's name without the instance's name.
     log_files: dict[WorkerAddress, Mapping[str, str]] = field(default_factory=dict)
     failed: dict[ReplicaTag, BaseException] = field(default_factory=dict)
     #: The reported activities of replicas that start, are reconfigured or drain.
@@ -283,11 +283,11 @@ class Observed:
         return replace(worker, is_system=worker.matches(self.system_workers))
 
     def has_system_workers(self) -> bool:
-        """Whether there is a worker for the controller and the proxies, if any should be kept for them."""
+        """Whether a worker for the controller and the proxies exists, if ``system_workers`` is set."""
         return not self.system_workers or any(each.is_system for each in self.workers.values())
 
     def stray(self, worker: WorkerAddress | None) -> str:
-        """Return why the controller or a proxy is on a worker that is not kept for it; empty if it is."""
+        """Return why the controller or a proxy is not on a system worker; empty if it is on one."""
         known = self.workers.get(worker or "")
         if not self.system_workers or known is None or known.is_system:
             return ""
@@ -320,7 +320,7 @@ class Observed:
         return worker if info is None else info.host
 
     def cleared_workers(self) -> list[WorkerInfo]:
-        """Return the usable workers without those that rejoined before their loss was processed."""
+        """Return the usable workers, except those that rejoined before their loss was processed."""
         usable, lost = self.usable_workers(), self.lost_workers
         return [info for info in usable if info.address not in lost] if lost else usable
 
@@ -397,7 +397,7 @@ class Observed:
         return self.notes.get(tag) or Notes()
 
     def why_waiting(self, tags: Iterable[BackendTag]) -> str | None:
-        """Return the reason why replicas of the first backend that has one wait."""
+        """Return why replicas wait, from the first of these backends that has a reason."""
         found = (self.notes_of(tag).waiting for tag in tags)
         return next((why for why in found if why is not None), None)
 
@@ -411,7 +411,7 @@ class Observed:
         """Keep the notes of a backend's step."""
         if notes.are_new:
             self.notes.pop(tag, None)
-            return  # as of nearly all steps
+            return  # as after nearly all steps
         kept = notes.for_next_step()
         kept.dead = kept.dead[-KEPT_DEAD:]
         if kept.are_new:
@@ -435,7 +435,7 @@ class Observed:
         self.notes.pop(kept_tag(tag), None)
 
     def learn_proxies(self, lost: Iterable[str], apart: Mapping[str, float]) -> None:
-        """Apply the result of a step of the proxies; the lost ones no longer listen."""
+        """Apply the result of a step of the proxies; lost proxies no longer listen."""
         for name in lost:
             self.proxies_ready.pop(name, None)
             self.proxies_failed.pop(name, None)

@@ -1,4 +1,4 @@
-"""What replicas report for routers and for the status, such as the statistics of a user's method."""
+"""Reports of replicas for routers and for the status, such as the statistics of a user's method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from daskserve.common.types import BackendTag, ReplicaTag
 
 
 class PublishedReports:
-    """The last report of each replica. Routers get those of a backend together, when they change.
+    """The last report of each replica. Routers get all reports of a backend together, when they change.
 
     Parameters
     ----------
@@ -51,11 +51,11 @@ class PublishedReports:
                 del self._reports[backend]
 
     def get(self, tag: ReplicaTag) -> Mapping[str, Any]:
-        """Return the last report of a replica; empty without one."""
+        """Return the last report of a replica; empty if there is none."""
         return self._reports.get(tag.rpartition("#")[0], {}).get(tag, {})
 
     def take_changes(self) -> dict[str, Any]:
-        """Return the values to publish, by key, of what has changed since the last call."""
+        """Return the values to publish, by key, that have changed since the last call."""
         changed, self._changed = self._changed, set()
         self._published = (self._published | changed) & self._reports.keys()
         return {

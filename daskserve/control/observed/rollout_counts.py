@@ -54,7 +54,7 @@ class Shadowed:
 
     @property
     def failed_text(self) -> str:
-        """How many answers could not be compared, and why; empty if there are none."""
+        """Text about the answers that could not be compared, with the reason; empty if there are none."""
         return f"{self.failed} could not be compared: {self.trouble}" if self.failed else ""
 
 
@@ -65,10 +65,10 @@ class _Answers:
 
 
 class RolloutCounts:
-    """See the module."""
+    """The routers' counts for all rollouts; see the module."""
 
     def __init__(self) -> None:
-        #: By the key of the step.
+        #: The steps of each backend, by the step's key.
         self._steps: dict[BackendTag, dict[str, _Step]] = {}
         self._answers: dict[BackendTag, _Answers] = {}
 
@@ -134,7 +134,7 @@ class RolloutCounts:
 
 
 def _rollout_of(key: str) -> str:
-    """Return the rollout to which the key of a step belongs."""
+    """Return the rollout to which a step's key belongs."""
     return key.partition("/")[0]
 
 

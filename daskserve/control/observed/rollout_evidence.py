@@ -1,14 +1,14 @@
 """Decides whether a new version is worse than the old one, given the requests of both. Pure.
 
-Problem: the counts are tested every second, for minutes. A test for a single look would sooner or later find
-a difference between equal versions. Choice: a bet against the hypothesis that the new version is not worse,
-whose capital is a nonnegative supermartingale. By Ville's inequality, the capital reaches ``1 / p`` with a
-probability of at most ``p``, however often it is tested.
+Problem: the counts are tested every second, for minutes. A test that is meant to be run once would sooner or
+later find a difference between equal versions. Choice: a bet against the hypothesis that the new version is
+not worse, whose capital is a nonnegative supermartingale. By Ville's inequality, the capital reaches ``1 /
+p`` with a probability of at most ``p``, however often it is tested.
 
-Each request goes to the new version with the probability ``share``. If both versions are equally good, a
-failed request was one of the new version with that same probability. This holds for any error rate, even one
+Each request goes to the new version with the probability ``share``. If both versions are equally good, each
+failed request was sent to the new version with that same probability. This holds for any error rate, even one
 that changes over time. The factor by which the new version may be worse is unknown, so the capital is the
-mean of several bets, each on another factor.
+mean of several bets, each on a different factor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from daskserve.telemetry.histogram import latency_buckets_s
 FACTORS: Sequence[float] = (1.5, 2, 3, 5, 10, 30, 100)
 #: Maximum number of requests that a step may need.
 MOST_REQUESTS = 10_000_000
-#: The largest logarithm of a capital that is carried on.
+#: The largest logarithm of the capital that is carried to the next step.
 MOST_LOG = 100.0
 
 
@@ -101,7 +101,7 @@ def log_capital(new: int, old: int, share: float, tolerance: float) -> float:
 
 
 def is_worse(new: int, old: int, share: float, tolerance: float, p: float, carried: float = 0.0) -> bool:
-    """Return whether the new version has too many events for chance, at a false alarm rate of ``p``.
+    """Return whether chance cannot explain the new version's events, at a false alarm rate of ``p``.
 
     ``carried`` are the winnings of earlier steps; see `carried_on`.
     """
@@ -114,7 +114,7 @@ def carried_on(gate: Gate, number: int, evidence: Evidence, share: float, carrie
     """Return the winnings of a gate's bets that it carries to the next step.
 
     At each step, a new bet of the same size begins, and the earlier bets continue. This detects a version
-    that is a little worse at each step as well as one that is worse at the last step alone.
+    that is slightly worse at each step, and a version that is worse only at the last step.
     """
     if gate.metric == "latency":
         return 0.0  # each step may have another bound

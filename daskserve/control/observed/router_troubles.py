@@ -1,4 +1,4 @@
-"""The faults of the users' request routers, as reported by the processes that route. Pure."""
+"""The errors of the users' request routers, as reported by the processes that route. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from daskserve.common.types import BackendTag
 
-#: Lifetime of a report. A process repeats it while the trouble lasts.
+#: Lifetime of a report. A process repeats the report while the error persists.
 STALE_S = 15.0
-#: Time after which the same trouble of a backend becomes an event again.
+#: Time after which the same error of a backend becomes an event again.
 TELL_AGAIN_S = 3600.0
 #: Maximum number of processes that are counted for each backend.
 MAX_ROUTERS = 1000
@@ -22,20 +22,20 @@ class _Trouble:
 
 
 class RouterTroubles:
-    """See the module; times are in seconds since the epoch."""
+    """The errors of request routers, by backend; times are in seconds since the epoch."""
 
     def __init__(self) -> None:
         self._known: dict[BackendTag, dict[str, _Trouble]] = {}
         self._told: dict[BackendTag, _Trouble] = {}
 
     def report(self, router: str, troubles: Mapping[BackendTag, str], now: float) -> list[BackendTag]:
-        """Record the troubles that a process reports; return the backends whose trouble is a new event."""
+        """Record the errors that a process reports; return the backends whose error is a new event."""
         for tag, known in self._known.items():
             if tag not in troubles:
                 known.pop(router, None)
         new = []
         for tag, text in troubles.items():
-            # Processes that have ended do not take back what they reported.
+            # A process that has ended does not withdraw its reports, so they expire.
             fresh = {name: each for name, each in self._known.get(tag, {}).items() if _is_fresh(each, now)}
             if router in fresh or len(fresh) < MAX_ROUTERS:
                 fresh[router] = _Trouble(text, now)
@@ -47,7 +47,7 @@ class RouterTroubles:
         return new
 
     def text_of(self, tag: BackendTag, now: float) -> str:
-        """Return the fault of a backend's router, and in how many processes it occurs; empty without one."""
+        """Return the error of a backend's router, and its number of processes; empty without an error."""
         found = [each for each in self._known.get(tag, {}).values() if _is_fresh(each, now)]
         if not found:
             return ""
@@ -55,7 +55,7 @@ class RouterTroubles:
         return last.text if len(found) == 1 else f"{last.text} (in {len(found)} processes)"
 
     def forget(self, tag: BackendTag) -> None:
-        """Drop the troubles of a removed backend."""
+        """Drop the errors of a removed backend."""
         self._known.pop(tag, None)
         self._told.pop(tag, None)
 

@@ -1,7 +1,7 @@
 """Watches the workers. A stopped process, unlike a dead one, does not close its connections.
 
 Once a second, the controller queries every worker in use for the instance's actors and their health. Each
-answer is complete, so it also reveals what no event has reported: an actor that vanished, or one without a
+answer is complete, so it also reveals changes without an event: an actor that vanished, or one without a
 record. After three consecutive missed answers, a worker is unresponsive: its replicas are replaced at once,
 and routers give up the requests in it. A worker with a proxy is restarted, to free the port.
 
@@ -39,7 +39,7 @@ PERIOD_S = 1.0
 FOLLOW_S = 0.08
 #: Maximum number of these queries of one worker in a row.
 FOLLOWED = 50
-#: Maximum rate of these queries of all workers together, per second.
+#: Maximum rate of these queries for all workers together, per second.
 MAX_FOLLOW_RATE = 100.0
 MISSES = 3
 #: Pause before the next attempt to restart a worker.
@@ -152,7 +152,7 @@ class WorkerWatch:
         info = self._observed.workers.get(worker)
         if info is None or worker in self._observed.unresponsive:
             return
-        # The supervisor has replaced a controller on this worker, so one missed answer is enough.
+        # The supervisor has already replaced a controller on this worker, so one missed answer is enough.
         if misses < (1 if info.is_suspect else MISSES):
             return
         logger.warning("Worker %s does not answer (%r); its replicas are replaced", worker, error)
@@ -280,7 +280,7 @@ class WorkerWatch:
             if actor["kind"] == ActorKind.CONTROLLER:
                 is_ours = address.incarnation < self._epoch
             elif actor["kind"] == ActorKind.BUILDER:
-                # Its controller removes it; it has no record.
+                # The builder's controller removes it; a builder has no record.
                 is_ours = address.incarnation < self._epoch << EPOCH_BITS
             else:
                 is_ours = address.incarnation < self._newest_incarnation

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 TRIES = 200
 
 Amounts: TypeAlias = Mapping[str, float]
-#: Returns a sort key; the better worker comes first.
+#: Returns a sort key of a worker; better workers come first.
 Rank: TypeAlias = Callable[[WorkerAddress], tuple[Any, ...]]
 
 
@@ -51,7 +51,7 @@ class FreeResources:
         return all(amount <= free[name] + TOLERANCE for name, amount in amounts.items())
 
     def take(self, worker: WorkerAddress, amounts: Amounts, count: int = 1) -> None:
-        """Place a bundle on a worker; a ``count`` of -1 takes it away."""
+        """Place a bundle on a worker; a ``count`` of -1 removes it."""
         free = self.by_worker[worker]
         for name, amount in amounts.items():
             free[name] -= count * amount
@@ -62,7 +62,7 @@ class FreeResources:
 def fit(
     free_resources: FreeResources, bundles: Sequence[Amounts], strategy: Strategy, rank: Rank
 ) -> tuple[WorkerAddress, ...] | None:
-    """Place all bundles and return their workers; without room for all, return None and change nothing."""
+    """Place all bundles and return their workers; if they do not all fit, return None and change nothing."""
     ranks = {each: rank(each) for each in free_resources.by_worker}
     free = total(free_resources.by_worker.values())
     order = sorted(range(len(bundles)), key=lambda place: _largest_first(bundles[place], free))
@@ -213,7 +213,7 @@ class _Search:
         )
 
     def _count_fitting(self, worker: WorkerAddress) -> int:
-        """Return how many of the next bundles have room on a worker together."""
+        """Return how many of the next bundles fit on a worker together."""
         free, count = dict(self._free_resources.by_worker[worker]), 0
         for amounts in self._bundles[len(self._chosen) :]:
             if all(amount <= free[name] + TOLERANCE for name, amount in amounts.items()):

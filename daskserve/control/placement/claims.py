@@ -1,7 +1,7 @@
 """Claims of waiting replicas on resources that Dask's tasks hold. Pure.
 
 Without a claim, the scheduler would give a worker's GPU to one task after another, and a replica would wait
-for all of them. With a claim, the scheduler gives the GPU to no further task.
+for all of them. With a claim, the scheduler gives the GPU to no other task.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def claims(
 
 
 def held_by_tasks(workers: Iterable[WorkerInfo], demand: Demand) -> str:
-    """Return the end of a sentence with the needed resources that tasks hold; empty if there are none."""
+    """Return a phrase with the needed resources that tasks hold; empty if there are none."""
     held = total(each.taken_by_tasks for each in workers)
     names = sorted(held.keys() & total(demand.bundles).keys())
     amounts = ", ".join(f"{name} {shown(held[name])}" for name in names)

@@ -15,13 +15,13 @@ from daskserve.control.placement.placement import Demand, capacity
 
 @dataclass(slots=True)
 class _NewWorker:
-    """A worker like an existing one, and its free resources."""
+    """A new worker like an existing one, and its free resources."""
 
     kind: WorkerInfo
     free: dict[str, float]
 
     def may_take(self, demand: Demand) -> bool:
-        # It has another address and name, but may be on the same host.
+        # A new worker has another address and name, but may be on the same host.
         return demand.allowed_workers is None or self.kind.host in demand.allowed_workers
 
 

@@ -2,13 +2,13 @@
 
 Dask reserves no resources for actors, so this module compares the resources that a worker declares with the
 requests of the replicas placed on it, and with the resources that Dask's tasks hold. A worker must be
-available and allowed, and must have room. ``system_workers`` must not keep it for the controller and the
-proxies, and its host must have fewer replicas than ``max_replicas_per_node``. Among these, the worker with
-the fewest replicas of the same backend wins, then the one whose host has the fewest. Next comes a worker
-without the controller and proxies, as long as it has fewer replicas than threads, and then the one with the
-fewest replicas, where a proxy or the controller counts as `COMPANY` replicas. With ``placement="PACK"``, the
-most replicas win in each case, and a proxy or the controller is avoided first. Ties are resolved by address,
-so the result is repeatable.
+available and allowed, and must have room. It must not be one of the ``system_workers``, which are for the
+controller and the proxies, and its host must have fewer replicas than ``max_replicas_per_node``. Among these,
+the worker with the fewest replicas of the same backend wins, then the one whose host has the fewest. Next
+comes a worker without the controller and proxies, as long as it has fewer replicas than threads, and then the
+one with the fewest replicas, where a proxy or the controller counts as `COMPANY` replicas. With
+``placement="PACK"``, the most replicas win in each case, and a proxy or the controller is avoided first. Ties
+are resolved by address, so the result is repeatable.
 
 Bundles that are placed together, all or none, form one `Demand`; see
 `daskserve.control.placement.bin_packing`. A replica is one bundle, or those of its placement group; a gang is
@@ -42,7 +42,7 @@ from daskserve.control.records.records import BackendRecord, Change, ReplicaReco
 from daskserve.control.records.state import State
 from daskserve.options.placement import Strategy
 
-#: The number of replicas that the controller or a proxy counts as.
+#: Number of replicas that the controller or a proxy counts as.
 COMPANY = 2
 #: The workers that replicas spread over, in order: those that have fewer replicas than threads, then such
 #: workers with the controller or a proxy, then all others.
@@ -116,7 +116,7 @@ class TentativeUsage:
 
     @contextmanager
     def without(self, replicas: Iterable[ReplicaRecord]) -> Iterator[None]:
-        """Leave out some replicas inside a ``with`` block."""
+        """Exclude some replicas inside a ``with`` block."""
         known = list(replicas)
         for each in known:
             self._count(each, -1)
@@ -208,7 +208,7 @@ def crowding(threads: int, bundles: int, *, is_avoided: bool) -> tuple[int, int]
     is_avoided : bool
         Whether it has the controller or a proxy.
     """
-    # Where only busy workers are left, all of them share the load.
+    # If only busy workers are left, all of them share the load.
     tier = FULL if bundles >= threads else AVOIDED if is_avoided else FREE
     return tier, bundles + COMPANY * is_avoided
 
@@ -279,7 +279,7 @@ def room_for(
     most: int,
     only: WorkerAddress | None = None,
 ) -> int:
-    """Return how often a demand fits on these workers at once; ``most`` is enough.
+    """Return how many times a demand fits on these workers at once, at most ``most``.
 
     Parameters
     ----------
@@ -293,7 +293,7 @@ def room_for(
     first, strategy = demand.bundles[0], demand.strategy
     are_free = len(demand.bundles) == 1 or strategy in ("PACK", "SPREAD")
     if are_free and all(each == first for each in demand.bundles):
-        # Equal bundles have room in any order, wherever they lie.
+        # Equal bundles fit regardless of their order and place.
         return _count_equal(free_resources, first, most * len(demand.bundles)) // len(demand.bundles)
     found = 0
     while (
@@ -422,7 +422,7 @@ def explain(state: ResourceUsage, workers: Iterable[WorkerInfo], demand: Demand)
 def _most_that_fit(
     state: ResourceUsage, workers: Sequence[WorkerInfo], demand: Demand
 ) -> tuple[WorkerAddress, ...]:
-    """Return the workers of the largest number of first bundles that have room together."""
+    """Return the workers of as many of the first bundles as fit together."""
     least, most = 0, len(demand.bundles) - 1
     found: tuple[WorkerAddress, ...] = ()
     while least < most:
@@ -437,7 +437,7 @@ def _most_that_fit(
 
 
 def _missing_beside(free_resources: FreeResources, placed: Sequence[WorkerAddress], demand: Demand) -> str:
-    """Return why the next bundle has no room beside those that were placed."""
+    """Return why the next bundle does not fit next to those that were placed."""
     for worker, amounts in zip(placed, demand.bundles, strict=False):
         free_resources.take(worker, amounts)
     workers = list(free_resources.by_worker)
@@ -476,7 +476,7 @@ def _missing(
 
 
 def _lacks(amounts: Amounts, free: Sequence[Amounts], place: str) -> str:
-    """Return the resources that no single place has enough of, with the largest free amounts."""
+    """Return the resources of which no single place has enough, with the largest free amounts."""
     lacks = []
     for name, amount in sorted(amounts.items()):
         most = max(each[name] for each in free)

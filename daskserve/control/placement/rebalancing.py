@@ -1,6 +1,6 @@
 """Rebalancing: decides which replica moves to a better worker, after workers have joined. Pure.
 
-Replicas are placed on the best worker at the time. Later, another worker may be better:
+A replica is placed on the worker that is best at the time. Later, another worker may be better:
 
 - A worker with fewer replicas of the same deployment on it, or on its host, has room.
 - A worker without replicas has joined, while others have several, or the controller or a proxy.
@@ -94,9 +94,9 @@ class Rebalancer:
 def leaving(
     observed: Observed, notes: Notes, replicas: Mapping[ReplicaTag, ReplicaRecord], *, is_busy: bool
 ) -> tuple[set[ReplicaTag], ReplicaTag | None]:
-    """Return the replicas that leave their workers, and a replica that was to move but stays.
+    """Return the replicas that leave their workers, and a replica that should have moved but stays.
 
-    A move has the lowest priority: it is given up if there is no room, if the new replica does not start, or
+    A move has the lowest priority: it is cancelled if there is no room, if the new replica does not start, or
     if the backend has anything else to do.
     """
     retiring = observed.retiring_of(replicas.values())
@@ -166,7 +166,7 @@ def _misplaced(
     avoid: Collection[WorkerAddress],
     fresh: Collection[WorkerAddress],
 ) -> ReplicaRecord | None:
-    """Return the replica of a backend on its worst worker, if another one is better; None otherwise."""
+    """Return the replica of a backend on its worst worker, if another worker is better; None otherwise."""
     trial, demand = TentativeUsage(state, {}), demand_of(backend)
     found = place(trial, workers, demand, avoid)
     known = {each.address for each in workers}
@@ -181,4 +181,5 @@ def _misplaced(
         there, here = rank(better), rank(worst.worker or "")
     if better in fresh:
         return worst if there[:-1] < here[:-1] else None
-    return worst if there[:2] < here[:2] else None  # only if it is beside others of the same backend
+    # only if the worker has other replicas of the same backend
+    return worst if there[:2] < here[:2] else None

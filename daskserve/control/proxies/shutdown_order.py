@@ -1,7 +1,7 @@
 """The end of an instance: the order in which actors drain, and the time limits. Pure.
 
-The instance ends by deleting everything in memory only, so the usual steps of the backends keep the order.
-The store keeps the records, and an instance that starts on it later runs everything again.
+At its end, an instance deletes everything in memory only, so the usual steps of the backends keep the order.
+The store keeps the records, and an instance that starts on the store later runs everything again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def leaving(state: State) -> Change:
     for endpoint in state.endpoints.values():
         backend = state.backends.get(endpoint.name)
         if endpoint.is_legacy or backend is None or not state.apps.needed_by(backend.tag):
-            change[endpoint.key] = None  # steps remove the others once nothing calls them
+            change[endpoint.key] = None  # steps remove other endpoints once nothing calls them
     for app in state.apps:
         change[app.key] = replace(app, is_deleting=True, goal=None)
     for backend in state.backends.values():

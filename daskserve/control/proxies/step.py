@@ -1,8 +1,8 @@
 """Decides which HTTP proxies run on which workers. Pure.
 
 HeadOnly: one proxy, on the scheduler's host if it has a worker, otherwise anywhere. EveryNode: one per host.
-EveryWorker: one per worker. A proxy stays on its worker as long as that can hold it; its replacement on the
-same host keeps the port.
+EveryWorker: one per worker. A proxy stays on its worker as long as the worker can hold it; its replacement on
+the same host keeps the port.
 
 1. A worker retires or does not answer. Its proxy is recorded as leaving. It accepts requests until a
    successor listens, and its record stays until its last request has ended.
@@ -50,7 +50,7 @@ class StopProxy:
 
 @dataclass(frozen=True, slots=True)
 class ProxyRules:
-    """The fixed settings of a controller.
+    """The settings for proxies, which are fixed for the life of a controller.
 
     Attributes
     ----------
@@ -169,7 +169,7 @@ def _can_answer(observed: Observed, proxy: ProxyRecord) -> bool:
 
 
 def _may_end(proxy: ProxyRecord, state: State, observed: Observed, wanted: Sequence[ProxyRecord]) -> bool:
-    """Return whether a leaving proxy may stop: another listens in its place, on its host if that has any."""
+    """Return whether a leaving proxy may stop, because another one listens, if possible on its host."""
     if not wanted:
         # A worker with replicas cannot leave before other workers join; its proxy serves until then.
         return proxy.worker is None or not state.count_on(proxy.worker)
@@ -180,8 +180,8 @@ def _may_end(proxy: ProxyRecord, state: State, observed: Observed, wanted: Seque
 def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
     """Return the workers that an adaptive cluster must keep.
 
-    A proxy alone does not keep its worker where all workers or hosts have one. The only proxy does, because
-    clients know its address.
+    With one proxy per worker or host, a proxy alone does not keep its worker in the cluster. The only proxy
+    of an instance does, because clients know its address.
     """
     held = set(state.bundles_on())
     if location is Location.HEAD_ONLY:
@@ -193,7 +193,7 @@ def held_workers(state: State, location: Location | None) -> set[WorkerAddress]:
 def _found(
     state: State, observed: Observed, result: HttpStep
 ) -> tuple[dict[str, ProxyRecord], list[ProxyRecord]]:
-    """Return the proxies that stay, by name, and those that leave; note lost ones, drop ended ones."""
+    """Return the proxies that stay, by name, and those that leave; record lost ones, drop ended ones."""
     found: dict[str, ProxyRecord] = {}
     leaving: list[ProxyRecord] = []
     for proxy in state.proxies.values():
@@ -214,7 +214,8 @@ def _found(
 def _begin(observed: Observed, wanted: Iterable[ProxyRecord], result: HttpStep) -> None:
     ready_hosts = {proxy.host for proxy in wanted if is_ready(observed, proxy)}
     starting_hosts: set[str] = set()
-    # Oldest first: find the proxies of an earlier controller before others start beside them.
+    # Oldest first, so that the proxies of an earlier controller are found before new ones start on their
+    # hosts.
     for proxy in sorted(wanted, key=lambda each: each.incarnation):
         # One at a time per host until the first listens, because the first one needs a free port.
         must_wait = proxy.host in starting_hosts and proxy.host not in ready_hosts
@@ -244,7 +245,7 @@ class _ProxyPlacement:
         #: The replacement of a proxy keeps a port that was chosen automatically.
         self._ports = {each.home: each.home_port for each in state.proxies.values() if each.home_port}
         self._ports |= {each.host: each.port for each in state.proxies.values() if each.port}
-        #: The hosts whose port was chosen, or taken again, since the instance started.
+        #: The hosts whose port was chosen or reused since the instance started.
         self._own_hosts = {
             host
             for each in state.proxies.values()
@@ -274,7 +275,7 @@ class _ProxyPlacement:
             self._result.change[proxy.key] = None
 
     def place(self, current: ProxyRecord | None, name: str, candidates: Sequence[WorkerInfo]) -> ProxyRecord:
-        """Return the record of a wanted proxy, on the best of its workers or on the one that it has."""
+        """Return the record of a wanted proxy, on its present worker or on the best one for it."""
         at = candidates[0] if current is None else self._worker_for(current, candidates)
         if current is not None and (at is None or at.address == current.worker):
             host_port = self._rules.port or self._ports.get(current.host, 0)
@@ -310,7 +311,7 @@ class _ProxyPlacement:
         if here is not None and (here.host == home or not at_home):
             return here
         if at_home:
-            # It serves elsewhere meanwhile, so it can wait until its own host has proved stable.
+            # The proxy serves elsewhere in the meantime, so it can wait until its own host has proved stable.
             return at_home[0] if here is None or self._has_lasted(current.name) else here
         beside = [each for each in candidates if each.host == current.host]
         if beside:
@@ -334,7 +335,7 @@ class _ProxyPlacement:
         return False
 
     def _with_home(self, proxy: ProxyRecord, before: ProxyRecord) -> ProxyRecord:
-        """Return a new record with the address to which its proxy returns, if that is another one."""
+        """Return a new record with the address to which its proxy returns, if it differs."""
         home, home_port = before.home or before.host, before.home_port or before.port
         if proxy.host != before.host:
             self._result.messages.append(self._move(proxy, before, home))

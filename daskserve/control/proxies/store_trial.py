@@ -80,12 +80,12 @@ class StoreTrial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the store is the instance's own."""
+        """Whether the instance owns the store."""
         return self._store.hold not in (StoreOwnership.TRIAL, StoreOwnership.CLAIMED, StoreOwnership.REFUSED)
 
     @property
     def waits_for(self) -> str:
-        """The condition that the take-over waits for; empty if it is over."""
+        """The condition that the take-over waits for; empty once the trial is over."""
         if self.is_over:
             return ""
         if not self._listens():
@@ -95,7 +95,7 @@ class StoreTrial:
         return "not all replicas run, and the instance that has the store until then is alive"
 
     async def run(self) -> None:
-        """Return once the store is the instance's own, or another cluster has it."""
+        """Return once the instance or another cluster owns the store."""
         attempted_at = 0.0
         while not self.is_over and self.error is None:
             is_complete = all_run(self._state, self._observed)
@@ -109,7 +109,7 @@ class StoreTrial:
                     logger.error("The start has failed: %s", error)
                     self.error = error
                 except StaleEpochError:
-                    return  # a newer controller does this
+                    return  # a newer controller continues the trial
                 except (ServeError, OSError) as error:
                     if self._failure != str(error):
                         logger.warning("The store could not be taken over yet: %s", error)

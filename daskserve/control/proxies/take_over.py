@@ -31,7 +31,7 @@ class ListenRules:
         return Listening.LATER if self.waits_for_replicas or self.waits_for_route else Listening.NOW
 
     def are_met(self, state: State, observed: Observed) -> bool:
-        """Return whether the instance may listen. Once it has proxies, it needs no route."""
+        """Return whether the instance may listen. An instance that already has proxies needs no route."""
         has_opened = bool(state.proxies) or any(each.route for each in state.endpoints.values())
         return (has_opened or not self.waits_for_route) and (
             not self.waits_for_replicas or all_run(state, observed)
@@ -39,7 +39,7 @@ class ListenRules:
 
 
 def listens(state: State, observed: Observed) -> bool:
-    """Return whether there are proxies, and all that should listen do."""
+    """Return whether there are proxies, and all of them that should listen do so."""
     proxies = [each for each in state.proxies.values() if not each.is_leaving]
     return bool(proxies) and all(is_ready(observed, proxy) for proxy in proxies)
 

@@ -29,7 +29,7 @@ class Applications:
         return self._records.get(name)
 
     def of(self, backend: BackendRecord) -> AppRecord | None:
-        """Return the application that a backend is a deployment of; None if it is in none."""
+        """Return the application that a backend is a deployment of; None if there is none."""
         app = self._records.get(backend.application)
         return app if app is not None and backend.tag in app.deployments.values() else None
 
@@ -42,7 +42,7 @@ class Applications:
         return self._needed_by.get(tag, {}).keys()
 
     def at_route(self, route: str) -> str | None:
-        """Return the application that has, or is to get, a route that matches the same paths."""
+        """Return the application that has or will get a route that matches the same paths."""
         return self._by_route.get(shape_of(route))
 
     def keep(self, app: AppRecord) -> None:

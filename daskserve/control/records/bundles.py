@@ -28,7 +28,7 @@ def places_of(replica: ReplicaRecord) -> Sequence[tuple[WorkerAddress, Mapping[s
 def is_on(replica: ReplicaRecord, workers: Collection[WorkerAddress]) -> bool:
     """Return whether a replica has a place on any of these workers."""
     if not workers:
-        return False  # the usual case: no worker retires
+        return False  # the usual case: no worker is retiring
     return replica.worker in workers or any(each in workers for each in replica.bundle_workers)
 
 
@@ -59,7 +59,7 @@ class OccupiedResources:
             self._note(replica.worker, own)
 
     def drop(self, worker: WorkerAddress) -> None:
-        """Forget an empty worker, and with it the rounding errors of its sums."""
+        """Remove an empty worker, together with the rounding errors of its sums."""
         for known in (self.used, self._own, self.by_replicas):
             known.pop(worker, None)
 

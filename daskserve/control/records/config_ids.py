@@ -28,7 +28,7 @@ def config_id(config: BackendConfig, user_config: bytes | None) -> str:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Return whether two ids are of the same config; ids of older stores have no second part."""
+    """Return whether two ids are for the same config; ids from older stores have no second part."""
     (whole, separator, _), (other_whole, other_separator, _) = (
         each.partition(_SEPARATOR) for each in (one, other)
     )
@@ -43,10 +43,10 @@ def in_doubt(current: str, wanted: str) -> str:
 
 
 def is_outdated(backend: BackendRecord, replica: ReplicaRecord) -> bool:
-    """Return whether a replica of the right version runs with an old config."""
+    """Return whether a replica of the target version runs with an old config."""
     return replica.version == backend.version and replica.config_id != backend.config_id
 
 
 def is_pausing(backend: BackendRecord, replica: ReplicaRecord) -> bool:
-    """Return whether a replica takes no requests because its user code is being reconfigured."""
+    """Return whether a replica gets no requests because its user code is being reconfigured."""
     return is_outdated(backend, replica) and replica.config_id == UNKNOWN_CONFIG

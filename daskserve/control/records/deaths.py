@@ -11,7 +11,7 @@ from daskserve.common.types import BackendTag
 
 @dataclass(frozen=True, slots=True)
 class DeathsRecord:
-    """See the module; ``entries`` are the fields of `daskserve.control.observed.observed.DeadReplica`."""
+    """The last dead replicas of a backend; ``entries`` are the fields of `DeadReplica`."""
 
     KIND: ClassVar[str] = "deaths"
 

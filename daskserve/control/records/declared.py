@@ -64,7 +64,7 @@ class ConfigRecord(Origin):
 
 @dataclass(frozen=True, slots=True)
 class DeclarationRecord(Origin):
-    """The last change of what is declared; see `ConfigRecord`.
+    """The last change of the declared configuration; see `ConfigRecord`.
 
     Attributes
     ----------

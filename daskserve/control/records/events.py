@@ -100,7 +100,7 @@ class EventsRecord:
 
     @property
     def last(self) -> int:
-        """The number of its last event."""
+        """The number of the row's last event."""
         return self.number + len(self.entries) - 1
 
     def to_plain(self, index: int) -> dict[str, Any]:

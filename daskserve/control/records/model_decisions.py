@@ -2,7 +2,7 @@
 
 A version goes from LOADING to READY once all running replicas have it, or to FAILED with the first replica
 that cannot load it. The old default version serves until then, and for good after a failure. With a plan for
-rollouts, a version that is to be the default one is ROLLING_OUT between the two; see
+rollouts, a version that will become the default is ROLLING_OUT between LOADING and READY; see
 `daskserve.control.verbs.model_rollouts`.
 """
 
@@ -152,7 +152,7 @@ def unloaded(record: ModelsRecord, name: str, version: str | None) -> ModelsReco
 
 
 def with_default(record: ModelsRecord, name: str, version: str) -> ModelsRecord:
-    """Return the record with another default version; raise `NotFoundError` unless all replicas have it."""
+    """Return the record with another default version, which all replicas must have loaded."""
     known = record.models.get(name, {}).get(version)
     if known is not None and known["state"] == ModelState.ROLLING_OUT:
         record = changed(record, name, version, {**known, "state": ModelState.READY.value})
@@ -250,7 +250,7 @@ def _outcome(
 
 
 def changed(record: ModelsRecord, name: str, version: str, entry: Mapping[str, Any]) -> ModelsRecord:
-    """Return the record with another entry of a version."""
+    """Return the record with a version's entry replaced."""
     versions = {**record.models.get(name, {}), version: entry}
     return replace(record, models={**record.models, name: versions})
 
@@ -270,7 +270,7 @@ def _named(record: ModelsRecord) -> Iterable[str]:
 def text_of(record: ModelsRecord | None, problem: str = "") -> str:
     """Return the status text of the models that load or have failed, and of their folder.
 
-    Of the failed versions of a model, it names only the last one that was tried after the default version.
+    Of a model's failed versions, it names only the last one that was tried after the default version.
     """
     parts = [problem] if problem else []
     for name, versions in {} if record is None else record.models.items():

@@ -13,18 +13,18 @@ from daskserve.common.types import BackendTag
 class ModelState(enum.StrEnum):
     """The state of a version."""
 
-    #: Not all replicas have loaded it yet.
+    #: Not all replicas have loaded the version yet.
     LOADING = "LOADING"
-    #: All replicas have loaded it, and a rollout raises its share of the requests step by step.
+    #: All replicas have loaded the version, and a rollout raises its share of the requests step by step.
     ROLLING_OUT = "ROLLING_OUT"
     READY = "READY"
     FAILED = "FAILED"
-    #: Its rollout was rolled back or aborted.
+    #: The version's rollout was rolled back or aborted.
     TAKEN_BACK = "TAKEN_BACK"
 
     @property
     def is_given_up(self) -> bool:
-        """Whether replicas should unload it."""
+        """Whether replicas should unload the version."""
         return self in (ModelState.FAILED, ModelState.TAKEN_BACK)
 
 
@@ -94,5 +94,5 @@ class ModelReport:
 
 
 def rollout_tag(backend: BackendTag, model: str) -> BackendTag:
-    """Return the name under which the requests of a model's rollout are counted; no backend's tag is one."""
+    """Return the name under which the requests of a model's rollout are counted; never a backend's tag."""
     return f"{backend}#model/{model}"

@@ -46,7 +46,7 @@ class ProxyRecord:
 
     @property
     def tag(self) -> str:
-        """The name, with the incarnation if the name is its successor's."""
+        """The name; for a leaving proxy, whose successor has the name, also the incarnation."""
         return f"{self.name}@{self.incarnation}" if self.is_leaving else self.name
 
     @property
@@ -57,7 +57,7 @@ class ProxyRecord:
         """Return the address of the proxy's actor; raise `ValueError` while it has no worker."""
         if self.worker is None:
             raise ValueError(f"proxy {self.tag} has no worker")
-        # A worker may have the successor too.
+        # The same worker may run the successor too.
         return ActorAddress(f"{instance}/proxy/{self.name}/{self.incarnation}", self.worker, self.incarnation)
 
 
@@ -84,7 +84,7 @@ class Proxies(dict[str, ProxyRecord]):
                 del self._on[proxy.worker]
 
     def on(self, worker: WorkerAddress) -> list[ProxyRecord]:
-        """Return the proxies on a worker, leaving ones included."""
+        """Return the proxies on a worker, including leaving ones."""
         return [self[tag] for tag in self._on.get(worker, ())]
 
     @property

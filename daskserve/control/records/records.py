@@ -85,7 +85,7 @@ class BackendRecord:
     user_version: str | None = None
     #: When the current spec was accepted, in seconds since the epoch; for information only.
     deployed_at: float = 0.0
-    #: Why the last goal failed, until another one is opened.
+    #: Why the last goal failed, until another goal is opened.
     last_error: str = ""
     goal: GoalId | None = None
     is_deleting: bool = False
@@ -101,7 +101,7 @@ class BackendRecord:
     actor_of: tuple[str, ...] = ()
     #: The kind of the last change: UPSCALE, DOWNSCALE or CONFIG_UPDATE.
     last_change: str = "CONFIG_UPDATE"
-    #: Whether a rollback deployed it. Code by import path must then be the code of the revision.
+    #: Whether a rollback deployed it. Code given by import path must then equal the revision's code.
     is_exact: bool = False
     #: The active rollout of this version, or how the last rollout ended.
     rollout: RolloutState | None = None
@@ -111,15 +111,15 @@ class BackendRecord:
         return f"{self.KIND}/{self.tag}"
 
     def __eq__(self, other: object) -> bool:
-        # Models are also equal if an option is set in one and a default of the same value in the other, but
-        # later changes depend on which options were set.
+        # Two pydantic models are equal even if an option is set in only one of them, to its default value.
+        # But later changes depend on which options were set.
         return isinstance(other, BackendRecord) and to_plain(self) == to_plain(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def kind(self) -> str:
-        """``"deployment"``, or ``"backend"`` for one of the classic system."""
+        """``"deployment"``, or ``"backend"`` in the classic system."""
         return "deployment" if self.is_deployment else "backend"
 
     @property
@@ -219,7 +219,7 @@ class CapacityRecord:
 
     percent: float | None = None
     direction: str | None = None
-    #: Set once it has changed since the start of this id.
+    #: The changed logging options, and the id of the start since which they were changed; None if unchanged.
     logging: Mapping[str, Any] | None = None
     logging_of: str = ""
 
@@ -297,7 +297,7 @@ class ReplicaRecord:
 
     @property
     def named_version(self) -> str:
-        """The version as the user knows it, without the mark of its options."""
+        """The version without the mark of its options, as users know it."""
         return unmarked(self.version)
 
     def address(self, instance: str) -> ActorAddress:
@@ -370,7 +370,7 @@ class AppRecord:
 
     @property
     def tags(self) -> tuple[BackendTag, ...]:
-        """The tags of its deployments, the ingress last."""
+        """The tags of the application's deployments, the ingress last."""
         return tuple(self.deployments.values())
 
     @property
@@ -491,7 +491,7 @@ def fields_of(record: Record) -> dict[str, Any]:
 def to_plain(record: Record) -> dict[str, Any]:
     """Return a record as plain values."""
     values = fields_of(record)
-    # The same types as after a round trip through the store, possibly inside another record.
+    # Convert to the types that a round trip through the store gives. The record may be inside another one.
     for name in TUPLES:
         if name in values:
             values[name] = list(values[name])

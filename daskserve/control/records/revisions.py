@@ -14,9 +14,9 @@ from daskserve.common.types import BackendTag, GoalId
 class RevisionState(enum.StrEnum):
     """The state of a revision."""
 
-    #: Its change is in progress.
+    #: The revision's change is in progress.
     DEPLOYING = "DEPLOYING"
-    #: It is the present version.
+    #: The revision is the present version.
     RUNNING = "RUNNING"
     #: A later revision replaced it, perhaps before it was complete.
     SUPERSEDED = "SUPERSEDED"

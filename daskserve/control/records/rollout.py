@@ -29,7 +29,7 @@ class RolloutPhase(enum.StrEnum):
     COMPLETED = "COMPLETED"
     #: A gate failed, or the new version did not start: the old one has all traffic.
     ROLLED_BACK = "ROLLED_BACK"
-    #: A user aborted it: the old version has all traffic.
+    #: A user aborted the rollout: the old version has all traffic.
     ABORTED = "ABORTED"
 
     @property
@@ -134,7 +134,7 @@ class RolloutState:
 
     @property
     def mark(self) -> str:
-        """Distinguishes the phases of one rollout."""
+        """A value that differs between the phases of a rollout."""
         return f"{self.rollout_id}/{self.step}/{self.phase}"
 
     def moved(self, event: RolloutEvent, wall: float, why: str = "") -> RolloutState:
@@ -144,7 +144,7 @@ class RolloutState:
             raise InvalidRolloutTransition(f"A rollout that is {self.phase} cannot take {event}.")
         found = replace(self, phase=phase, since=wall, why=why)
         if event is RolloutEvent.READY:
-            # Keep who promoted it to this step.
+            # Keep the name of the program that promoted the rollout to this step.
             found = replace(found, served=self.step, why=why or self.why)
         elif event is RolloutEvent.NEXT:
             found = replace(found, step=self.served + 1)

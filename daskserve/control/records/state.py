@@ -61,12 +61,12 @@ class Codes(dict[str, CodeRecord]):
         self.unused_bytes += self._unused(code.name)
 
     def use(self, name: str) -> None:
-        """Note that a backend uses a code from now on."""
+        """Record that a backend uses a code from now on."""
         self.unused_bytes -= self._unused(name)
         self._users[name] += 1
 
     def release(self, name: str) -> None:
-        """Note that a backend no longer uses a code."""
+        """Record that a backend no longer uses a code."""
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
@@ -109,7 +109,7 @@ class State:
         self.events = EventLog()
         self._replicas_of: dict[BackendTag, dict[ReplicaTag, None]] = {}
         self._replicas_on: dict[WorkerAddress, dict[ReplicaTag, None]] = {}
-        #: The number of bundles, which may be more than the replicas: of all backends, and of each.
+        #: The number of bundles on each worker, of all backends and of each one. A replica may have several.
         self._bundles_on: dict[WorkerAddress, int] = {}
         self._workers_of: dict[BackendTag, dict[WorkerAddress, int]] = {}
         self.occupied = OccupiedResources()
@@ -158,7 +158,7 @@ class State:
         return known is not None and known.scaled_to == 0
 
     def has_running(self, backend: BackendTag) -> bool:
-        """Return whether any replica of a backend runs, without a look at all of them."""
+        """Return whether any replica of a backend runs, without iterating over all of them."""
         tags = self._replicas_of.get(backend, ())
         return any(self.replicas[tag].state is ReplicaState.RUNNING for tag in tags)
 
@@ -167,7 +167,7 @@ class State:
         return [each for each in self.replicas_of(backend) if each.state is ReplicaState.RUNNING]
 
     def count_on(self, worker: WorkerAddress, backend: BackendTag | None = None) -> int:
-        """Return the number of bundles on a worker, of one backend or of all; most replicas are one."""
+        """Return the number of bundles on a worker, of one backend or of all; most replicas have one."""
         if backend is None:
             return self._bundles_on.get(worker, 0)
         return self._workers_of.get(backend, {}).get(worker, 0)
@@ -181,7 +181,7 @@ class State:
         return self._workers_of.get(backend, {})
 
     def workers_in_use(self) -> set[WorkerAddress]:
-        """Return the workers that hold a replica, another bundle of its placement group, or a proxy."""
+        """Return the workers that hold a replica, a bundle of a placement group, or a proxy."""
         return self._bundles_on.keys() | self.proxies.workers
 
     def used(self, worker: WorkerAddress) -> Mapping[str, float]:
@@ -278,7 +278,7 @@ class State:
             drop(self._endpoints_of, backend, endpoint.name)
 
     def _replace_replica(self, tag: ReplicaTag, record: Record | None) -> None:
-        # In place, so that `replicas_of` stays in the order of creation.
+        # Update in place, so that `replicas_of` stays in the order of creation.
         old = self.replicas.pop(tag, None)
         new = record if isinstance(record, ReplicaRecord) else None
         if old is not None and old.worker is not None:
@@ -309,13 +309,13 @@ class State:
 
 
 def _add(counts: dict[str, int], name: str, by: int) -> None:
-    """Add to a count; one of 0 is left out."""
+    """Add to a count; remove the count if it becomes 0."""
     counts[name] = counts.get(name, 0) + by
     if not counts[name]:
         del counts[name]
 
 
 def display_name(state: State, tag: BackendTag) -> str:
-    """Return the name of a backend in messages, also of one that is gone."""
+    """Return the name of a backend in messages, even of a removed one."""
     backend = state.backends.get(tag)
     return described(tag) if backend is None else backend.display_name

@@ -15,8 +15,8 @@ from daskserve.control.records.storing.encoding import from_plain
 def stable_of(backend: BackendRecord) -> BackendRecord | None:
     """Return the record of the old version during a rollout; None without one.
 
-    The target capacity, and the number set by an autoscaler, an external scaler or an operator, are those of
-    the new version.
+    The target capacity, and the number set by an autoscaler, an external scaler or an operator, are taken
+    from the new version.
     """
     rollout = backend.canary
     if rollout is None:

@@ -1,4 +1,4 @@
-"""Poll the length of a broker's queue for the policy ``queue``. The module `brokers` talks to brokers."""
+"""Polls the length of a broker's queue for the policy ``queue``. The module `brokers` connects to brokers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Backlog:
                 raise ValueError(f"the broker reports a length of {length}")
         except TimeoutError:
             self._record_problem(f"the broker has not answered for {shown(REPLY_TIMEOUT_S)} s")
-            await self._close()  # otherwise a late answer would be taken for that of the next poll
+            await self._close()  # otherwise a late answer would be read as the answer to the next poll
         except Exception as error:
             # An exception from a broker library must not end the polling loop.
             self._record_problem(masked(str(error)) or type(error).__name__)
@@ -134,7 +134,7 @@ class Backlog:
         try:
             await self._clock.wait_for(self._opened[0].close(), REPLY_TIMEOUT_S)
         except Exception as error:
-            # As above. A connection that fails to close is dropped anyway.
+            # Any error, as above. A connection that fails to close is dropped in any case.
             logger.info(
                 "The autoscaler of %s: queue %r: %s",
                 self._owner,

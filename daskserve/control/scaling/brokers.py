@@ -28,7 +28,7 @@ PRIORITIES = range(1, 10)
 
 
 def open_queue(options: QueueOptions, fetch: FetchAs, tasks: TaskQueues | None = None) -> QueueLength:
-    """Return the queue at its broker, without connecting to it; ``tasks`` are those of the instance."""
+    """Return the queue at its broker, without connecting; ``tasks`` are the instance's own task queues."""
     if options.is_of_instance:
         return InstanceQueue(tasks, options.queue_name)
     if options.file is not None:
@@ -52,7 +52,7 @@ class InstanceQueue:
             raise ValueError(str(error)) from error
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class FileQueue:
@@ -82,11 +82,11 @@ class FileQueue:
             raise OSError(f"{self._path}: {error}") from error
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class RedisQueue:
-    """A Redis list, together with Kombu's priority lists, and a queue of tasks of daskserve's own."""
+    """A Redis list with Kombu's priority lists, and the daskserve task queue of the same name."""
 
     def __init__(self, options: QueueOptions) -> None:
         name = options.queue_name
@@ -94,7 +94,7 @@ class RedisQueue:
         self._keys = [name, *(f"{name}{PRIORITY_SEPARATOR}{each}" for each in PRIORITIES)]
         #: The key of the ready tasks of `daskserve.data.tasks.queues.redis_queue`, with the default prefix.
         self._tasks = f"{{daskserve}}:ready:{name}"
-        #: The key of the delayed tasks. Only a consumer moves those that are due to the ready ones.
+        #: The key of the delayed tasks. Only consumers move due tasks to the ready tasks.
         self._delayed = f"{{daskserve}}:delayed:{name}"
         self._client: Any = None
 
@@ -159,7 +159,7 @@ class RabbitMQQueue:
             raise ValueError(self._error_text(answer))
         found = answer.get("messages") if isinstance(answer, dict) else None
         if isinstance(found, bool) or not isinstance(found, int):
-            # This holds for a moment after the queue was created, and wherever statistics are disabled.
+            # This happens shortly after the queue was created, and if statistics are disabled.
             raise ValueError(f"the management API at {self._where} does not report the number of messages")
         return float(found)
 

@@ -55,7 +55,7 @@ class Group(ScheduledPolicy[CustomPolicy]):
     contexts: Mapping[BackendTag, AutoscalingContext] = field(default_factory=dict)
 
     def is_of(self, config: AutoscalingConfig) -> bool:
-        """Whether a backend with this config belongs here."""
+        """Whether a backend with this config belongs to this group."""
         own = self.config
         return (own.group, own.policy, own.policy_kwargs) == (
             config.group,
@@ -190,7 +190,7 @@ class Groups:
                 self._record(member.snapshot, member.snapshot.without_policy(problem, error))
 
     def _apply(self, group: Group, tag: BackendTag, decision: Decision) -> None:
-        """Damp and record the decision for one backend, unless the backend has changed meanwhile."""
+        """Damp and record the decision for one backend, unless the backend has changed in the meantime."""
         member, backend = group.called_for[tag], self._state.backends.get(tag)
         seen = member.snapshot
         if tag not in group.members or backend is None or backend.is_deleting:

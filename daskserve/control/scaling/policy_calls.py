@@ -94,7 +94,7 @@ class PolicyCall(Generic[T]):
 
 
 class PolicyLoader(Generic[T]):
-    """Loads a user's policy in a thread, and again after a while if that fails.
+    """Loads a user's policy in a thread, and retries after a while if that fails.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class PolicyLoader(Generic[T]):
         return self.call is not None or self._clock.now() >= self.retry_at
 
     async def load(self, function: Callable[..., T], *args: Any) -> T | None:
-        """Start to call a function that loads the policy, or take its result; None while there is none."""
+        """Start a call of a function that loads the policy, or take its result; None until it has loaded."""
         if self.call is None:
             self.call = PolicyCall(self._clock, self._name, function, *args)
         try:
@@ -212,7 +212,7 @@ def problem_of(error: TimeoutError | UserCodeError) -> str:
 
 
 class _DaemonThreadExecutor(Executor):
-    """Runs one function in a daemon thread. The interpreter would wait for the threads of a pool at exit."""
+    """Runs one function in a daemon thread, which does not delay the interpreter's exit."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -250,7 +250,7 @@ def _as_user_code_error(error: BaseException) -> UserCodeError:
 
 
 def is_built_in(config: AutoscalingConfig) -> bool:
-    """Whether the policy, and the one below a schedule, are built in."""
+    """Whether the policy is built in, and for a schedule also the policy that it bounds."""
     below = config.policy_kwargs.get("policy", "schedule")
     return config.policy in BUILT_IN_POLICIES and below in BUILT_IN_POLICIES
 
@@ -273,7 +273,7 @@ def configured_autoscaler(
 ) -> Autoscaler:
     """Return an autoscaler with these options: the present one, which keeps its metrics, or a new one."""
     if not is_built_in(config):
-        importlib.invalidate_caches()  # the module may have been installed since the last attempt
+        importlib.invalidate_caches()  # so that a module installed since the last attempt is found
     policy = load_bytes(config.policy) if isinstance(config.policy, bytes) else None
     if present is None:
         return Autoscaler(tag, config, policy=policy, latency_bounds_s=latency_buckets_s())

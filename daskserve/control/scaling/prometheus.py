@@ -98,7 +98,7 @@ class PrometheusQueries:
                 body = await self._fetch(f"{url}?{urlencode({'query': text})}")
             self._values[name] = (value_of(body), at)
         except Exception as error:
-            # Whatever a server answers, the next poll may succeed.
+            # Any answer of a server is tolerated, because the next poll may succeed.
             problem = masked(str(error)) or type(error).__name__
             if self._errors.get(name) != problem:
                 logger.warning("Query %r (%s) has no value: %s", name, text, problem)

@@ -73,7 +73,7 @@ def within_bounds(backend: BackendRecord, config: AutoscalingConfig, wall: float
 
 
 def _held(backend: BackendRecord, before: BackendRecord) -> BackendRecord:
-    """Keep the number in a dry run without ``num_replicas``; at least 1, because nothing would wake it."""
+    """Keep the number in a dry run without ``num_replicas``; at least 1, to avoid being stuck at 0."""
     fixed = replace(backend, scaled_to=None, scalings=())
     wanted = max(1, before.full_replicas)
     return (
@@ -88,7 +88,7 @@ def taken_back(previous: BackendRecord, failed: BackendRecord, wall: float) -> B
 
     If nothing has scaled the backend since, that is the number from before the change.
     """
-    # Values of the whole instance are not part of the change.
+    # These values belong to the whole instance, so the change does not include them.
     previous = replace(previous, capacity=failed.capacity, capacity_direction=failed.capacity_direction)
     if previous.is_scaled_externally:
         return external.taken_back(previous, failed)

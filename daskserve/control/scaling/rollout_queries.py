@@ -31,7 +31,7 @@ _Place: TypeAlias = tuple[BackendTag, str, int]
 
 
 class _Subject(NamedTuple):
-    """A rollout whose versions are compared; of two values, the first is that of the new version."""
+    """A rollout whose versions are compared; in pairs, the new version comes first."""
 
     tag: BackendTag
     key: str

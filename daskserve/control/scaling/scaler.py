@@ -43,7 +43,7 @@ logger = logging.getLogger("daskserve.autoscaling")
 #: How often these policies run for an idle backend that is already at its minimum.
 RESTING_S = 5.0
 BY_LOAD_ONLY = frozenset({"target_ongoing_requests", "classic", "latency"})
-#: When to check a backend without running replicas again whose last decision is about to be applied.
+#: Delay until the next check of a backend without running replicas whose last decision is not applied yet.
 STARVED_RETRY_S = 0.1
 #: A decision that is not applied within this time is repeated. The store may be unavailable, for example.
 PENDING_S = 5.0
@@ -57,7 +57,7 @@ class _ScaledBackend(ScheduledPolicy[Autoscaler]):
     options: AutoscalingConfig | None = None
     config: AutoscalingConfig | None = None
     autoscaler: Autoscaler | None = None
-    #: The target number of replicas that the running call of the policy was made for.
+    #: The target number of replicas at the time of the running policy call.
     called_for: int = 0
     #: The values of PromQL expressions, and the task that polls them.
     queries: PrometheusQueries | None = None
@@ -118,7 +118,7 @@ class Scaler:
         self._wake.set()
 
     def notify_load(self, backends: Iterable[BackendTag]) -> None:
-        """Check those of these backends now that were idle or have no running replica."""
+        """Check the idle backends among these, and those without a running replica, now."""
         for tag in backends:
             entry = self._entries.get(tag)
             is_starved = self._state.is_at_zero(tag) or not self._state.has_running(tag)
@@ -201,7 +201,7 @@ class Scaler:
         return True
 
     def _member_of(self, tag: BackendTag) -> Member | None:
-        """Check one backend of a group; return None if it is gone or its options have changed."""
+        """Check one backend of a group; return None if it was removed or its options have changed."""
         entry, backend = self._entries.get(tag), self._state.backends.get(tag)
         if entry is None or entry.autoscaler is None or backend is None or backend.is_deleting:
             return None
@@ -274,7 +274,7 @@ class Scaler:
             entry.autoscaler = policy_calls.configured_autoscaler(tag, config, present)
             entry.loader.loaded()
         except Exception as error:
-            # A policy that this version does not have, or arguments that it does not take.
+            # The policy does not exist in this version, or does not accept its arguments.
             entry.loader.failed(error)
 
     def _report_abandoned(self, whose: str, call: PolicyCall[Any] | None) -> None:

@@ -186,7 +186,7 @@ def _deploy(
             change[code.key] = code
             wanted.append(record)
         elif (current := state.backends[each.spec.tag]).goal is not None:
-            wanted.append(current)  # its own pending change becomes part of this one
+            wanted.append(current)  # its pending change becomes part of this one
         held = state.endpoints.get(each.spec.tag)
         change.update(
             endpoint_state.deployed_endpoint(
@@ -216,7 +216,7 @@ def _settled(state: State, existing: AppRecord, wanted: AppRecord) -> Change:
     """Return the change of a deploy that equals the current or the pending one.
 
     It clears the error of a failed deploy. The application belongs to the last call that deployed it, so an
-    earlier call cannot withdraw its change any more.
+    earlier call can no longer withdraw its change.
     """
     settled = replace(
         existing,
@@ -291,7 +291,7 @@ def _check_unused(state: State, app: AppRecord, members: Sequence[BackendRecord]
 
 
 def check_separate(state: State, tag: BackendTag) -> None:
-    """Raise `BadRequestError` if a backend is part of an application, which can only be deleted whole."""
+    """Raise `BadRequestError` if a backend is part of an application, which is only deleted as a whole."""
     backend = state.backends.get(tag)
     if backend is not None and state.apps.get(backend.application) is not None:
         name = split_deployment_tag(tag)[1]

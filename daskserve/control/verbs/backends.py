@@ -48,7 +48,7 @@ def get(state: State, tag: BackendTag) -> BackendRecord:
     """Return a registered backend; raise `NotRegisteredError` if it is unknown or being deleted."""
     backend = state.backends.get(tag)
     if backend is None or backend.is_deleting:
-        what = described(tag, "Backend") if "/" in tag else f"Backend {tag}"  # as the classic system
+        what = described(tag, "Backend") if "/" in tag else f"Backend {tag}"  # the classic system's wording
         raise NotRegisteredError(f"{what} is not registered. Registered backends: {known_names(state)}.")
     return backend
 
@@ -72,7 +72,7 @@ def configured(backend: BackendRecord, config: BackendConfig, user_config: bytes
     """Return the backend's record with another config."""
     identity = config_ids.config_id(config, user_config)
     if config_ids.is_same(backend.config_id, identity):
-        identity = backend.config_id  # running replicas have it in their records
+        identity = backend.config_id  # kept, because running replicas have it in their records
     return replace(backend, config=config, config_id=identity, user_config=user_config)
 
 
@@ -207,7 +207,7 @@ def deployed(
                 "name is registered; delete it first."
             )
         if config_ids.is_same(existing.config_id, record.config_id):
-            record = replace(record, config_id=existing.config_id)  # running replicas have it
+            record = replace(record, config_id=existing.config_id)  # kept, because running replicas have it
         is_same = (existing.version, existing.config_id, existing.needs) == (
             version,
             record.config_id,
@@ -226,7 +226,7 @@ def _check_owner(state: State, tag: BackendTag, application: str) -> None:
         return
     owner = state.apps.get(existing.application)
     if existing.is_deleting and (owner is None or not owner.is_deleting):
-        return  # it is being deleted, and its application is not
+        return  # the backend is being deleted, and its application is not
     which = (
         f"it is a deployment of application '{existing.application}'"
         if existing.application
@@ -246,7 +246,7 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
     if spec.prev_version is None:
         return
     if existing is not None and existing.request_id == spec.request_id and not existing.is_deleting:
-        return  # the retry of a call that succeeded
+        return  # a retry of a call that succeeded
     present = None if existing is None or existing.is_deleting else existing.user_version
     if present is None:
         raise BadRequestError(
@@ -263,13 +263,13 @@ def _check_version(spec: BackendSpec, existing: BackendRecord | None) -> None:
 def _told_apart(record: BackendRecord, existing: BackendRecord | None) -> str:
     """Return the version of a deployment, marked with its options that are fixed for the life of a replica.
 
-    The mark tells which running replicas have other options and must be replaced, because the version is all
-    that is known of a replica's options. Default options have no mark.
+    The mark shows which running replicas have different options and must be replaced, because a replica's
+    record contains no options, only its version. Default options have no mark.
     """
     options = record.place_options
     if options == _PLAIN_PLACE:
         return record.version
-    # Earlier releases marked a version only where the one before it had other options.
+    # Earlier releases marked a version only if the previous version had different options.
     known = None if existing is None else (unrestarted(existing.version), existing.place_options)
     return record.version if known == (record.version, options) else marked(record.version, options)
 

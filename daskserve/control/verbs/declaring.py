@@ -50,7 +50,7 @@ def declared(
 
 
 def next_declaration(state: State, **fields: Any) -> DeclarationRecord:
-    """Return the record of the next change of what is declared.
+    """Return the record of the next change of the declared configuration.
 
     Parameters
     ----------

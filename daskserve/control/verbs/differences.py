@@ -36,11 +36,12 @@ def differences(old: BackendRecord, new: BackendRecord) -> list[Difference]:
         found.append(Difference(CODE, Effect.REPLACES, None if versions == (None, None) else versions))
     found += _of_options(ActorOptions, old.actor_options, new.actor_options, {Effect.TOLD: Effect.REPLACES})
     if old.env != new.env:
-        found.append(Difference(ENV, Effect.REPLACES))  # its values may be secrets
+        found.append(Difference(ENV, Effect.REPLACES))  # not shown, because its values may be secrets
     if old.user_config != new.user_config:
         values = changed_values(old.user_config, new.user_config)
         found += [Difference(_within(path), Effect.TOLD, (one, other)) for path, one, other in values]
-        found += [] if values else [Difference(USER_CONFIG, Effect.TOLD)]  # they are not plain values
+        # not shown, because they are not plain values
+        found += [] if values else [Difference(USER_CONFIG, Effect.TOLD)]
     found += _of_options(BackendConfig, old.config, new.config, _NO_EFFECTS)
     if old.needs != new.needs:
         found.append(Difference(CALLS, Effect.REPLACES))
@@ -70,7 +71,7 @@ def _of_options(
 
 
 def _named(given: Any, whole: Any, other: Any) -> Any:
-    """Return a value without the defaults that the user has not set, except for those that differ."""
+    """Return a value without defaults that the user has not set, except those that differ."""
     if not all(isinstance(each, Mapping) for each in (given, whole, other)):
         return given
     return {
@@ -81,7 +82,7 @@ def _named(given: Any, whole: Any, other: Any) -> Any:
 
 
 def _parts(shown: Any, shown_other: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """Return two values to show; of two mappings, such as nested options, only the entries that differ."""
+    """Return two values to show; for mappings, such as nested options, only the entries that differ."""
     pair = (shown, shown_other)
     if not all(isinstance(each, Mapping) for each in (*pair, one, other)):
         return pair

@@ -62,7 +62,7 @@ def application_at(state: State, route: str | None) -> str | None:
 
 
 def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
-    """Return the applications that swap routes with one, including itself; empty if none do.
+    """Return the applications that swap routes with an application, including itself; empty if none do.
 
     ``routes`` are the new routes of the applications that change, by name.
     """
@@ -76,7 +76,7 @@ def circle(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str
 
 
 def leaving(state: State, name: str, routes: Mapping[str, str | None]) -> Set[str]:
-    """Return the applications that give up the route of one in the same change.
+    """Return the applications that give up an application's new route in the same change.
 
     ``routes`` are the new routes of the applications that change, by name.
     """
@@ -89,7 +89,7 @@ def leaving(state: State, name: str, routes: Mapping[str, str | None]) -> Set[st
 
 
 def check_application_route(state: State, route: str | None, *, what: str, application: str = "") -> None:
-    """Raise `AlreadyRegisteredError` if another application has a route, or will have it."""
+    """Raise `AlreadyRegisteredError` if another application has or will get a route."""
     owner = application_at(state, route)
     if owner not in (None, application):
         raise AlreadyRegisteredError(
@@ -99,9 +99,9 @@ def check_application_route(state: State, route: str | None, *, what: str, appli
 
 
 def swapping(state: State, app: AppRecord) -> list[AppRecord]:
-    """Return the other applications with which one swaps routes in pending changes, which change together.
+    """Return the other applications with which an application swaps routes in pending changes.
 
-    Each gets the route of the next one, and the last one gets the route of the first.
+    They change together: each gets the route of the next one, and the last one gets the route of the first.
     """
     found = [app]
     while True:
@@ -184,7 +184,7 @@ def deploy_endpoint(
 ) -> Change:
     """Create a deployment's endpoint, or change its route. Its backend has the same name.
 
-    It keeps its shadows, and its traffic if all backends in it exist.
+    The endpoint keeps its shadows, and its traffic if all backends in it exist.
     """
     route = None if route is None else normalise_route(route)
     check_application_route(state, route, what=f"deploy '{name}'")
@@ -310,7 +310,7 @@ def published(endpoint: EndpointRecord | None) -> Any:
 
 
 def routes(state: State) -> dict[str, Any]:
-    """Return the route table; a route of an application has its name."""
+    """Return the route table; each route of an application comes with the application's name."""
     table: dict[str, Any] = {}
     for route, endpoint in state.routes().items():
         table[route] = {"endpoint": endpoint.name, "methods": list(endpoint.methods)}
@@ -331,7 +331,7 @@ def _access_log_of(state: State, endpoint: EndpointRecord) -> bool | None:
 
 
 def published_routes(state: State) -> dict[str, Any]:
-    """Return the route table for proxies, with the pending routes of applications that first come up."""
+    """Return the route table for proxies, with the pending routes of applications that first start."""
     table = routes(state)
     for app in state.apps:
         endpoint = state.endpoints.get(app.ingress)

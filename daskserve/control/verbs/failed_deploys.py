@@ -1,4 +1,4 @@
-"""The errors of lookups, which say if the first deploy of a missing name has failed. Pure."""
+"""Errors of lookups, which mention it if the first deploy of the missing name has failed. Pure."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ from daskserve.errors import DeletedError, DeployError, ReplicaStartError, Serve
 from daskserve.payload import error_text
 from daskserve.payload.packed_errors import dump_error
 
-#: Number of finished goals that are kept. They are dropped by the hundred, so that few changes pay for it.
+#: Number of finished goals that are kept. They are removed a hundred at a time, so that few changes take
+#: longer.
 KEPT_GOALS = 100
 SWEEP_AT = 2 * KEPT_GOALS
 
@@ -172,7 +173,7 @@ def _before(state: State, wanted: BackendRecord | AppRecord) -> Previous:
 def _release(
     state: State, change: Change, superseded: Iterable[GoalRecord], app: AppRecord | None, goal_id: GoalId
 ) -> None:
-    """Move the other backends of superseded goals to the new goal; dropped backends get none."""
+    """Move the other backends of superseded goals to the new goal; dropped ones get none."""
     for old in superseded:
         for tag in state.apps.members(old.application):
             current = state.backends[tag]
@@ -266,7 +267,8 @@ def rolled_back(
     """Return the change that rolls back everything that a goal covers.
 
     ``culprit`` is the current record of the failed backend, which may be newer than the one in the state. It
-    is None if the program withdraws the change. Applications that were to swap routes keep their routes.
+    is None if the program withdraws the change. Applications that would have swapped routes keep their
+    routes.
     """
     app, change = state.apps.get(goal.application), Change()
     for other in [] if app is None or app.goal != goal.goal_id else endpoint_state.swapping(state, app):
@@ -318,14 +320,14 @@ def _taken_back(
 
 
 def what_stays(goal: GoalRecord) -> str:
-    """Return what still serves after a change that failed in user code, and the remedy."""
+    """Return a text that says what still serves after a change failed in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"
 
 
 def _served(key: str, plain: Mapping[str, Any] | None) -> bool:
-    """Return whether the record before a change is of a backend or an application that served."""
+    """Return whether the record before a change describes a backend or application that served."""
     if plain is None or plain.get("is_deleting"):
         return False
     # The record of an application whose first deploy failed has no deployments.
@@ -379,14 +381,14 @@ def _app_back(
     empty = replace(current, route=None, deployments={}, request_id="")
     before: AppRecord = empty if plain is None else from_plain("app", plain)
     if not culprit and plain is None:
-        # The deletion of its last deployment, if it has any, removes the record.
+        # If it has deployments, the deletion of the last one removes the record.
         return {
             current.key: replace(empty, goal=None, is_deleting=True) if state.apps.members(name) else None
         }
     if not culprit:
         return {current.key: replace(before, goal=None)}
     failed = next((each for each, tag in current.deployments.items() if tag == culprit), culprit)
-    if not isinstance(error, ReplicaStartError):  # its text names the deployment
+    if not isinstance(error, ReplicaStartError):  # the error's text already names the deployment
         text = f"{described(culprit.rpartition('/')[2], 'Deployment')} failed: {text}"
     tried = sorted(current.deployments)
     after = replace(before, goal=None, last_error=text, failed=failed, tried=tried)

@@ -39,7 +39,7 @@ def evidence_of(
 
 
 def followed(record: ModelsRecord, plan: RolloutConfig | None, keep: int | None, wall: float) -> ModelsRecord:
-    """Return the record with the rollouts begun or ended according to the states of versions.
+    """Return the record with rollouts begun or ended according to the states of versions.
 
     A version that is ROLLING_OUT has a rollout. The rollout ends if it or the default version is unloaded, if
     another version becomes the default, or if the plan is removed. A newer version replaces the new one.
@@ -94,7 +94,7 @@ def advanced(
                 plan,
                 evidence_of(counts, record.backend, name, rollout, share),
                 share=share,
-                is_ready=True,  # a replica that does not have the new version yet does not count
+                is_ready=True,  # replicas that do not have the new version yet do not count
                 for_s=for_s(name, rollout),
                 wall=wall,
             )
@@ -123,7 +123,7 @@ def steered(
         return record
     request_id = options.get("request_id", "")
     if last is not None and request_id and last["promoted_by"] == request_id:
-        return record  # the retry of a call
+        return record  # a retry of an earlier call
     if rollout is None or plan is None:
         why = "" if last is None else f": it is {last['phase']}, {last['why'].rstrip('.')}"
         raise NotFoundError(f"There is no rollout of model {name!r} to {verb}{why}.")

@@ -11,7 +11,7 @@ from daskserve.control.records.records import ReplicaRecord
 from daskserve.control.records.state import State
 from daskserve.errors import NotFoundError
 
-#: Names that an error lists, and the characters of a wrong one.
+#: Maximum number of names that an error lists, and maximum length of an unknown name in it.
 MAX_SHOWN, MAX_LENGTH = 5, 200
 
 

@@ -23,14 +23,14 @@ from daskserve.control.records.versions import unmarked
 from daskserve.errors import ReplicaStartError, RequestTimeoutError, RolloutError, ServeError
 from daskserve.options.rollout import RolloutConfig, percent_of
 
-#: The name of a caller that has not given one.
+#: The name of a caller that did not give a name.
 A_PROGRAM = "a program"
 
 
 def begun(
     state: State, wanted: BackendRecord, before: Mapping[str, Any] | None, rollout_id: str, now: float
 ) -> BackendRecord:
-    """Return the wanted record of a backend, with the rollout to it if there is one.
+    """Return the wanted record of a backend, with a rollout if its plan requires one.
 
     ``before`` is the last completed record, as plain values. There is no rollout if the version is the same,
     or if no replica of the old version runs. A change that keeps the code and the config of the new version
@@ -53,7 +53,7 @@ def begun(
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision on a rollout: its next state and the reason to wait, or why it is taken back."""
+    """The decision on a rollout: its next state and the reason to wait, or why it is rolled back."""
 
     rollout: RolloutState
     text: str = ""
@@ -66,7 +66,7 @@ def _probability(config: RolloutConfig) -> float:
 
 
 def planned_share(rollout: RolloutState, config: RolloutConfig) -> float:
-    """Return the share of the served step. The actual share differs while a version has no replica."""
+    """Return the planned share of the served step; the actual one differs while a version has no replica."""
     return percent_of(config.steps[rollout.served]) / 100 if rollout.served >= 0 else 0.0
 
 
@@ -74,7 +74,7 @@ def missing(config: RolloutConfig, evidence: Evidence, share: float) -> str:
     """Return which requests, answers or comparisons a step still lacks; empty if it has enough."""
     requests, p = evidence.new.requests, _probability(config)
     if share == 0 and percent_of(config.shadow):
-        # The new version answers only copies of requests.
+        # At this step, the new version answers only copies of requests.
         least = max(1, config.min_requests)
         if evidence.compared < least:
             text = f"{evidence.compared} of {counted(least, 'answer has', 'answers have')} been compared"
@@ -207,7 +207,7 @@ def phase_began(
 ) -> tuple[str, float]:
     """Return the mark of a rollout's phase, and when it began on this controller's clock.
 
-    ``known`` is what this function returned last. The phase may have begun under an earlier controller,
+    ``known`` is the last result of this function. The phase may have begun under an earlier controller,
     unless ``is_new``.
     """
     if known[0] == rollout.mark:

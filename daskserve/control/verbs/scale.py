@@ -55,7 +55,7 @@ def scale(
 
 
 def named_deployment(state: State, name: str, application: str = "") -> BackendRecord:
-    """Return the backend that `scale` means by a name; raise `NotFoundError` if there is none.
+    """Return the backend that a name given to `scale` means; raise `NotFoundError` if there is none.
 
     The name of an application alone means its ingress, unless a backend has that name.
     """

@@ -14,7 +14,7 @@ from daskserve.options.start_messages import ControllerStart
 
 
 def set_target_capacity(state: State, percent: float | None, wall: float) -> Change:
-    """Return the change that sets the target capacity of every backend; None: all replicas, no direction.
+    """Return the change that sets the target capacity of every backend; None resets it.
 
     The client has checked the percentage. The specs in the records stay the same, so they apply again when
     the capacity is reset.
@@ -33,7 +33,7 @@ def set_target_capacity(state: State, percent: float | None, wall: float) -> Cha
 
 
 def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Change:
-    """Return the change that gives an instance the logging of a configuration, until its next start.
+    """Return the change that applies a configuration's logging options to an instance, until its next start.
 
     A configuration without ``logging_config`` changes nothing.
     """
@@ -45,7 +45,7 @@ def set_logging(state: State, config: Mapping[str, Any], start_id: str) -> Chang
 
 
 def logging_of(state: State, start: ControllerStart) -> Mapping[str, Any] | None:
-    """Return the logging options of an instance: the changed ones, or those of its start."""
+    """Return the logging options of an instance: the changed options, or those of its start."""
     changed = state.capacity
     return changed.logging if changed.logging_of == start.start_id else start.logging
 
@@ -76,7 +76,7 @@ def _direction(state: State, percent: float | None) -> str | None:
     if before == percent:
         return state.capacity.direction
     if before is None and not any(not each.is_deleting for each in state.backends.values()):
-        return UP  # a new instance starts from zero
+        return UP  # a new instance starts with no replicas
     former = 100.0 if before is None else before
     if percent == former:
         return None

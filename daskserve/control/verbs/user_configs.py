@@ -13,9 +13,9 @@ from typing import Any
 
 from daskserve.options.fields.secrets import without_secrets
 
-#: Longest pickle that is read, and most values of one that are compared.
+#: Maximum size of a pickle that is read, and maximum number of its values that are compared.
 MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
-#: Most differences that are listed, and the longest text among them.
+#: Maximum number of differences that are listed, and maximum length of each text.
 MAX_LISTED, MAX_TEXT = 20, 120
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
@@ -62,18 +62,18 @@ def _loaded(data: bytes | None) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:
-        # Damaged or hostile bytes raise anything.
+        # Damaged or hostile bytes may raise any error.
         raise _NotPlainError from error
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in a value, each with its path; an empty container counts as one."""
+    """Yield the plain values in a value, each with its path; an empty container counts as a value."""
     rest, count = [(path, value)], 0
     while rest:
         path, value = rest.pop()
         count += 1
         if count > MAX_VALUES:
-            raise _NotPlainError  # or containers that hold themselves
+            raise _NotPlainError  # too many, or containers that contain themselves
         if isinstance(value, dict) and (value or path):
             before = f"{path}." if path else ""
             items = [
@@ -98,7 +98,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(path: str, value: Any) -> Any:
-    """Return a value as it is shown: short, and without secrets."""
+    """Return a value for display, shortened and without secrets."""
     value = without_secrets(path, value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"

@@ -153,7 +153,7 @@ class _Facts:
 
     @property
     def internal_error(self) -> str:
-        """The error of the controller that keeps the deployment from coming up; empty without one."""
+        """The error of the controller that keeps the deployment from coming up; empty if there is none."""
         if self.is_short and self.backend.code_key not in self._state.codes:
             return "the store has no code of its version: it is lost or damaged; deploy it again"
         return self._observed.step_failures.get(self.backend.tag, "")
@@ -194,7 +194,7 @@ class _Facts:
 
 
 class Rule(NamedTuple):
-    """A status of a deployment with its trigger, and when it applies."""
+    """A status of a deployment with its trigger, and the condition under which it applies."""
 
     applies: Callable[[_Facts], bool]
     outcome: Callable[[_Facts], tuple[str, str]]

@@ -59,7 +59,7 @@ def stored_application(state: State, name: str) -> dict[str, Any]:
 
 def _spec_of(state: State, backend: BackendRecord) -> BackendSpec:
     code = state.codes.get(backend.code_key)
-    # If the code is lost or damaged, the rest can still be listed.
+    # If the code is lost or damaged, the other values can still be listed.
     return backend_verbs.spec_of(backend, b"" if code is None else code.code)
 
 
@@ -71,7 +71,7 @@ def _only(state: State, name: str) -> dict[str, BackendRecord]:
 def _stored(state: State, backend: BackendRecord) -> dict[str, Any]:
     endpoint = state.endpoints.get(backend.tag)
     spec = replace(_spec_of(state, backend), version=None).to_plain()
-    # Not set by the user: facts about the callable, and options that the environment implies.
+    # Users do not set these: facts about the callable, and options that the environment implies.
     spec["config"].pop("internal_metadata", None)
     if backend.env is not None:
         spec["config"].pop("isolation", None)

@@ -111,7 +111,7 @@ def details(
 
 
 def _place(observed: Observed, worker: str | None, actor: str) -> dict[str, Any]:
-    """Return where an actor is, and its log file; a Dask worker is what Ray calls a node."""
+    """Return the location of an actor, and its log file; a Dask worker is shown as Ray's node."""
     info = observed.workers.get(worker or "")
     host = None if info is None else info.host
     return {
@@ -124,7 +124,7 @@ def _place(observed: Observed, worker: str | None, actor: str) -> dict[str, Any]
 
 
 def _http(http: HTTPOptions) -> dict[str, Any]:
-    """Return the options that Ray Serve shows, too."""
+    """Return the HTTP options that Ray Serve also shows."""
     shown = dump_http(http)
     return {
         "host": shown["host"],
@@ -203,7 +203,7 @@ def _deployment(
     named["max_ongoing_requests"] = backend.config.concurrency()
     config = {each: value for each, value in named.items() if value is not None}
     if "autoscaling_config" in config:
-        # Ray Serve's classes refuse both; target_num_replicas has the number.
+        # Ray Serve's classes do not accept both numbers; target_num_replicas contains it.
         del config["num_replicas"]
     return {
         "name": name,
@@ -238,7 +238,7 @@ def _replica(observed: Observed, replica: ReplicaRecord) -> dict[str, Any]:
 
 
 def _dead(replica: DeadReplica) -> dict[str, Any]:
-    """Return a replica that was lost or failed: Ray Serve's fields of it, and the cause."""
+    """Return a lost or failed replica in Ray Serve's fields, with the cause."""
     return {
         "replica_id": replica.name.rpartition("#")[2],
         "actor_name": short_tag(replica.name),

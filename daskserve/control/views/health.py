@@ -13,7 +13,7 @@ from daskserve.control.views.metrics import ControlMetrics
 
 
 def controller_health(metrics: ControlMetrics, state: State, wall: float) -> dict[str, Any]:
-    """Return the metrics of a controller's loop and process; call it on the event loop."""
+    """Return the metrics of a controller's loop and process; call this on the event loop."""
     rounds = metrics.rounds
     count = rounds.count
     longest = rounds.bounds[-1]

@@ -11,7 +11,7 @@ from daskserve.control.records.state import State
 
 
 def live_metrics(state: State, observed: Observed, now: float, wall: float) -> dict[str, Any]:
-    """Return the numbers of all deployments, replicas, calls between deployments, and HTTP."""
+    """Return the metrics of all deployments, replicas, calls between deployments, and HTTP."""
     live = observed.live
     running = {tag: [each.tag for each in state.running(tag)] for tag in state.backends}
     return {

@@ -17,14 +17,14 @@ from daskserve.control.views.rollouts import model_texts, rollout_text
 
 #: Time after which messages mention a replica that is not placed or started.
 SLOW_S = 30.0
-#: Number of restarts within a time, in seconds, that make a restart loop.
+#: Number of restarts that count as a restart loop, and the window in which they happen, in seconds.
 LOOP_RESTARTS, LOOP_S = 3, 600.0
 
 
 def message_of(
     observed: Observed, backend: BackendRecord, replicas: Iterable[ReplicaRecord], wall: float
 ) -> str:
-    """Return why a backend waits (room, a slow replica, an update), otherwise why the last goal failed.
+    """Return why a backend waits (for room, a slow replica, an update), or why the last goal failed.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def message_of(
         found.append(text)
     if text := loop_text(notes.dead, backend, wall, has_reason=notes.failures > 0):
         found.append(text)
-    # A text may contain a traceback after its first line.
+    # Each text may contain a traceback after its first line.
     parts = [each.partition("\n") for each in found]
     text = "\n".join(["; ".join(first for first, _, _ in parts), *(more for _, _, more in parts if more)])
     return text or backend.last_error
@@ -122,8 +122,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 def loop_text(dead: Sequence[DeadReplica], backend: BackendRecord, wall: float, *, has_reason: bool) -> str:
     """Return how often, for how long and why replicas restart in a loop; empty if they do not.
 
-    ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time,
-    such as with the loss of a worker, count once.
+    ``has_reason`` is whether the message already contains the reason. Replicas that end at the same time, for
+    example because a worker was lost, count once.
     """
     lately = [each for each in dead if wall - each.at < LOOP_S and each.version == backend.version]
     times = {each.at for each in lately}

@@ -73,7 +73,7 @@ class ControlMetrics:
 
 
 def bounded(reason: str) -> str:
-    """Return a reason without the numbers that differ between decisions."""
+    """Return a reason without its numbers, which differ between decisions."""
     return _NUMBER.sub("N", reason)[:MAX_REASON]
 
 

@@ -47,7 +47,7 @@ def overview(
     }
     if classic:
         parts[CLASSIC] = {"name": "", "deployments": classic}
-    # Keys in order, so that equal parts are equal texts.
+    # Sort the keys, so that equal parts give equal texts.
     return {name: json.dumps(part, sort_keys=True, default=str) for name, part in parts.items()}
 
 
@@ -99,5 +99,5 @@ def _replica(observed: Observed, backend: BackendRecord, replica: ReplicaRecord)
 
 
 def _models(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a replica's multiplexed models, in an order that their use does not change."""
+    """Return a replica's multiplexed models in an order that does not depend on their use."""
     return {**found, "models": sorted(found["models"])[:MAX_MODELS]} if found else {}

@@ -31,7 +31,8 @@ def published_backend(state: State, tag: str, unloadable: str | None = None) -> 
     if unloadable is not None:
         value["unloadable"] = unloadable
     if backend.is_deleting and app_state.may_stop(state, backend):
-        # The reason if its first deploy failed, otherwise empty. Until then, its callers need it as before.
+        # The reason if its first deploy failed, otherwise empty. Until then, its callers still need the
+        # backend.
         value["ending"] = backend.last_error
     return value
 

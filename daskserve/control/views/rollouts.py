@@ -101,7 +101,7 @@ def rollout_status(state: State, observed: Observed, backend: BackendRecord) -> 
 def model_rollout_status(
     state: State, observed: Observed, backend: BackendRecord, model: str
 ) -> dict[str, Any]:
-    """Return the state of a model's rollout, or how the last one ended, as `rollout_status` does.
+    """Return the state of a model's rollout, or how the last one ended, like `rollout_status`.
 
     Raises
     ------

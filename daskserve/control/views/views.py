@@ -57,7 +57,7 @@ def backend_status(state: State, observed: Observed, backend: BackendRecord, wal
 
 
 def dead_replicas(observed: Observed, tag: BackendTag) -> list[dict[str, Any]]:
-    """Return the last replicas of a backend that died, oldest first, with the reasons."""
+    """Return the last dead replicas of a backend, oldest first, with the reasons."""
     return [asdict(each) for each in observed.notes_of(tag).dead]
 
 
@@ -142,7 +142,7 @@ def actors(state: State, observed: Observed, instance: str, controller: Mapping[
 def system_actors(
     state: State, observed: Observed, instance: str, controller: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the controller and the proxies as `actors` does."""
+    """Return the controller and the proxies, like `actors`."""
     found: list[dict[str, Any]] = [
         {
             "kind": ActorKind.CONTROLLER.value,

@@ -12,7 +12,7 @@ from daskserve.common.formatting import as_whole, shown
 def check_whole(name: str, value: Any, *, at_least: int = 1, other: str = "") -> int:
     """Return a whole number; raise `TypeError` or `ValueError` for any other value of an option.
 
-    ``other`` ends the errors with what else the option may be, such as ``", or None"``.
+    ``other`` is appended to the errors, and names other allowed values, such as ``", or None"``.
     """
     number = as_whole(value)
     if number is None:

@@ -1,4 +1,4 @@
-"""``batch``, which collects calls of an async method or function into one call of it.
+"""``batch``, which collects calls of an async method or function and answers them with a single call.
 
 `daskserve.data.replica.requests.accept_batch.accept_batch` batches the requests of a replica. ``batch`` works
 where user code runs, for calls by HTTP, by a handle or as ``self.method(x)``. Each caller waits for its own
@@ -53,8 +53,8 @@ def batch(
 ) -> Any:
     """Collect calls of an async method or function, and answer them with one call of it.
 
-    Each caller calls it with its own arguments and gets its own result. The function itself gets a list for
-    each argument, and returns one result per item, in order. A result that is an exception is raised for its
+    Each caller passes its own arguments and gets its own result. The function itself gets a list for each
+    argument, and returns one result per item, in order. A result that is an exception is raised for its
     caller only; an exception that the function raises is raised for all callers. A cancelled call leaves its
     batch. A batch that no call waits for is cancelled too.
 

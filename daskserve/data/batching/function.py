@@ -56,7 +56,7 @@ class _Item:
         self.request: RequestContext | None = current_request.get()
         #: The priority of the request.
         self.priority = 0 if self.request is None else self.request.priority_number
-        #: The span of its wait and its batch, if it is sampled.
+        #: The span of the call's wait and its batch, if the call is sampled.
         self.span: RecordedSpan | None = None
 
 
@@ -80,14 +80,14 @@ class _InstanceState:
         return [queue for _, queue in self.queues_by_loop.items()]
 
     def change(self, *, max_batch_size: int | None = None, wait_s: float | None = None) -> None:
-        """Change the limits, also for waiting calls; may be called from any thread."""
+        """Change the limits, even for waiting calls; may be called from any thread."""
         if max_batch_size is not None:
             self.limits.max_batch_size = max_batch_size
         if wait_s is not None:
             self.limits.wait_s = wait_s
         self.is_unchecked = True
         for loop, queue in self.queues_by_loop.items():
-            with suppress(RuntimeError):  # the loop is closed, so no item waits there
+            with suppress(RuntimeError):  # the loop is closed, so no items wait there
                 loop.call_soon_threadsafe(queue.reconsider)
 
 
@@ -119,7 +119,7 @@ class _Settings:
         return tuple(sorted(at for queue in self._state().queues() for at in queue.running.values()))
 
     async def _is_batching_task_alive(self) -> bool:
-        """Return True: no background task collects the calls, so none can end."""
+        """Return True, because no background task exists that could have ended."""
         return True
 
     async def _get_handling_task_stack(self) -> str:
@@ -282,7 +282,7 @@ class BatchedFunction(InstanceFunction[_InstanceState], _Settings):
         try:
             return await queue.submit(item, key, item.priority)
         finally:
-            if item.span is not None:  # of a call that left before its batch ran
+            if item.span is not None:  # the span of a call that left before its batch ran
                 item.span.end()
             del item  # as in `BatchQueue.submit`
 
@@ -307,7 +307,7 @@ class BatchedFunction(InstanceFunction[_InstanceState], _Settings):
             del entry, stream
 
     def _queue(self, state: _InstanceState, item: _Item) -> RequestQueue:
-        """Return the queue for an item, whose span begins."""
+        """Return the queue for an item, and begin the item's span."""
         if state.is_unchecked:
             state.is_unchecked = False
             self._runner.warn_if_unreachable(state.limits)
@@ -330,7 +330,7 @@ class BatchedFunction(InstanceFunction[_InstanceState], _Settings):
                 )
             if not kwargs:
                 self._accepted_counts |= {len(args)}
-        # A batch has one model: see `daskserve.data.multiplexing`.
+        # All calls of a batch have the same multiplexed model; see `daskserve.data.multiplexing`.
         names = tuple(sorted(kwargs)) if kwargs else ()
         return (len(args), names, get_multiplexed_model_id()), args, kwargs
 

@@ -26,7 +26,7 @@ class QueuesByLoop(Generic[QueueT]):
         self._queues: dict[tuple[asyncio.AbstractEventLoop, str], tuple[weakref.ref[Any], QueueT]] = {}
 
     def present(self, make: Callable[..., QueueT], *args: Any) -> QueueT:
-        """Return the queue for the running loop and the current replica; the first call makes it."""
+        """Return the queue for the running loop and the current replica; created by the first call."""
         loop = asyncio.get_running_loop()
         replica = current_replica.get()
         tag, owner = ("", loop) if replica is None else (replica.replica_tag, replica.holder)
@@ -48,7 +48,7 @@ class QueuesByLoop(Generic[QueueT]):
 
 
 class FunctionLike:
-    """An object that `inspect` takes for the function that it wraps."""
+    """An object that `inspect` treats like the function that it wraps."""
 
     __name__: str
     __qualname__: str
@@ -70,7 +70,7 @@ class FunctionLike:
         return self.__qualname__ if is_importable(self) else (type(self), self._parts())
 
     def _parts(self) -> tuple[Any, ...]:
-        """Return the arguments that make a copy."""
+        """Return the arguments with which a copy is constructed."""
         raise NotImplementedError
 
 
@@ -110,12 +110,12 @@ class InstanceFunction(FunctionLike, Generic[StateT]):
                     f"{self.__qualname__} cannot be batched: {type(instance).__name__} has __slots__ without "
                     "'__weakref__'; add that to them."
                 ) from None
-            # Another thread may have made it first.
+            # Another thread may have created the state first.
             found = self._states.setdefault(number, (ref, self._new_state(ref)))
         return found[1]
 
     def _new_state(self, ref: weakref.ref[Any]) -> StateT:
-        """Return a state for the instance that a reference is to."""
+        """Return a state for the instance of a reference."""
         raise NotImplementedError
 
     def _state(self) -> StateT:

@@ -14,11 +14,11 @@ class BatchLimits:
     max_batch_size: int
     #: Maximum time that the first item of a batch waits for others, in seconds.
     wait_s: float
-    #: Preferred sizes in ascending order: a batch runs at once with the largest that the queue can fill.
+    #: Preferred sizes in ascending order: a batch runs at once with the largest one that the queue can fill.
     preferred: Sequence[int] = ()
-    #: A smaller size at which a batch runs at once, too; 0 if only a full batch does.
+    #: A smaller size at which a batch also runs at once; 0 if only a full batch does.
     enough: int = 0
-    #: Whether `wait_s` begins again when a batch ends, because its callers may send their next items.
+    #: Whether `wait_s` restarts when a batch ends, because its callers may send their next items.
     waits_anew: bool = False
 
     def take(self, queued: int) -> tuple[int, bool]:

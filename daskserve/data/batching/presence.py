@@ -2,7 +2,7 @@
 
 A batch waits for more calls. But the calls of a replica come from a limited number of clients, each of which
 waits for its answer. Once all of them are in the queue, the rest of the wait only delays them. So a batch
-starts at once if no other one runs, and one of these holds:
+starts at once if no other batch runs and one of these conditions is true:
 
 1. The queue holds as many calls as the replica has slots.
 2. The queue holds all requests that run in the replica, and no recent batch ended with more calls in the
@@ -22,9 +22,9 @@ from daskserve.common.formatting import shown
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How many batches are remembered. After a client has left, as many batches wait in vain.
+#: How many batches are remembered. After a client has left, this many batches wait in vain.
 REMEMBERED = 16
-#: The number of waits in a row without a new call after which a warning is logged.
+#: Number of consecutive waits without a new call after which a warning is logged.
 VAIN = 500
 #: A call that arrives in this first share of a wait counts as simultaneous with the first call.
 TOGETHER = 0.1

@@ -140,7 +140,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def queued(self) -> int:
         """Return the number of items that wait for their batch to run; any thread may call this."""
         key_queues = list(self._key_queues.values())
-        if len(key_queues) == 1:  # as for most
+        if len(key_queues) == 1:  # the usual case
             return len(key_queues[0].entries)
         return sum(len(key_queue.entries) for key_queue in key_queues)
 
@@ -158,7 +158,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             self.remove(entry)
             raise
         finally:
-            del entry  # else an error's traceback holds this frame, and this frame the error
+            del entry  # otherwise an error's traceback refers to this frame, and this frame to the error
 
     def add(self, item: ItemT, key: Hashable = None, priority: int = 0) -> BatchEntry[ItemT, ResultT]:
         """Add an item and return its entry, which holds its result.
@@ -187,7 +187,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return entry
 
     def _joins_a_wait(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
-        """Return whether a new entry only joins a batch that waits already.
+        """Return whether a new entry only joins a batch that is already waiting.
 
         This is true of most entries, and `reconsider` takes longer than everything else in `add`.
         """
@@ -203,7 +203,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
     def remove(self, entry: BatchEntry[ItemT, ResultT]) -> None:
         """Remove an item from the queue or its batch; a batch without items is cancelled."""
         if not entry.result.cancel() and not entry.result.cancelled():
-            entry.result.exception()  # retrieved, so that asyncio does not log it as never retrieved
+            entry.result.exception()  # so that asyncio does not log the exception as never retrieved
             return
         for task, (_, batch) in self._tasks.items():
             if entry in batch:
@@ -223,7 +223,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         if self._is_starting or not self._key_queues or self._is_busy():
             return
         if self._next_key_queue() is not None:
-            # Not at once: items added in the same iteration of the loop join the batch.
+            # Deferred, so that items added in the same iteration of the loop join the batch.
             self._is_starting = True
             asyncio.get_running_loop().call_soon(self._start_batch)
             return
@@ -235,7 +235,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         return self._max_running is not None and len(self._tasks) >= self._max_running
 
     def _may_run(self, key_queue: _KeyQueue[ItemT, ResultT]) -> bool:
-        """Return whether a batch of these entries may run now: batch jobs leave one batch to live calls."""
+        """Return whether a batch of these entries may run now; batch jobs leave one batch for live calls."""
         if self._max_running is None or self._max_running < 2 or len(self._tasks) < self._max_running - 1:
             return True
         return key_queue.entries[0].priority > BATCH_PRIORITY
@@ -251,7 +251,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
         for key, key_queue in list(self._key_queues.items()):
             count, is_full = self._count(key_queue)
             if not key_queue.entries:
-                del self._key_queues[key]  # none of its items fits any more
+                del self._key_queues[key]  # none of its items fits any longer
                 continue
             is_due = is_full or has_all or self._due_at(key_queue.oldest) <= now
             first = key_queue.entries[0]
@@ -282,12 +282,12 @@ class BatchQueue(Generic[ItemT, ResultT]):
         while key_queue.fitting < len(entries) and not key_queue.is_full:
             try:
                 size = self._measure([entry.item for entry in entries[: key_queue.fitting + 1]], limit)
-            except BaseException as error:  # SystemExit of user code, too: it must not end the loop
+            except BaseException as error:  # even SystemExit in user code, which must not end the loop
                 if key_queue.fitting:
                     # Each item is valid alone, so the next one belongs to another batch.
                     key_queue.is_full = True
                 else:
-                    _settle([entries.pop(0)], [error])  # the limit was lowered meanwhile
+                    _settle([entries.pop(0)], [error])  # the limit was lowered in the meantime
             else:
                 key_queue.fitting += 1
                 key_queue.is_full = size >= limit
@@ -358,7 +358,7 @@ class BatchQueue(Generic[ItemT, ResultT]):
             raise
         finally:
             del batch  # as in submit()
-        # Before the callers get their results: they may send their next items at once.
+        # Set before the callers get their results, because they may send their next items at once.
         self._ended_at = now = LoopClock().now()
         if tuner is not None:
             tuner.ended(now, waits_s, now - began, self.queued())
@@ -379,11 +379,11 @@ class BatchQueue(Generic[ItemT, ResultT]):
                     entry.result.cancel()
                 raise
             results = [error] * len(batch)  # the batch was not cancelled, so this is an error of user code
-        except BaseException as error:  # SystemExit of user code, too: it must not end the loop
+        except BaseException as error:  # even SystemExit in user code, which must not end the loop
             if all(entry.result.done() for entry in batch):
                 logger.warning("A batch failed after all of its callers had left", exc_info=error)
             results = [error] * len(batch)
-        if self._presence is not None:  # before the callers get their results, as above
+        if self._presence is not None:  # called before the callers get their results, as above
             self._presence.ended(self.queued() + sum(len(each) for _, each in self._tasks.values()))
         _settle(batch, results)
         del batch, results  # as in submit()

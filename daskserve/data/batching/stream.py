@@ -40,7 +40,7 @@ class BatchStream:
         self._outcome: asyncio.Future[Any] | None = None
         self.has_left = False
 
-    # ---- the batch's side
+    # ---- called by the batch
 
     def follow(self, outcome: asyncio.Future[Any]) -> None:
         """End the stream with the future's outcome once the future is done."""
@@ -68,7 +68,7 @@ class BatchStream:
             else:
                 self._outcome.set_exception(error)
 
-    # ---- the reader's side
+    # ---- called by the reader
 
     async def get(self) -> Any:
         """Return the next result, or `END` after the last one; raise the error that ended the stream."""
@@ -78,7 +78,8 @@ class BatchStream:
                 try:
                     return outcome.result()
                 finally:
-                    del outcome  # else an error's traceback holds this frame, and this frame the error
+                    # otherwise an error's traceback refers to this frame, and this frame to the error
+                    del outcome
             self._changed.clear()
             await self._changed.wait()
         result = self._results.popleft()
@@ -86,7 +87,7 @@ class BatchStream:
         return result
 
     def leave(self) -> None:
-        """Stop reading; drop the results that wait."""
+        """Stop reading; drop the waiting results."""
         self.has_left = True
         self._outcome = None
         self._results.clear()
@@ -96,7 +97,7 @@ class BatchStream:
 async def distribute(name: str, generator: AsyncGenerator[Any, Any], streams: Sequence[BatchStream]) -> None:
     """Distribute the lists that a batch's generator yields to the readers, by position.
 
-    Without readers, the generator may make one more step in order to end; then it is closed.
+    Without readers, the generator may make one more step to end itself; then it is closed.
     """
     has_last_step = False
     try:

@@ -1,4 +1,4 @@
-"""A controller of the sizes and waits of batches, for ``batch(latency_target_s=...)``.
+"""Tunes the sizes and waits of batches, for ``batch(latency_target_s=...)``.
 
 It is synchronous, gets the time as an argument, and learns from the batches that have run.
 
@@ -9,8 +9,8 @@ that needs large batches, small ones only let the queue grow.
 Wait: a batch that starts as soon as possible has the lowest latency. But if each caller sends its next item
 once it has an answer, a batch that waits for all callers has up to twice the throughput: without the wait,
 the callers form two groups that take turns. No model distinguishes these loads, so the wait is found by
-trial: a new wait has to answer more items in time than the present one. A wait that has lost is tried less
-often, until the load changes.
+trial: a new wait replaces the present one only if it answers more items in time. A wait that fails its trial
+is tried less often, until the load changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from daskserve.data.batching.limits import BatchLimits
 WAITS: Sequence[float] = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
 #: The share of the target that a batch may take, which leaves room for noise.
 SHARE = 0.9
-#: The least share of the target for the longest wait: callers that send at the same time wait much less.
+#: The least share of the target for the longest wait; callers that send at the same time wait much less.
 LEAST_SLACK = 0.1
 #: Weight of older batches in the fit, per batch.
 DECAY = 0.97
-#: A period, which is compared with others, lasts until it has this many items, within these bounds.
+#: A measuring period lasts until it has this many items, within these bounds in seconds.
 PERIOD_ITEMS = 100
 PERIOD_S, LONGEST_PERIOD_S = 0.3, 1.0
-#: The throughput, compared with that of the present wait, with which a longer and a shorter wait win.
+#: The relative throughput, compared with the present wait, at which a longer or a shorter wait replaces it.
 BETTER, AS_GOOD = 1.03, 0.98
 #: Below this share of the best throughput, a wait is clearly worse, and its next trial is much later.
 CLEAR = 0.9
@@ -77,7 +77,7 @@ class ServiceTimes:
         return max(0.0, self._mean_t + self._slope * (size - self._mean_n))
 
     def largest(self, limit_s: float) -> float:
-        """Return the size that takes ``limit_s``, or twice the time of one item if one takes longer."""
+        """Return the size that takes ``limit_s``, or twice the time of one item if that takes longer."""
         if not self._weight:
             return 1.0
         one = self.predict(1)
@@ -90,7 +90,7 @@ class ServiceTimes:
 
 @dataclass
 class _Period:
-    """The batches of a period. ``began`` is None until the last batch under other limits has ended."""
+    """The batches of a period. ``began`` is None until the last batch with earlier limits has ended."""
 
     began: float | None = None
     batches: int = 0
@@ -125,7 +125,8 @@ class BatchTuner:
         self._peak = self._peak_before = 0
         self._wait = 0
         self._trial: int | None = None
-        #: The last wait that was tried. For each, in periods: the pause after a trial, and when one is due.
+        #: The last wait that was tried. For each wait, in periods: the pause after a trial, and when the next
+        #: is due.
         self._tried = 0
         self._pauses = [1] * len(WAITS)
         self._due = [1] * len(WAITS)
@@ -184,7 +185,7 @@ class BatchTuner:
         self._peak_before, self._peak = self._peak, 0
 
     def _begin_trial(self, busy: float) -> bool:
-        """Try the next of the other waits that are due; return whether there is one to try."""
+        """Try the next wait that is due for a trial; return whether there is one."""
         for step in range(1, len(WAITS)):
             wait = (self._tried + step) % len(WAITS)
             if self._periods < self._due[wait] or wait == self._wait:
@@ -216,7 +217,7 @@ class BatchTuner:
         limits.max_batch_size = max(1, int(size))
         present = max(self._peak, self._peak_before) / self._max_running
         limits.enough = min(limits.max_batch_size, max(1, math.ceil(present)))
-        # An item may arrive while a batch runs, and wait for its end as well.
+        # An item may arrive while a batch runs, and also waits for the end of that batch.
         slack_s = SHARE * self._target_s - 2 * self._times.predict(limits.enough)
         slack_s = max(slack_s, LEAST_SLACK * self._target_s)
         share = WAITS[self._wait if self._trial is None else self._trial]

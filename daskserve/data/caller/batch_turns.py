@@ -1,4 +1,4 @@
-"""Requests of batch jobs that wait for a replica which keeps its free slots for live requests."""
+"""Requests of batch jobs that wait for a replica while it keeps its free slots for live requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class BatchTurns:
     """Sends the first requests to the replica; the others wait here, in order."""
 
     def __init__(self) -> None:
-        #: How many there are, sent or not.
+        #: Number of requests, whether sent or not.
         self.count = 0
         self._sent = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Wait until the request may be sent; call `give_back` once it has a slot there, or is refused."""
+        """Wait until the request may be sent; call `give_back` once it has a slot or is refused."""
         if self._sent < MAX_SENT:
             self._sent += 1
             return

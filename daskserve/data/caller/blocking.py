@@ -20,7 +20,7 @@ ASK_S = 0.05
 
 
 def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> None:
-    """Raise `RuntimeError` in an event loop, which a blocking call would hold up.
+    """Raise `RuntimeError` in an event loop, because a blocking call would stop it.
 
     Notebooks run each cell in an event loop that has nothing else to do, so they may block it.
     """
@@ -36,7 +36,7 @@ def refuse_in_loop(connection: ClusterConnection, name: str, remedy: str) -> Non
 def wait_in_thread(
     connection: ClusterConnection, wait: Wait, timeout_s: float | None, cancel: Callable[[], object]
 ) -> bool:
-    """Wait in a thread; a Dask task frees its thread for other tasks meanwhile.
+    """Wait in a thread; a Dask task frees its thread for other tasks while it waits.
 
     ``cancel`` is called if Dask releases the task.
     """

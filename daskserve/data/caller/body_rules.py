@@ -12,7 +12,7 @@ from daskserve.common.types import BodyUse
 def combined(
     rules: Iterable[tuple[BodyUse | None, int | None]], default_max_bytes: int
 ) -> tuple[BodyUse, int] | None:
-    """Return the rules for a request to any of several backends; None if those of one are not known."""
+    """Return the rules for a request to any of several backends; None until those of all are known."""
     uses, limits = set[BodyUse](), list[int]()
     for use, max_bytes in rules:
         if use is None:
@@ -24,7 +24,7 @@ def combined(
 
 
 class BodyLimits:
-    """The maximum body sizes of all backends of a process."""
+    """The maximum body sizes of all backends that a process calls."""
 
     def __init__(self) -> None:
         self._unknown: set[str] = set()

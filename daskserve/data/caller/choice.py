@@ -15,11 +15,11 @@ from daskserve.common.value_places import ValuePlaces
 
 #: The number of hash bits that a float in [0, 1) can hold exactly.
 _HASH_BITS = 53
-#: The assumed rate and latency for transfers of Dask's values between workers, for `nearest`. Processes of
-#: one host and a network of 10 Gbit/s both reach this rate.
+#: The assumed rate and latency of transfers of Dask's values between workers, for `nearest`. Processes of one
+#: host and a network of 10 Gbit/s both reach this rate.
 TRANSFER_BYTES_PER_S = 1e9
 TRANSFER_S = 0.002
-#: The assumed pace of a replica without any answer so far.
+#: The assumed time between answers of a replica that has not answered yet.
 UNKNOWN_PACE_S = 0.05
 
 
@@ -62,7 +62,7 @@ class TrafficPolicy:
         return self._backends[min(index, len(self._backends) - 1)]
 
     def shadows(self, rng: random.Random) -> list[BackendTag]:
-        """Return the backends that get a copy; they are drawn independently of each other and of `draw`."""
+        """Return the backends that get a copy of a request; each is drawn independently."""
         return [tag for tag, proportion in self._shadows if rng.random() < proportion]
 
 

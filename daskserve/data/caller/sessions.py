@@ -11,7 +11,7 @@ MAX_SESSION = 1024
 def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
     """Return the name of an HTTP request's session, by ``"header:NAME"`` or ``"cookie:NAME"``.
 
-    Empty if the request has no such part.
+    Empty if the request has no such header or cookie.
     """
     kind, _, name = place.partition(":")
     wanted = b"cookie" if kind == "cookie" else name.lower().encode()
@@ -22,7 +22,8 @@ def session_in(headers: Iterable[tuple[bytes, bytes]], place: str) -> str:
 def _cookie(header: str, name: str) -> str:
     """Return the value of a cookie.
 
-    Browsers send values that no RFC allows, such as JSON; because of one, `http.cookies` drops all others.
+    Browsers send values that no RFC allows, such as JSON. `http.cookies` would drop all cookies because of
+    one such value.
     """
     for part in header.split(";"):
         known, _, value = part.partition("=")

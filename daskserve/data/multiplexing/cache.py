@@ -1,13 +1,13 @@
 """Decides which models a replica keeps, and which one it drops for the next model.
 
 Problem: if requests for rare models keep coming, dropping the least recently used model is wrong: each rare
-model would push out a popular one that is idle at the moment. Counts alone would be wrong, too: a model that
-was popular yesterday would stay for ever. Choice: the replica drops the least recently used model, unless
-that is clearly more popular than another unused one. Popularity is a count of uses. It halves with further
-uses of any model, and is remembered for a while after a model is dropped. As long as no model is used much
-more than the others, this is exactly LRU.
+model would push out a popular one that is idle at the moment. Counts alone would also be wrong: a model that
+was popular yesterday would stay forever. Choice: the replica drops the least recently used model, unless it
+is clearly more popular than another unused one. Popularity is a count of uses. It halves with further uses of
+any model, and is remembered for a while after a model is dropped. As long as no model is used much more than
+the others, this is exactly LRU.
 
-The code is pure: it uses neither clocks nor locks. A model keeps its place until it is unloaded.
+The code is pure: it uses neither clocks nor locks. A model occupies its place until it is unloaded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 ModelState: TypeAlias = Literal["queued", "loading", "loaded", "leaving"]
-#: The model waits for a place; it is being loaded; it can be used; it is being unloaded.
+#: The states of a model: it waits for a place, is being loaded, can be used, is being unloaded.
 QUEUED: Final = "queued"
 LOADING: Final = "loading"
 LOADED: Final = "loaded"
 LEAVING: Final = "leaving"
 
-#: A model is clearly more popular than another one if it exceeds it by this number of uses and this factor.
+#: A model is clearly more popular than another one if it exceeds the other by this number of uses and this
+#: factor.
 MARGIN: Final = 2.0
 FACTOR: Final = 1.25
-#: A count halves with this number of uses for each model that is kept, or for 8 models if there are fewer.
+#: A count halves after this number of uses for each kept model, or for 8 models if there are fewer.
 HALF_LIFE_USES: Final = 64
-#: How many of the least recently used models are compared.
+#: Number of least recently used models that are compared.
 COMPARED: Final = 64
 #: The number of counts of dropped models that are remembered: per kept model, at least, and at most.
 REMEMBERED: Final = (10, 256, 10_000)
@@ -81,10 +82,10 @@ class ModelCache:
         self.pinned = frozenset(pinned)
         #: The models, the least recently used first.
         self.models: OrderedDict[str, CachedModel] = OrderedDict()
-        #: Those that are being unloaded.
+        #: The models that are being unloaded.
         self.leaving: list[CachedModel] = []
         self._uses = 0
-        #: How many of `models` have a place, and their bytes.
+        #: The number of `models` that have a place, and their total size.
         self._kept = self._kept_bytes = 0
         #: The size of the model that was loaded last; None before the first.
         self._last_bytes: int | None = None
@@ -165,8 +166,8 @@ class ModelCache:
     def victims(self, entry: CachedModel, requesters: Collection[int] = ()) -> list[CachedModel] | None:
         """Return the models to drop for one that waits; None if it has to wait, because all are in use.
 
-        The first candidates are models that load although no request waits for them. Unused models follow,
-        then those that only requests use which wait for this model.
+        The first candidates are models that load although no request waits for them. Unused models come next,
+        then models that are used only by requests that wait for this model.
         """
         count, size = self._kept, self._kept_bytes
         found: list[CachedModel] = []
@@ -195,12 +196,12 @@ class ModelCache:
             return False
         if self.max_bytes is None or not count:
             return True
-        # While no size is known, one model at a time.
+        # While no size is known, drop one model at a time.
         expected = self._expected(entry)
         return expected is not None and size + expected <= self.max_bytes
 
     def _victim(self, spared: Sequence[CachedModel], requesters: Collection[int] = ()) -> CachedModel | None:
-        # A model with waiting callers stays, whether it is loaded or not.
+        # A model with waiting callers is kept, whether it is loaded or not.
         idle = [
             each
             for each in self.models.values()

@@ -50,8 +50,8 @@ def multiplexed(
     The function takes the id of a model and returns the model. A call with an id whose model is loaded
     returns it at once. Otherwise the function loads it; calls with the same id wait for that one load, and
     calls with other ids do not wait for it. If the replica holds ``max_num_models_per_replica`` models, the
-    one that was used least recently is unloaded first, or one that is used far less than that. A model that
-    a running request uses stays. Requests for a model go to a replica that has it, if one has room.
+    one that was used least recently is unloaded first, or one that is used far less than that. A model that a
+    running request uses is not unloaded. Requests for a model go to a replica that has it, if one has room.
 
     Unloading calls the model's ``__del__``, ``aclose`` or ``close``, once. An ``async def`` is awaited; a
     plain one runs in a thread.
@@ -122,7 +122,7 @@ def _check_function(function: Any) -> None:
     positional = [
         each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
-    # Whether it is a method is not known yet; a function has one argument, and a method `self` besides.
+    # Whether it is a method is not known yet: a function has one argument, a method also has `self`.
     if not 1 <= len(positional) <= 2 or len(positional) != len(parameters):
         raise TypeError(
             f"A multiplexed function takes one argument, the id of a model, which a method takes after "

@@ -17,15 +17,15 @@ from daskserve.errors import NotInReplicaError
 class MultiplexedFunction(FunctionLike):
     """A function or method that returns a model by its id, and loads it first if necessary.
 
-    Each replica has its own models, and each object has those of its methods. `inspect` and asyncio treat
-    this object as a coroutine function.
+    Each replica has its own models, and each object has separate models for its methods. `inspect` and
+    asyncio treat this object as a coroutine function.
     """
 
     def __init__(self, function: Any, limits: ModelLimits) -> None:
         functools.update_wrapper(self, function)
         self.limits = limits
         self._signature = inspect.signature(function)
-        #: A method takes its object first.
+        #: A method takes its object as an additional first argument.
         self._count = len(self._signature.parameters)
 
     def __repr__(self) -> str:

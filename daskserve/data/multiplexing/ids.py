@@ -26,7 +26,7 @@ def check_model_id(model_id: Any) -> str:
 
 
 def short_id(model_id: str) -> str:
-    """Return a model id, or its beginning and a digest if it is long. The result depends on the id only."""
+    """Return a model id, or its beginning and a digest if it is long. The result depends only on the id."""
     if len(model_id) <= MAX_SHOWN:
         return model_id
     digest = hashlib.blake2b(model_id.encode("utf-8", "surrogatepass"), digest_size=16)
@@ -34,7 +34,7 @@ def short_id(model_id: str) -> str:
 
 
 def model_named_in(head: Mapping[str, Any]) -> str:
-    """Return the model id in the head of a request's envelope; empty without one."""
+    """Return the model id in the head of a request's envelope; empty if there is none."""
     facts = head.get("facts")
     if facts is not None:
         return str(facts.get("multiplexed_model_id", ""))

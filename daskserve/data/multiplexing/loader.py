@@ -98,7 +98,7 @@ class ModelLoader:
         #: The loads that wait until a model has left.
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._idle_timer: asyncio.TimerHandle | None = None
-        #: The loop of the latest load, and its context, for work that other threads request.
+        #: The event loop of the latest load, and its context, for work that other threads request.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context()
         self._is_closed = False
@@ -175,7 +175,7 @@ class ModelLoader:
             entry.holders.add(number)
             self._holding[number] += 1
             held[key] = partial(self._let_go, entry, number, clock)
-            # The request may have ended meanwhile, on another thread.
+            # The request may have ended in the meantime, on another thread.
             if request.held is not held and (give_back := held.pop(key, None)) is not None:
                 give_back()
 
@@ -209,9 +209,9 @@ class ModelLoader:
         # By priority, then by arrival.
         for load in sorted(self._queue.values(), key=lambda each: -each.priority):
             if all(ready.done() for ready in load.waiters):
-                self._forget(load)  # no caller waits any more
+                self._forget(load)  # no caller waits for it any longer
                 continue
-            # A request that holds models may free one of them for another.
+            # A request that holds models may release one of them to make room for another.
             if is_full and not any(each in self._holding for each in load.requesters):
                 continue
             victims = self.cache.victims(load.entry, load.requesters)
@@ -253,9 +253,9 @@ class ModelLoader:
                 raise asyncio.CancelledError
             model, size_bytes = await self._loaded_model(load.entry.id)
         except asyncio.CancelledError as raised:
-            # A cancellation that user code raised itself is an error like others.
+            # A cancellation that user code raised itself counts as an ordinary error.
             error = Again() if load.is_cancelled or is_cancelling() else raised
-        except BaseException as raised:  # SystemExit of user code, too
+        except BaseException as raised:  # even SystemExit in user code
             error = raised
         with self._lock:
             if self._loads.get(load.entry.id) is load:
@@ -278,7 +278,7 @@ class ModelLoader:
             logger.error("Model %r of %s was not loaded: %r", short_id(load.entry.id), self.name, error)
         if error is None and not is_kept:
             await self._call_unload(load.entry.id, model)
-        del error, model  # else an error's traceback holds this frame, and this frame the error
+        del error, model  # otherwise an error's traceback refers to this frame, and this frame to the error
         await self._unload_all(surplus)
         self._watch_idle()
 
@@ -295,7 +295,7 @@ class ModelLoader:
                 )
             model = loading.result()
         finally:
-            if not loading.done():  # user code may go on; no caller waits for it
+            if not loading.done():  # user code may continue; no caller waits for it
                 loading.cancel()
                 loading.add_done_callback(partial(self._note_late, model_id))
         took_s = stopwatch() - began
@@ -337,7 +337,7 @@ class ModelLoader:
 
     async def _unload_all(self, victims: Sequence[CachedModel]) -> None:
         if victims:
-            # Separate tasks: if this one is cancelled, the models are unloaded nevertheless.
+            # Separate tasks: if this task is cancelled, the models are still unloaded.
             tasks = [self._spawn(self._unload(each)) for each in victims]
             await asyncio.wait(tasks)
 
@@ -349,7 +349,7 @@ class ModelLoader:
 
     async def _unload(self, entry: CachedModel) -> None:
         model = entry.model
-        if not entry.has_model:  # its cancelled load drops the entry
+        if not entry.has_model:  # the cancelled load drops the entry
             return
         try:
             if not self._is_shared(model):
@@ -362,7 +362,7 @@ class ModelLoader:
             self._wake()
 
     def _is_shared(self, model: Any) -> bool:
-        """Return whether another id has the same object."""
+        """Return whether another model id has the same object."""
         with self._lock:
             return any(each.model is model for each in self.cache.models.values())
 
@@ -479,4 +479,4 @@ def _end_all(futures: Sequence[asyncio.Future[Any]], error: BaseException | None
             each.set_result(model)
         else:
             each.set_exception(raisable(error))
-            each.exception()  # retrieved, so that asyncio does not log it if its caller has left
+            each.exception()  # so that asyncio does not log the exception if the caller has left

@@ -16,7 +16,7 @@ from daskserve.loops.event_loop import running_loop
 
 
 class Again(Exception):
-    """The load ended because its caller or event loop did. Try again."""
+    """The load ended because its caller or event loop ended. Try again."""
 
 
 class Load:
@@ -33,14 +33,14 @@ class Load:
         self.task: asyncio.Task[None] | None = None
         #: The future of each caller, with the caller's event loop.
         self.waiters: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
-        #: How often each request waits, by the ``id`` of the request, which Python may use again later.
+        #: How often each request waits, by the ``id`` of the request, which Python may reuse later.
         self.requesters: Counter[int] = Counter()
         #: The greatest priority of these requests.
         self.priority: float = -math.inf
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the task, begun or not; any thread may call this."""
+        """Cancel the task, even if it has not begun; any thread may call this."""
         self.is_cancelled = True
         if self.task is not None:
             with suppress(RuntimeError):  # the loop is closed, and its tasks have ended
@@ -77,7 +77,7 @@ def context_of(model_id: str) -> Context:
 
 
 def _enter(model_id: str) -> None:
-    """Replace the current request by one that only has the model's id."""
+    """Replace the current request with one that has only the model's id."""
     context = RequestContext()
     context.add_facts({"multiplexed_model_id": model_id})
     current_request.set(context)

@@ -29,7 +29,7 @@ class Multiplexer:
         self._loaders: dict[tuple[int, int], tuple[Callable[[], Any], ModelLoader]] = {}
         #: The loaders of deleted objects, while they have models.
         self._retired: dict[int, ModelLoader] = {}
-        #: Whether the replica has multiplexed functions; then its requests hold the models that they use.
+        #: Whether the replica has multiplexed functions; if so, its requests hold the models that they use.
         self.is_used = False
 
     def loader(self, function: Any, instance: Any, limits: ModelLimits) -> ModelLoader:
@@ -42,11 +42,11 @@ class Multiplexer:
             ref: Callable[[], Any]
             try:
                 ref = weakref.ref(owner, partial(self._retire, key))
-            except TypeError:  # it has __slots__ without __weakref__, so it is kept
+            except TypeError:  # the object has __slots__ without __weakref__, so it is kept alive
                 ref = partial(_same, owner)
             load = partial(_load_by, ref) if instance is None else partial(_load_by, ref, function)
             made = ModelLoader(load, limits, self.metrics, function.__qualname__)
-            found = self._loaders.setdefault(key, (ref, made))  # another thread may have been first
+            found = self._loaders.setdefault(key, (ref, made))  # another thread may have created one first
         return found[1]
 
     def _retire(self, key: tuple[int, int], ref: weakref.ref[Any]) -> None:
@@ -69,7 +69,7 @@ class Multiplexer:
         return [*self._present(), *list(self._retired.values())]
 
     def find(self, target: Any) -> bool:
-        """Find the multiplexed functions of a replica's object; return whether to preload models."""
+        """Find the multiplexed functions of a replica's object; return whether there are models to load."""
         for function, instance in _functions_of(target):
             self.is_used = True
             if function.limits.preload:

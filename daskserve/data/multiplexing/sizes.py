@@ -9,7 +9,7 @@ from daskserve.errors import WrongTypeError
 
 
 def size_of_model(model: Any, size_of: Callable[[Any], float] | None) -> int:
-    """Return a model's size by ``size_of``, or by its own ``nbytes``.
+    """Return a model's size from ``size_of``, or from its own ``nbytes``.
 
     Raises
     ------

@@ -15,12 +15,12 @@ from daskserve.loops.threads import in_daemon
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a model's hook may take before the next model gets its place.
+#: How long a model's unload hook may take before the next model gets its place.
 UNLOAD_TIMEOUT_S = 30.0
 
 
 async def unload(model: Any, hook: Callable[[Any], Any] | None, *, name: str) -> None:
-    """Unload a model by ``hook``, or else by its ``__del__``, ``aclose`` or ``close``.
+    """Unload a model with ``hook``, or with its ``__del__``, ``aclose`` or ``close``.
 
     An async function is awaited, and a plain one runs in a new thread. Errors and timeouts are logged.
     """
@@ -64,9 +64,9 @@ async def _in_thread(function: Callable[[], Any]) -> None:
 
 
 def silence_destructor(made: Any) -> None:
-    """Keep Python from calling ``__del__`` when an object is freed, because that was called already."""
+    """Keep Python from calling ``__del__`` again when an object is freed."""
     kind: Any = type(made)
     if hasattr(kind, "__del__"):
         names = {"__slots__": (), "__del__": lambda self: None, "__module__": kind.__module__}
-        with suppress(Exception):  # an object of a C extension keeps its class
+        with suppress(Exception):  # the class of a C extension's object cannot be changed
             object.__setattr__(made, "__class__", type(kind)(kind.__name__, (kind,), names))

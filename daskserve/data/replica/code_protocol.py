@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a child process does not import this module
     from daskserve.cluster.worker.child import ChildProcess
 
 #: How long user code may take to handle its cancellation, and how long its threads may take to end. The
-#: destructor has this time, or the rest of the grace period if that is longer.
+#: destructor may take this long, or the rest of the grace period if that is longer.
 CLOSE_GRACE_S = 1.0
 
 
@@ -25,7 +25,7 @@ class UserCode(Protocol):
     """The user code of one replica: in this process (`LocalCode`) or in a child process (`ChildCode`)."""
 
     slots: Slots
-    #: The present stage of the start, and since when it has a time limit; 0: since its beginning.
+    #: The present stage of the start, and when its time limit began; 0 for the beginning of the stage.
     stage: Stage
     stage_since: float
 
@@ -43,7 +43,7 @@ class UserCode(Protocol):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its process has received SIGTERM, so that another replica has to replace it."""
+        """Whether the code's process has received SIGTERM, so that another replica has to replace it."""
 
     @property
     def abandoned(self) -> int:
@@ -55,13 +55,13 @@ class UserCode(Protocol):
 
     @property
     def process(self) -> ChildProcess | None:
-        """Its child process; None if it has none, or none yet."""
+        """The child process; None if there is none, or it has not started."""
 
     async def start(self) -> Mapping[str, Any]:
         """Load, construct and probe the user code, and return facts about it; raise if that fails."""
 
     def handle(self, envelope: Envelope) -> ActorRequest:
-        """Return a request, not begun; raise `BadRequestError` for one of an unknown kind."""
+        """Return a request that has not begun; raise `BadRequestError` if its kind is unknown."""
 
     async def reconfigure(
         self,
@@ -77,7 +77,7 @@ class UserCode(Protocol):
         """
 
     async def probe(self) -> None:
-        """Return if user code can run and is healthy."""
+        """Return normally if user code can run and is healthy; raise otherwise."""
 
     async def statistics(self) -> dict[str, Any]:
         """Return the counts that only the user code has."""
@@ -89,7 +89,7 @@ class UserCode(Protocol):
         """Return the last result of the user's ``record_routing_stats``."""
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's metrics; ``own`` are those that the replica itself counts."""
+        """Return the replica's metrics; ``own`` contains those that the replica itself counts."""
 
     def user_samples(self) -> list[UserSample]:
         """Return the metrics of user code; see `daskserve.metrics`."""
@@ -104,7 +104,7 @@ class UserCode(Protocol):
         """Cancel running code, and destruct the user's object.
 
         ``is_planned`` is False if the code is stopped because it is unhealthy. The caller cancels this after
-        ``grace_s``; a process of its own keeps the time itself.
+        ``grace_s``; a child process enforces the time itself.
         """
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
 """Health probes: whether a replica's user code can still run.
 
-If the loop of user code is blocked, or abandoned calls hold all slots, the process of the replica still
-answers. So each replica runs probes where its user code runs, and the controller only reads the outcome. A
-single late probe proves nothing, because code that computes for a while is late too. So a probe with a
-deadline starts every ``period_s``, and the replica is unhealthy after several failures in a row. With the
-default options, this takes at most 35 s.
+The replica's process still answers if the loop of user code is blocked, or if abandoned calls hold all slots.
+So each replica runs probes where its user code runs, and the controller only reads the outcome. A single late
+probe proves nothing, because code that computes for a while is late too. So a probe with a deadline starts
+every ``period_s``, and the replica is unhealthy after several failures in a row. With the default options,
+this takes at most 35 s.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HealthWatch:
         self._timeout_s = timeout_s
         self._threshold = threshold
         self._failures = 0
-        #: How many probes have failed since the start.
+        #: Number of probes that have failed since the start.
         self.failures_total = 0
         self._detail = ""
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +75,8 @@ class HealthWatch:
         if period_s != self._period_s:
             self._period_s = period_s
             if self._task is not None:
-                # Do not wait for its end: `stop` may be called meanwhile, and no task may start after it.
+                # Do not wait for the task's end: `stop` may be called in the meantime, and no task may start
+                # after that.
                 self._task.cancel()
                 self._task = None
                 self.start()
@@ -126,7 +127,7 @@ class HealthWatch:
 async def probe_liveness(
     executor: UserExecutor, servable: Servable, replica_tag: str, concurrency: int
 ) -> None:
-    """Return if user code can run where it runs; raise `UnavailableError`, or never return, if not."""
+    """Return if user code can run where it runs; otherwise raise `UnavailableError` or never return."""
     if servable.is_plain_at_all:
         if executor.abandoned >= concurrency:
             raise UnavailableError(

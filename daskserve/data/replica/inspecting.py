@@ -12,7 +12,7 @@ from daskserve.options.start_messages import ReplicaStart
 
 
 class InspectingVerbs:
-    """See the module, and `daskserve.data.replica.inspection`."""
+    """The verbs that profile and show the stacks of a replica; see `daskserve.data.replica.inspection`."""
 
     def __init__(self, context: ContextWith[HasConnection], start: ReplicaStart, code: UserCode) -> None:
         self._context = context

@@ -1,6 +1,6 @@
 """Profiles of user code, and the stacks of a replica that may be stuck.
 
-Separate threads do the work, so that it neither blocks the worker's loop nor waits for that of the replica.
+Separate threads do the work, so that it neither blocks the worker's loop nor waits for the replica's loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from daskserve.telemetry.profiling.threads import stack_frames
 MAX_SECONDS = 60.0
 #: How long a memory profile may take in addition to its duration; a large process needs much time.
 MEMORY_S = 30.0
-#: Threads of Dask, of daskserve and of other replicas.
+#: Name prefixes of threads of Dask, daskserve and other replicas.
 _OTHERS = ("daskserve-", "Dask-", "IO loop", "Profile", "TCP-Executor")
 _NUMBER = re.compile(r"[-_ ]?\(?\d+\)?$")
 
@@ -109,7 +109,7 @@ class LocalInspection:
     def _threads(self) -> Mapping[int, CodeThread]:
         """Return the threads of the replica's code, and the threads that the code may have started.
 
-        In a process with several replicas, the latter are left out: any replica may have started them.
+        In a process with several replicas, the latter are omitted, because any replica may have started them.
         """
         executor = self._find_executor()
         if executor is None:

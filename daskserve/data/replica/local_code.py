@@ -91,7 +91,7 @@ CHECKING = Stage("running its first health check", "failed its first health chec
 
 
 async def parts_of(start: ReplicaStart, cluster: HasConnection) -> Sequence[Any]:
-    """Return the parts of the parcel of a replica's code; empty if the message has the code itself."""
+    """Return the parts of the parcel of a replica's code; empty if the message contains the code itself."""
     parcel = Parcel.labelled(start.code)
     return () if parcel is None else await cluster.fetch_parcel(start.code_name, parcel)
 
@@ -262,12 +262,13 @@ class LocalCode:
     def _user_error(self, stage: Stage, error: Exception) -> ReplicaStartError:
         raised = error.__cause__ if isinstance(error, UserCodeError) else error
         known = known_of(error)
-        if isinstance(known, ServeError) and known.user_traceback:  # reported by the application itself
+        # the application itself has reported the error
+        if isinstance(known, ServeError) and known.user_traceback:
             summary, text = str(known), known.user_traceback
         else:
             summary, text = packed_here(error).summary, packed_here(raised or error).text
         what = capitalized(self._start.display_name)
-        # A process that is not reachable at present is not an error of the code.
+        # A process that is temporarily unreachable is not an error of the code.
         is_code = stage is LOADING and not (isinstance(error, ServeError) and error.is_retryable)
         kind = CodeLoadError if is_code else ReplicaStartError
         return kind(f"{what} {stage.failed}: {summary}{rule_in(text)}", user_traceback=text)
@@ -330,7 +331,7 @@ class LocalCode:
         ):
             servable.hook("reconfigure")
             async with self.slots.quiet(self._context.clock, patience_s):
-                self._user_config = None  # unknown after a failure
+                self._user_config = None  # unknown if reconfigure fails
                 before, self._holder.rank_info = self._holder.rank_info, rank_info
                 try:
                     await self._run_reconfigure(executor, servable, user_config)
@@ -339,7 +340,7 @@ class LocalCode:
                     self._holder.rank_info = before
                     failure = self._user_error(RECONFIGURING, error)
         if failure is not None:
-            raise failure  # outside of the handler, as in start()
+            raise failure  # raised outside of the handler, as in start()
         self._holder.rank_info = rank_info
         self._has_liveness_probe = options.liveness is not None
         self.slots.resize(concurrency)
@@ -355,8 +356,8 @@ class LocalCode:
     async def probe(self, construction: Construction | None = None) -> None:
         """Return if user code can run, and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout. With
-        a ``construction``, it waits for that instead of running code there again.
+        If the event loop or the threads are blocked, it returns late or never, so call it with a timeout.
+        With a ``construction``, it waits for the construction instead of running code there again.
 
         Raises
         ------
@@ -444,11 +445,11 @@ class LocalCode:
         executor.abort_runs(ActorLostError(stopped, is_planned=is_planned))
         await self.models.close(executor, grace_s)
         self._set_current_replica(None)
-        # Cancelled code may clean up.
+        # Give cancelled code time to clean up.
         await self._context.clock.wait_for(self.slots.wait_until_idle(), CLOSE_GRACE_S)
         if servable is not None:
             try:
-                if executor.is_on_worker_loop:  # other code uses this loop, too
+                if executor.is_on_worker_loop:  # other code also uses this loop
                     await self._allow_app_threads(executor, servable, 0)
                 await destruct(executor, servable)
             except PackedError as error:
@@ -492,5 +493,5 @@ def _wants_rank(servable: Servable, before: RankInfo, after: RankInfo) -> bool:
 
 
 def _threads(concurrency: int) -> int:
-    # One more than there are slots, so that reconfigure() and the destructor need not wait for requests.
+    # One thread more than slots, so that reconfigure() and the destructor need not wait for requests.
     return concurrency + 1

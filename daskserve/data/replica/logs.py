@@ -35,7 +35,7 @@ class ReplicaLogs:
         self._set(getattr(start.config, "logging_config", None))
 
     async def configure(self, config: Mapping[str, Any]) -> None:
-        """Log by other options of the deployment from now on."""
+        """Apply the deployment's changed logging options."""
         self._set(config.get("logging_config"))
         await self.payloads.configure(config.get("payload_logging"))
 
@@ -61,7 +61,7 @@ class ReplicaLogs:
 
 @contextmanager
 def speaking_for(start: ReplicaStart, context: ContextWith[Any]) -> Iterator[None]:
-    """Write records that name a replica by its settings, although its process has ended."""
+    """Apply a replica's logging settings to records about it, although its process has ended."""
     logs, config = context.logs, getattr(start.config, "logging_config", None)
     if logs is None:
         yield

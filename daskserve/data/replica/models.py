@@ -69,9 +69,9 @@ class ReplicaModels(Models):
         self._wanted: Mapping[str, Any] | None = None
         self._errors: dict[str, tuple[int, str]] = {}
         self._task: asyncio.Task[None] | None = None
-        #: The models that user code loads by its multiplexed functions.
+        #: The models that user code loads with its multiplexed functions.
         self.multiplexer = Multiplexer()
-        #: File descriptors whose locks keep downloads.
+        #: File descriptors whose locks protect downloads from deletion.
         self._held: dict[str, int] = {}
 
     async def start(
@@ -120,7 +120,7 @@ class ReplicaModels(Models):
     async def close(self, executor: UserExecutor, grace_s: float) -> None:
         """Stop loading, and unload the multiplexed models, within half of the grace period."""
         if self.multiplexer.is_used:
-            with suppress(TimeoutError):  # the destructor of the user's object has the other half
+            with suppress(TimeoutError):  # the other half is for the destructor of the user's object
                 await self._clock.wait_for(executor.run_async(self.multiplexer.close), grace_s / 2)
         if self._task is not None:
             self._task.cancel()
@@ -142,7 +142,7 @@ class ReplicaModels(Models):
                     await self._unload(executor, servable, name, version)
 
     def _split(self, wanted: Mapping[str, Any]) -> None:
-        """Set the splits of models that are rolled out; the counts of an unchanged step stay."""
+        """Set the splits of models that are rolled out; the counts of an unchanged step are kept."""
         splits, before = {}, self._loaded.splits
         for name, each in wanted.items():
             if (found := each.get("split")) is not None:
@@ -169,11 +169,11 @@ class ReplicaModels(Models):
                 continue
             try:
                 await self._load(executor, servable, name, version)
-            except Exception as error:  # user code may raise anything; the status shows it
+            except Exception as error:  # user code may raise anything; the status shows the error
                 packed = packed_here(error)
                 logger.error("Version %s of model %s could not be loaded\n%s", version, name, packed.text)
                 self._errors[key] = attempt, packed.summary
-                packed.error = None  # it refers to the user's object
+                packed.error = None  # the error refers to the user's object
             else:
                 self._errors.pop(key, None)
 
@@ -217,7 +217,7 @@ class ReplicaModels(Models):
         if servable.has_hook(UNLOAD):
             try:
                 await _call(executor, servable, UNLOAD, name, version)
-            except Exception as error:  # of user code; no request uses the version
+            except Exception as error:  # raised by user code; no request uses the version
                 packed = packed_here(error)
                 logger.error(
                     "unload_model() failed for version %s of model %s\n%s", version, name, packed.text
@@ -255,7 +255,7 @@ def _newest(repository: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 async def _fetched_within(limit_s: float, clock: Clock, *place: str) -> tuple[str, int | None]:
-    """As `fetched`; raise `TimeoutError` if it takes longer. A download that ends later is not held."""
+    """Do the same as `fetched` within a time limit. A download that ends later is not protected."""
     # Not in a thread of the worker's pool, because the download may hang.
     fetching = asyncio.ensure_future(in_daemon("daskserve-download", lambda _: fetched(*place)))
     try:
@@ -275,8 +275,8 @@ def _let_go(fetching: asyncio.Future[tuple[str, int | None]]) -> None:
 def fetched(url: str, name: str, version: str) -> tuple[str, int | None]:
     """Return the local path of a version; download it if it is remote, which may take long.
 
-    Downloads are kept and deleted like the environments of replicas. The returned descriptor protects a
-    download from deletion until it is closed.
+    Downloads are kept and deleted in the same way as the environments of replicas. The returned descriptor
+    protects a download from deletion until it is closed.
     """
     files, root = file_system(url)
     place = f"{root}/{name}/{version}"

@@ -23,12 +23,12 @@ from daskserve.telemetry.payloads.events import Origin, Sample
 from daskserve.telemetry.payloads.writer import PayloadWriter, open_sink
 from daskserve.telemetry.table import MetricSample
 
-#: How long a replica that stops, or gets another sink, waits for the last samples.
+#: How long a replica waits for the last samples to be written when it stops or gets another sink.
 CLOSE_S = 2.0
 
 
 class ReplicaPayloads:
-    """See the module.
+    """Samples a replica's requests for the payload log; see the module.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class ReplicaPayloads:
     def sampled(
         self, request: LocalRequest, counted: Callable[[LocalRequest], ActorRequest] | None
     ) -> ActorRequest:
-        """Return a request, from which a sample is taken at random."""
+        """Return a request; a random selection of requests is sampled."""
         whole = request if counted is None else counted(request)
         writer, ratio = self._writer, self._config["sampling_ratio"]
         if writer is None or (ratio < 1 and self._rng.random() >= ratio):

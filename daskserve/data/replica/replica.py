@@ -50,7 +50,8 @@ class Replica:
         The `UserCode` to make: where user code runs.
     """
 
-    #: Whether it consumes tasks if its code says so; the replica in a child process leaves that to its actor.
+    #: Whether this replica consumes tasks if its code is a task consumer; a replica in a child process leaves
+    #: that to its actor.
     consumes_tasks = True
 
     def __init__(
@@ -72,7 +73,7 @@ class Replica:
         self._ending: asyncio.Task[None] | None = None
         #: The time limit of the destructor, while it runs.
         self._limit: asyncio.Timeout | None = None
-        #: Whether it stops while it is healthy.
+        #: Whether the replica is being stopped while it is healthy.
         self._is_planned = True
         #: The file with its logs, written by its child process if it has one.
         self._log_file = _log_file_of(start, getattr(start.config, "logging_config", None))
@@ -173,7 +174,7 @@ class Replica:
             self.slots.rank_info = as_rank_info(rank_info)
             self._log_file = _log_file_of(self._start, config.get("logging_config"))
             options = read_config(config)
-            if self.slots.is_open:  # it may have been stopped meanwhile
+            if self.slots.is_open:  # the replica may have been stopped in the meantime
                 self._health.configure(
                     options.health_check_period_s,
                     options.health_check_timeout_s,
@@ -204,9 +205,9 @@ class Replica:
 
     @verb
     async def probe(self) -> None:
-        """Return if user code can run, and the user's ``check_health`` does not fail.
+        """Return normally if user code can run and the user's ``check_health`` does not fail.
 
-        It returns late, or never, if the event loop or the threads are blocked: call it with a timeout.
+        If the event loop or the threads are blocked, it returns late or never, so call it with a timeout.
 
         Raises
         ------
@@ -250,7 +251,7 @@ class Replica:
         """Return the results of the replica's probes, its rank and requests, and the user's statistics."""
         load, loss = self.load(), self._code.loss
         facts = {**self._health.facts(), "rank_info": self.slots.rank_info}
-        # Abandoned calls have no waiting callers.
+        # Abandoned calls do not count, because no caller waits for them.
         facts["ongoing"] = max(0, load.ongoing - self._code.abandoned) + load.queued
         if self._code.is_leaving:
             facts["is_leaving"] = True
@@ -285,7 +286,7 @@ class Replica:
         await self._code.send_away()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse requests, let running requests finish for ``grace_s``, cancel the others, destruct.
+        """Refuse requests, let running ones finish for ``grace_s``, cancel the rest, and destruct the object.
 
         The destructor has the rest of the grace period, and one second at least.
         """
@@ -300,7 +301,7 @@ class Replica:
         await self.end(ends_at - self._context.clock.now(), is_planned=self._health.is_healthy)
 
     async def end(self, grace_s: float, *, is_planned: bool) -> None:
-        """Refuse requests, cancel the running ones, and destruct within ``grace_s``, or one second."""
+        """Refuse requests, cancel running ones, and destruct within ``grace_s``, but at least one second."""
         self._is_planned = is_planned
         self._tasks.pause()
         self.slots.close()
@@ -313,7 +314,7 @@ class Replica:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._tear_down(ends_at))
         elif self._limit is not None and ends_at < (self._limit.when() or 0):
-            self._limit.reschedule(ends_at)  # this caller has an earlier limit
+            self._limit.reschedule(ends_at)  # this caller has an earlier time limit
         await asyncio.shield(self._ending)
 
     async def _tear_down(self, ends_at: float) -> None:

@@ -1,7 +1,7 @@
 """The tasks of a replica, which it takes from a queue and answers like calls.
 
 Each task is a request to the replica. So it has a slot, and is logged, traced, counted, drained and cancelled
-like a call by a handle, also in a child process. The id of the task is that of the request.
+like a handle call, even in a child process. The task's id is the request's id.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from daskserve.payload.packed_errors import packed_here, unpacked
 from daskserve.payload.pickling import dump, load_bytes
 from daskserve.telemetry.table import MetricSample
 
-if TYPE_CHECKING:  # they take long to import, and few replicas consume tasks
+if TYPE_CHECKING:  # slow to import, and few replicas consume tasks
     from daskserve.data.tasks.adapter import TaskProcessorAdapter
     from daskserve.data.tasks.decorator import ConsumerSpec
     from daskserve.data.tasks.durable import DurableAdapter
 
 logger = logging.getLogger("daskserve.replica")
 
-#: How long a task waits for a slot; then it returns to the queue, for any replica.
+#: How long a task waits for a slot. After that, it returns to the queue, for any replica.
 SLOT_PATIENCE_S = 2.0
 #: The same for a task that cannot return to the queue, because the adapter is not daskserve's.
 LONG_PATIENCE_S = 3600.0
@@ -55,7 +55,7 @@ BUSY_PAUSE_S = 0.2
 
 
 class TaskRoom:
-    """How many tasks a replica may run beside its requests.
+    """Computes how many tasks a replica may run in addition to its requests.
 
     Requests come first, but constant requests would leave no slot at all. So once tasks have had fewer slots
     than their share for `SHORT_S`, they wait for slots of that share like requests, in the order of their
@@ -105,7 +105,7 @@ class ReplicaTasks:
         concurrency = self._code.slots.concurrency
         failure: ReplicaStartError | None = None
         durable: DurableAdapter | None = None
-        # Separate threads, because a queue that does not answer must not block those of the worker.
+        # Separate threads, because a queue that does not answer must not block the worker's threads.
         self._threads = ThreadPoolExecutor(2, "daskserve-task-queue")
         call = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         try:
@@ -162,7 +162,7 @@ class ReplicaTasks:
         return checked_result(task, joined(payload), adapter.config.adapter_config)
 
     async def _begun(self, *parts: Any) -> Payload:
-        """As `_call`, but raise `Released` or `Lost` if the replica cannot finish the task."""
+        """The same as `_call`, but raises `Released` or `Lost` if the replica cannot finish the task."""
         try:
             return await self._call(*parts)
         except ReplicaBusyError:
@@ -204,7 +204,7 @@ class ReplicaTasks:
         return run
 
     def samples(self, labels: tuple[str, str, str]) -> list[MetricSample]:
-        """Return the metrics of its queue; ``labels`` are those of the replica."""
+        """Return the metrics of the replica's queue, with the replica's ``labels``."""
         consumer = self._consumer
         if consumer is None or self._spec is None:
             return []
@@ -231,7 +231,7 @@ class ReplicaTasks:
         elif self._adapter is not None:
             try:
                 self._adapter.pause_consumer()
-            except Exception:  # of a user's adapter
+            except Exception:  # raised by a user's adapter
                 logger.exception("Replica %s could not pause its consumer", short_tag(self._tag))
 
     async def close(self, grace_s: float) -> None:
@@ -254,7 +254,7 @@ class ReplicaTasks:
             for stop in stops:
                 try:
                     await stop()
-                except Exception:  # of a user's adapter
+                except Exception:  # raised by a user's adapter
                     logger.exception("Replica %s could not close its queue of tasks", short_tag(self._tag))
         finally:
             for each in (self._threads, closing):

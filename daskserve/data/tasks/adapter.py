@@ -1,6 +1,6 @@
-"""The interface of adapters to queues of tasks, with the names that Ray Serve has for it.
+"""The interface of adapters to task queues, with Ray Serve's names.
 
-daskserve's own queues implement it in `daskserve.data.tasks.durable`. An adapter of yours takes the config in
+daskserve's own queues implement it in `daskserve.data.tasks.durable`. A custom adapter takes the config in
 its constructor, and calls the registered functions, each of which runs a handler in the replica.
 """
 
@@ -45,15 +45,15 @@ class TaskProcessorAdapter(ABC):
 
     @property
     def async_capabilities(self) -> set[AsyncCapability]:
-        """What it can do without blocking the event loop."""
+        """The capabilities that do not block the event loop."""
         return set(self._async_capabilities)
 
     def supports_async_capability(self, capability: AsyncCapability) -> bool:
-        """Return whether it can do this without blocking the event loop."""
+        """Return whether this capability does not block the event loop."""
         return capability in self._async_capabilities
 
     def supports_any_async(self) -> bool:
-        """Return whether it can do anything without blocking the event loop."""
+        """Return whether there is any capability that does not block the event loop."""
         return bool(self._async_capabilities)
 
     @abstractmethod
@@ -62,7 +62,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> None:
-        """Add a handler, which runs the tasks of its name."""
+        """Add a handler, which runs the tasks with its name."""
 
     @abstractmethod
     def enqueue_task_sync(
@@ -76,7 +76,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def cancel_task_sync(self, task_id: str) -> bool:
-        """Cancel a task; return whether it will not run to its end."""
+        """Cancel a task; return whether that stops the task from completing."""
 
     @abstractmethod
     def start_consumer(self, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class TaskProcessorAdapter(ABC):
 
     @abstractmethod
     def stop_consumer(self, timeout: float = 10.0) -> None:
-        """Take no more tasks, and wait up to ``timeout`` seconds for those that run."""
+        """Take no more tasks, and wait up to ``timeout`` seconds for running tasks."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -113,7 +113,7 @@ class TaskProcessorAdapter(ABC):
         return await _in_thread(self, AsyncCapability.GET_TASK_STATUS, self.get_task_status_sync, task_id)
 
     def wait_for_task_sync(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
-        """Return a task once it has ended, or as it is after ``timeout_s`` seconds."""
+        """Return a task once it has ended, or in its present state after ``timeout_s`` seconds."""
         deadline = math.inf if timeout_s is None else time_of_day() + timeout_s
         pause = threading.Event()
         while True:
@@ -124,7 +124,7 @@ class TaskProcessorAdapter(ABC):
             pause.wait(min(POLL_S, left_s))
 
     async def wait_for_task_async(self, task_id: str, timeout_s: float | None = None) -> TaskResult:
-        """Return a task once it has ended, or as it is after ``timeout_s`` seconds."""
+        """Return a task once it has ended, or in its present state after ``timeout_s`` seconds."""
         clock = LoopClock()
         deadline = math.inf if timeout_s is None else clock.now() + timeout_s
         while True:

@@ -1,11 +1,12 @@
-"""The adapter of queues at any broker that Celery speaks to, with the options of Ray Serve's adapter.
+"""The adapter of queues at any broker that Celery supports, with the options of Ray Serve's adapter.
 
 Celery's worker runs in a thread of the replica, with a pool of threads, in which each handler waits for the
-replica. A task is acknowledged after its end, so a killed consumer loses none. Unlike queues of daskserve's
-own, an id does not make a task run once, and a task that waits is cancelled only when a consumer gets it.
+replica. A task is acknowledged after its end, so no task is lost if a consumer is killed. Unlike in
+daskserve's own queues, a task with an id may run more than once, and a waiting task is cancelled only when a
+consumer gets it.
 
-A worker of Celery usually owns its process: it handles signals, and its event loop is global. Replicas may
-share a process, so this one has neither.
+A Celery worker usually owns its process: it handles signals, and its event loop is global. Replicas may share
+a process, so this worker does neither.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ logger = logging.getLogger("daskserve.tasks")
 
 #: Timeout for consumers to answer pings and inspections, in seconds.
 ASK_S = 1.0
-#: How long the loop of a worker waits for a message, and a little more.
+#: Slightly longer than the time that a worker's loop waits for a message.
 LOOP_S = 4.0
-#: The delay before the first retry, in seconds, which doubles up to the longest.
+#: The delay before the first retry, in seconds, which doubles up to the maximum.
 BACKOFF_S, MAX_BACKOFF_S = 1, 60
-#: The longest pause before a task that its replica cannot begin goes back, in seconds.
+#: Maximum pause before a task that its replica cannot begin returns to the queue, in seconds.
 RETURN_S = 0.2
 #: Number of times that a task may lose its process; after one more, the task has failed.
 MAX_LOSSES = 10
@@ -80,7 +81,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         return self._app
 
     def initialize(self, consumer_concurrency: int = 1) -> None:
-        """Make the application of Celery, which connects on first use."""
+        """Create the Celery application, which connects on first use."""
         self._concurrency = self._options.worker_concurrency or consumer_concurrency
         app = _celery().Celery(
             self.config.queue_name,
@@ -110,7 +111,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             try:
                 return func(*args, **kwargs)
             except Released as error:
-                self._has_paused.wait(RETURN_S)  # until then, this consumer may get it again
+                self._has_paused.wait(RETURN_S)  # before that, this consumer might get the task again
                 raise errors.Reject(error, requeue=True) from None
             except Lost:
                 losses = int((task.request.headers or {}).get(LOSSES, 0)) + 1
@@ -120,14 +121,14 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
                 again.apply_async()
                 raise errors.Ignore from None
 
-        # Celery gives tasks to all applications of a process, unless told otherwise.
+        # By default, Celery adds tasks to all applications of a process.
         name = name or func.__name__
         on_failure = partial(self._letters.failed, name)
         self.app.task(name=name, bind=True, on_failure=on_failure, shared=False, lazy=False, **options)(
             handler
         )
 
-    # ---- submitting and asking
+    # ---- submitting and querying
 
     def enqueue_task_sync(
         self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
@@ -207,7 +208,7 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
         self.app.set_current()
         try:
             self._worker.start()
-        except Exception:  # nothing awaits this thread
+        except Exception:  # nothing waits for this thread's result
             logger.exception("Queue %r: Celery's worker ended", self.config.queue_name)
 
     def pause_consumer(self) -> None:
@@ -222,19 +223,19 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
             consumer.call_soon(pause)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
-        """Take no more tasks, and wait for those that run; what is not acknowledged, another one gets."""
+        """Take no more tasks, and wait for running ones; unacknowledged tasks go to another consumer."""
         thread, self._thread = self._thread, None
         worker, self._worker = self._worker, None
         if thread is None:
             return
         _signals().task_unknown.disconnect(self._letters.unknown)
-        # Its loop must not read from a connection that is being closed.
+        # The worker's loop must not read from a connection that is being closed.
         states = importlib.import_module("celery.bootsteps")
         if worker.consumer is not None:
             worker.consumer.blueprint.state = states.CLOSE
             thread.join(min(timeout, LOOP_S))
             worker.consumer.blueprint.state = states.RUN
-        # Its own wait for tasks has no limit.
+        # Celery's own wait for tasks has no time limit.
         stopping = threading.Thread(target=worker.stop, name="daskserve-celery-stop", daemon=True)
         stopping.start()
         stopping.join(timeout)
@@ -249,20 +250,20 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
 
 
 class _Letters:
-    """Sends the dead letters of one queue, in the order that Ray Serve has for their arguments."""
+    """Sends the dead letters of one queue, with their arguments in Ray Serve's order."""
 
     def __init__(self, config: TaskProcessorConfig, app: Any) -> None:
         self._config, self._app = config, app
 
     def failed(self, name: str, exc: Exception, id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Send a task that has failed for good."""
+        """Send the dead letter of a task that has failed for good."""
         parts = [id, str(exc), list(args), dict(kwargs), str(einfo)]
         self._send(name, self._config.failed_task_queue_name, parts)
 
     def unknown(
         self, sender: Any = None, name: str = "", id: str = "", message: Any = None, exc: Any = None, **_: Any
     ) -> None:
-        """Send a task without a handler; the signal comes from all workers of this process."""
+        """Send the dead letter of a task without a handler; all workers of this process send the signal."""
         if sender is not None and sender.app is self._app:
             parts = [name, id, str(message.body), str(exc), {}]
             self._send(name, self._config.unprocessable_task_queue_name, parts)
@@ -284,7 +285,7 @@ def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
     except (TypeError, ValueError) as error:
         raise BadRequestError(f"Celery cannot send this: {error}") from error
-    except Exception as error:  # each broker has its own
+    except Exception as error:  # each broker has its own error classes
         raise TaskQueueError(
             f"Celery's broker or result backend cannot be used: {type(error).__name__}: {error}"
         ) from error

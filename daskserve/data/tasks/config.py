@@ -17,21 +17,21 @@ from daskserve.options.fields.base import ByteCount, Masked, Options, Secret
 from daskserve.options.fields.secrets import masked, read_secret
 from daskserve.options.queues import REDIS_SCHEMES
 
-#: The adapters by the classes of their options.
+#: The adapter for each class of options.
 INSTANCE = "daskserve.data.tasks.durable:InstanceTaskProcessorAdapter"
 SQLITE = "daskserve.data.tasks.durable:SQLiteTaskProcessorAdapter"
 REDIS = "daskserve.data.tasks.durable:RedisTaskProcessorAdapter"
 CELERY = "daskserve.data.tasks.celery_adapter:CeleryTaskProcessorAdapter"
-#: Ray Serve's default; the options say which of daskserve's it is.
+#: Ray Serve's default; the class of the options determines which of daskserve's adapters is used.
 RAY_ADAPTER = "ray.serve.task_processor.CeleryTaskProcessorAdapter"
 
 MAX_NAME = 200
-#: A year.
+#: Maximum of ``catch_up_s``: one year.
 MAX_CATCH_UP_S = 31_622_400.0
 
 
 class DurableOptions(Options):
-    """The options that all queues of daskserve's own have."""
+    """The common options of daskserve's own queues."""
 
     lease_s: float = Field(
         30.0,
@@ -91,7 +91,7 @@ class FileOptions(DurableOptions):
 
 
 class InstanceAdapterConfig(FileOptions):
-    """Options of a queue that the instance keeps, where its store is."""
+    """Options of a queue that the instance keeps next to its store."""
 
     poll_interval_s: float = Field(
         0.2,
@@ -144,7 +144,7 @@ class RedisAdapterConfig(DurableOptions):
         return self
 
     def read_url(self, variables: Mapping[str, str]) -> str:
-        """Return the URL, if need be read from where it is."""
+        """Return the URL, after reading it from its environment variable or file if necessary."""
         return read_secret(self.url, "url", variables)
 
 
@@ -172,7 +172,7 @@ _ADAPTERS: Mapping[type, str] = {
 
 
 class TaskSchedule(Options):
-    """A task that is submitted at regular times, once each time, however many consumers there are."""
+    """A task that is submitted at regular times, once at each time regardless of the number of consumers."""
 
     task: str = Field(min_length=1, description="The handler.")
     cron: str | None = Field(
@@ -215,7 +215,7 @@ class TaskSchedule(Options):
 
 
 class TaskProcessorConfig(Options):
-    """A queue of tasks: its name, where it is, and how its tasks run. Consumers and submitters share it."""
+    """A queue of tasks: its name, its location, and how its tasks run. Consumers and submitters share it."""
 
     queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
     adapter: str | Callable[..., Any] | None = Field(

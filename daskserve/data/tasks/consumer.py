@@ -1,13 +1,11 @@
 """Takes tasks from a queue, runs them, and writes how they ended.
 
-A consumer runs in one event loop; the queue blocks, so it works in a thread. Its loops are independent of
-each other, and each continues after the queue could not be reached:
+A consumer runs on one event loop; queues block, so they are called in threads. Its loops are independent of
+each other, and each one continues after the queue was unreachable:
 
-- one takes as many tasks as there is room for;
-- one writes how tasks ended, many tasks in one step;
-- one renews leases, and finds tasks that were cancelled or given to another consumer;
-- one finds tasks of lost consumers, and removes tasks that ended long ago;
-- one makes the tasks of schedules.
+- one takes as many tasks as there is room for; - one writes how tasks ended, many tasks in one step; - one
+renews leases, and finds tasks that were cancelled or given to another consumer; - one finds tasks of lost
+consumers, and removes tasks that ended long ago; - one creates the tasks of schedules.
 
 The end of a task counts once it is written. If a consumer is killed before, the task runs again elsewhere.
 """
@@ -32,14 +30,14 @@ from daskserve.data.tasks.schedules import due_task, last_time, next_time
 from daskserve.data.tasks.states import RetryRules, Task, TaskState
 from daskserve.loops.tasks import TaskSet
 
-if TYPE_CHECKING:  # takes long to import
+if TYPE_CHECKING:  # slow to import
     from daskserve.data.tasks.config import DurableOptions, TaskProcessorConfig
 
 logger = logging.getLogger("daskserve.tasks")
 
 T = TypeVar("T")
 
-#: How often a consumer looks whether its tasks were cancelled.
+#: How often a consumer checks whether its tasks were cancelled.
 CANCEL_POLL_S = 0.5
 #: How often a consumer looks for lost tasks and counts the tasks of the queue.
 UPKEEP_S = 1.0
@@ -60,24 +58,24 @@ class Held:
     """A task that a consumer has."""
 
     task: Task
-    #: What runs it; None if it is only given back.
+    #: The asyncio task that runs it; None if it is only returned to the queue.
     run: asyncio.Task[None] | None = None
-    #: Whether its end could not be written, so that an error is written instead.
+    #: Whether the result could not be written, so that an error is written instead.
     is_replaced: bool = False
-    #: Whether another consumer has it: its end is not written.
+    #: Whether another consumer has the task, so that its end is not written.
     is_dropped: bool = False
 
 
 class Released(Exception):
-    """A task was not begun, or its replica stops: another consumer should have it."""
+    """A task was not begun, or its replica stops, so another consumer should run it."""
 
 
 class Lost(Exception):
-    """What ran a task was killed."""
+    """The process that ran a task was killed."""
 
 
 class Failure(Exception):
-    """A task failed; its text is that of `daskserve.data.tasks.payloads.error_text`."""
+    """A task failed; the text comes from `daskserve.data.tasks.payloads.error_text`."""
 
     def __init__(self, text: str, *, is_final: bool = False) -> None:
         super().__init__(text)
@@ -118,7 +116,7 @@ class TaskConsumer:
         #: The tasks that run, or whose end is not yet written.
         self._held: dict[Key, Held] = {}
         self._ended: dict[Key, Task] = {}
-        #: When leases were renewed; an error does not postpone the next time.
+        #: When leases were last renewed; an error does not postpone the next renewal.
         self._renewed_at = clock.now()
         self._has_ended, self._has_room = asyncio.Event(), asyncio.Event()
         self._loops = TaskSet(logger)
@@ -174,12 +172,12 @@ class TaskConsumer:
                 await self._clock.sleep(0.01)
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Cancel what runs, give it back to the queue, write what has ended, and stop."""
+        """Cancel running tasks, return them to the queue, write the ended ones, and stop."""
         self.pause()
         try:
             async with asyncio.timeout(grace_s):
                 if self._claiming is not None:
-                    await asyncio.wait([self._claiming])  # what it has claimed just now is given back, too
+                    await asyncio.wait([self._claiming])  # tasks that were claimed just now are also returned
                 self._runs.cancel()
                 await self.drained()
         except TimeoutError:
@@ -199,7 +197,8 @@ class TaskConsumer:
                 failures += 1
                 if not isinstance(error, TaskQueueError):
                     logger.exception("Queue %r: the consumer failed, and goes on", self._name)
-                elif failures == 2:  # once may be the end of the instance, which stops this consumer, too
+                # a single failure may be the end of the instance, which also stops this consumer
+                elif failures == 2:
                     logger.warning("%s", error)
             await _elapsed(self._clock, self._closing, pause_s)
             if self._closing.is_set():
@@ -221,7 +220,7 @@ class TaskConsumer:
                     await _elapsed(self._clock, self._closing, interval_s)
                 elif not tasks:
                     await _tasks_come(self._queue, self._name, interval_s, self._clock, self._closing)
-                elif len(tasks) < room:  # all that there were
+                elif len(tasks) < room:  # there were no more
                     await _elapsed(self._clock, self._closing, min(interval_s, GATHER_S))
                 is_woken = not tasks and not is_woken
                 continue
@@ -257,9 +256,9 @@ class TaskConsumer:
         except Released:
             after = states.released(task, now(), rules)
         except asyncio.CancelledError:
-            # Not raised again, because nothing awaits this run.
+            # Not raised again, because nothing awaits this asyncio task.
             after = states.released(self._held[key].task, now(), rules)
-        except Exception as error:  # of the replica, or of a result that cannot be kept
+        except Exception as error:  # raised by the replica, or by a result that cannot be kept
             logger.exception("Queue %r: task %r has no end", self._name, task.id)
             after = _without_end(task, error, now(), rules)
         if self._held[key].is_dropped:
@@ -273,7 +272,7 @@ class TaskConsumer:
         self._has_ended.set()
 
     def _letter(self, task: Task) -> Task | None:
-        """Return the dead letter of a task that has failed for good, if it is to have one."""
+        """Return the dead letter of a task that has failed for good, if the queue has dead letters."""
         config = self._config
         names = {
             TaskState.FAILED: ("failed", config.failed_task_queue_name),
@@ -301,7 +300,7 @@ class TaskConsumer:
             except TaskQueueError:
                 raise
             except Exception:
-                # One of them cannot be written, whatever the queue does.
+                # One of them can never be written, so write them one by one.
                 for each in batch:
                     await self._write_alone(*each)
 
@@ -321,7 +320,7 @@ class TaskConsumer:
     async def _write_alone(self, key: Key, after: Task) -> None:
         held = self._held.get(key)
         if held is None or key not in self._ended:
-            return  # it was written before the error
+            return  # the task was written before the error
         try:
             await self._write_batch([(key, self._ended[key])])
         except TaskQueueError:
@@ -329,7 +328,7 @@ class TaskConsumer:
         except Exception as error:
             logger.exception("Queue %r: the end of task %r cannot be written", self._name, after.id)
             if held.is_replaced:
-                self._forget(key)  # it is left to its lease
+                self._forget(key)  # the task waits until its lease ends
             else:
                 held.is_replaced = True
                 self._ended[key] = _without_end(held.task, error, self._clock.wall(), self._rules)
@@ -341,18 +340,18 @@ class TaskConsumer:
         self._has_room.set()
 
     async def _end_changed(self, key: Key, after: Task) -> None:
-        """End a task that has changed in the queue: as cancelled if it was; else its end is dropped."""
+        """End a task that has changed in the queue: as cancelled if it was cancelled; otherwise drop it."""
         (kept,) = await self._call(self._queue.get, self._name, [after.id])
         if kept is None or not self._is_held(key, kept) or kept.state is not TaskState.RUNNING:
             _log_discarded(after)
             self._forget(key)
             return
-        # It was cancelled, so this ends it, without the result.
+        # The task was cancelled, so this ends it, without the result.
         self._ended[key] = states.released(kept, self._clock.wall(), self._rules)
 
     def _is_held(self, key: Key, kept: Task) -> bool:
-        """Return whether the queue's copy of a task belongs to the same run as that of this consumer."""
-        # One that was given back, and claimed here again, has changed twice; a cancellation is one change.
+        """Return whether the queue's copy of a task belongs to the same run as this consumer's copy."""
+        # A task that was returned and claimed here again has changed twice; a cancellation is one change.
         return key in self._held and kept.owner == self._owner and kept.revision <= key[1] + 1
 
     # ---- leases
@@ -376,7 +375,7 @@ class TaskConsumer:
             for key in before:
                 found = self._held.get(key)
                 if found is None or found.run is None or found.run.done():
-                    continue  # it has ended meanwhile
+                    continue  # the task has ended in the meantime
                 lease = leases.get((key[0], found.task.attempts))
                 if lease is None:
                     found.is_dropped = True
@@ -405,17 +404,17 @@ class TaskConsumer:
                 if len(lost) >= BATCH and any(written):
                     continue
             while await self._call(self._queue.purge, self._name, now, BATCH) >= BATCH:
-                pass  # more ends in a second than one step forgets
+                pass  # more tasks ended in a second than one step removes
             self.stats = await self._call(self._queue.stats, self._name, now)
             await self._clock.sleep(UPKEEP_S)
 
     async def _follow(self, name: str, schedule: Any) -> None:
-        """Make the tasks of a schedule; the id of each contains its time, so that it is made only once."""
+        """Create the tasks of a schedule; their ids contain their times, so each is created only once."""
         at = last_time(schedule, self._clock.wall() - schedule.catch_up_s, self._clock.wall())
         while True:
             now = self._clock.wall()
             following = next_time(schedule, at)
-            if following <= now:  # this consumer was stopped meanwhile
+            if following <= now:  # this consumer was suspended in the meantime
                 at = last_time(schedule, at, now)
                 continue
             if at > now:
@@ -432,7 +431,7 @@ class TaskConsumer:
 async def _tasks_come(
     queue: TaskQueue, name: str, interval_s: float, clock: Clock, closing: asyncio.Event
 ) -> None:
-    """Return once there may be tasks, or the consumer stops."""
+    """Wait until there may be tasks, or the consumer stops."""
     if not isinstance(queue, WaitingQueue):
         await _elapsed(clock, closing, interval_s)
         return
@@ -447,7 +446,7 @@ async def _tasks_come(
 
 
 async def _elapsed(clock: Clock, event: asyncio.Event, time_s: float) -> None:
-    """Return after some time, or once an event is set."""
+    """Wait for some time, or until an event is set."""
     try:
         await clock.wait_for(event.wait(), time_s)
     except TimeoutError:
@@ -455,7 +454,7 @@ async def _elapsed(clock: Clock, event: asyncio.Event, time_s: float) -> None:
 
 
 def _without_end(task: Task, error: Exception, now: float, rules: RetryRules) -> Task:
-    """Return a task whose end cannot be kept, without anything that user code has made."""
+    """Return a task whose end cannot be kept, without any values from user code."""
     text = f"The end of the task cannot be kept: {type(error).__name__}."
     return states.unprocessable(replace(task, result_ttl_s=None), text, now, rules)
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("daskserve.tasks")
 
 #: The attribute of a consumer's object with its `ProgressWriter`.
 WRITER = "__daskserve_task_progress__"
-#: How often progress is written, at most.
+#: Minimum time between two writes of progress.
 INTERVAL_S = 0.1
 
 

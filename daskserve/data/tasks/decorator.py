@@ -25,8 +25,8 @@ class ConsumerSpec:
 def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[ClassT], ClassT]:
     """Let the replicas of a class run the tasks of a queue.
 
-    Each replica runs up to ``max_ongoing_requests`` tasks and requests at a time. A task that was submitted
-    runs in spite of failures of replicas, workers and the scheduler: see the page Tasks of the documentation.
+    Each replica runs up to ``max_ongoing_requests`` tasks and requests at a time. Submitted tasks survive
+    failures of replicas, workers and the scheduler; see the page Tasks of the documentation.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[Cl
             f"task_processor_config is of type {type(task_processor_config).__name__}; give a "
             "TaskProcessorConfig"
         )
-    _ = task_processor_config.adapter_path  # raises an error about its adapter here, not in the replica
+    _ = task_processor_config.adapter_path  # raises an error about the adapter here, not in the replica
 
     def decorate(cls: ClassT) -> ClassT:
         if not inspect.isclass(cls):
@@ -90,7 +90,7 @@ def task_handler(_func: None = None, /, *, name: str | None = None) -> Callable[
 
 
 def task_handler(_func: Any = None, /, *, name: str | None = None) -> Any:
-    """Mark a method of a `task_consumer` as the handler of tasks: a plain one, or a coroutine function.
+    """Mark a plain method or a coroutine function of a `task_consumer` as a handler of tasks.
 
     Parameters
     ----------

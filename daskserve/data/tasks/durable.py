@@ -47,7 +47,7 @@ from daskserve.options.fields.priority import MAX_PRIORITY
 from daskserve.payload.packed_errors import packed_here
 from daskserve.payload.pickling import dump
 
-#: Number of attempts to change a task that others change at the same time.
+#: Number of attempts to change a task that other programs change at the same time.
 TRIES = 20
 #: The options of a task; see `DurableAdapter.enqueue_task_sync`.
 OPTIONS = frozenset({"id", "delay_s", "at", "priority", "result_ttl_s"})
@@ -57,7 +57,7 @@ class DurableAdapter(TaskProcessorAdapter):
     """The adapter of a queue of daskserve's own."""
 
     options_class: type[DurableOptions]
-    #: Returns the queue for some options.
+    #: Returns the queue for the adapter's options.
     queue_of: Callable[[Any], TaskQueue]
 
     def __init__(self, config: TaskProcessorConfig) -> None:
@@ -78,7 +78,7 @@ class DurableAdapter(TaskProcessorAdapter):
         self._thread: _ConsumerThread | None = None
 
     def initialize(self, consumer_concurrency: int = 1) -> None:
-        """Open the queue, and create it if need be."""
+        """Open the queue, and create it if necessary."""
         self._concurrency = consumer_concurrency
         self.queue.open()
 
@@ -96,7 +96,7 @@ class DurableAdapter(TaskProcessorAdapter):
         kwargs: Any = None,
         **options: Any,
     ) -> TaskResult:
-        """Submit a task; it is kept when this returns.
+        """Submit a task; it is durable when this returns.
 
         Parameters
         ----------
@@ -128,10 +128,10 @@ class DurableAdapter(TaskProcessorAdapter):
         added = self.queue.add(made, self._options.max_queue_length, time_of_day())
         return [result_of(task, is_new=is_new) for task, is_new in added]
 
-    # ---- asking
+    # ---- querying
 
     def find(self, task_id: str) -> Task:
-        """Return a task as the queue keeps it; raise `NotFoundError` without one."""
+        """Return a task as the queue keeps it; raise `NotFoundError` if there is none."""
         (task,) = self.queue.get(self._name, [task_id])
         if task is None or (task.has_ended and task.expires_at <= time_of_day()):
             raise NotFoundError(
@@ -163,7 +163,7 @@ class DurableAdapter(TaskProcessorAdapter):
         return result_of(_changed(self, task_id, lambda task: states.requeued(task, time_of_day())))
 
     def get_metrics_sync(self) -> dict[str, Any]:
-        """Return how many tasks there are by state, and the age of the oldest that waits, in seconds."""
+        """Return how many tasks there are by state, and the age of the oldest waiting task, in seconds."""
         stats = self.queue.stats(self._name, time_of_day())
         counts = {each.value: stats.counts.get(each, 0) for each in TaskState}
         return {**counts, "waiting": stats.waiting, "running": stats.running, "oldest_s": stats.oldest_s}
@@ -185,7 +185,7 @@ class DurableAdapter(TaskProcessorAdapter):
             self._thread = _ConsumerThread(self, self._handlers, self._concurrency)
 
     def stop_consumer(self, timeout: float = 10.0) -> None:
-        """Take no more tasks, and wait for those that run; what runs then goes back to the queue."""
+        """Take no more tasks, and wait for running ones; those that still run then return to the queue."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop(timeout)
@@ -238,7 +238,7 @@ class _ConsumerThread:
     ) -> None:
         self._adapter, self._handlers, self._room = adapter, handlers, room
         self._loop = asyncio.new_event_loop()
-        # Functions that take long must not keep the queue waiting, or their leases would end.
+        # Separate threads, so that long functions do not delay the renewal of leases.
         self._functions = ThreadPoolExecutor(room, "daskserve-task")
         self._timeout = 10.0
         self._is_over = asyncio.Event()
@@ -269,7 +269,7 @@ class _ConsumerThread:
             async with asyncio.timeout(self._timeout):
                 await consumer.drained()
         except TimeoutError:
-            pass  # what still runs goes back to the queue
+            pass  # tasks that still run return to the queue
         await consumer.close()
         for each in (threads, self._functions):
             each.shutdown(wait=False)
@@ -338,7 +338,7 @@ def result_of(task: Task, *, is_new: bool = True) -> TaskResult:
 
 
 def new_id() -> str:
-    """Return an id that no other task or consumer has."""
+    """Return a new unique id for a task or consumer."""
     return str(uuid.uuid4())
 
 
@@ -347,7 +347,7 @@ def _made(
 ) -> Task:
     """Return a new task; see `DurableAdapter.enqueue_task_sync`."""
     if unknown := given.keys() - OPTIONS:
-        # Celery has many; those that would be ignored would be missed.
+        # Celery has many more options, which must not be ignored silently.
         raise BadRequestError(f"enqueue_task has no option {', '.join(map(repr, sorted(unknown)))}.")
     id, priority, result_ttl_s = given.get("id"), given.get("priority", 0), given.get("result_ttl_s")
     for what, text in (("task_name", task_name), *((("id", id),) if id is not None else ())):

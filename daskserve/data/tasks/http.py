@@ -56,7 +56,7 @@ class TaskAPI:
             adapter = self._given
             if adapter is None:
                 adapter = await asyncio.to_thread(self._connected)
-            if self._made is None:  # another request may have been quicker
+            if self._made is None:  # another request may have created it first
                 self._made = self._router(), adapter
         await self._made[0](scope, receive, send)
 
@@ -170,8 +170,8 @@ def task_api(consumer: type[Any] | TaskProcessorConfig | TaskProcessorAdapter) -
     """Return an ASGI application that offers a queue of tasks over HTTP.
 
     - ``POST /tasks/{handler}`` with a JSON object (or array) of arguments submits a task: 202, with its
-      ``id`` and a ``Location``. The header ``Idempotency-Key`` is the id, which makes it run once. The
-      query may have ``delay_s``, ``priority`` and ``wait_s``.
+      ``id`` and a ``Location``. The header ``Idempotency-Key`` sets the id, so that a repeated request does
+      not submit a second task. The query may have ``delay_s``, ``priority`` and ``wait_s``.
     - ``GET /tasks/{id}`` returns its status and result; ``?wait_s=30`` waits up to 30 s for its end.
     - ``GET /tasks/{id}/events`` streams its status and progress as server-sent events.
     - ``DELETE /tasks/{id}`` cancels it.
@@ -239,7 +239,7 @@ def _has_ended(found: TaskResult) -> bool:
 
 
 def _shown(found: TaskResult) -> dict[str, Any]:
-    """Return the JSON form of a task, without its traceback, which may contain internals."""
+    """Return the JSON form of a task, without its traceback, which may reveal internals."""
     shown = {
         "id": found.id,
         "status": found.status,

@@ -1,8 +1,8 @@
-"""The attributes that the decorators of tasks set."""
+"""The attributes that the decorators for tasks set."""
 
 from __future__ import annotations
 
-#: Of a class, with the `daskserve.data.tasks.decorator.ConsumerSpec` of the queue that it consumes.
+#: Attribute of a class: the `daskserve.data.tasks.decorator.ConsumerSpec` of the queue that it consumes.
 CONSUMER = "__daskserve_task_consumer__"
-#: Of a method, with the name of the tasks that it runs.
+#: Attribute of a method: the name of the tasks that it runs.
 HANDLER = "__daskserve_task_handler__"

@@ -13,7 +13,7 @@ from daskserve.errors import BodyTooLargeError, ServeError
 from daskserve.payload.pickling import dump
 from daskserve.payload.unpicklable import arguments_of, unpicklable_error
 
-#: Between the summary of an error and its traceback.
+#: The separator between the summary of an error and its traceback.
 _BREAK = "\n\n"
 MAX_ERROR = 20_000
 
@@ -65,7 +65,7 @@ def packed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return a hash of arguments that is the same in all processes.
 
-    Pickles are not used, because those of equal values may differ. Of an object, only the type counts.
+    Pickles are not used, because pickles of equal values may differ. For an object, only its type is hashed.
     """
     try:
         text = _canonical([args, kwargs])
@@ -76,7 +76,7 @@ def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _canonical(value: Any) -> str:
     kind = type(value)
-    if kind is list or kind is tuple:  # JSON makes lists of tuples
+    if kind is list or kind is tuple:  # JSON turns tuples into lists
         return f"[{','.join(map(_canonical, value))}]"
     if kind is dict:
         pairs = sorted(f"{_canonical(key)}:{_canonical(each)}" for key, each in value.items())
@@ -84,7 +84,7 @@ def _canonical(value: Any) -> str:
     if kind is set or kind is frozenset:
         return f"<{','.join(sorted(map(_canonical, value)))}>"
     if kind is int:
-        return f"{value:x}"  # has no limit of digits
+        return f"{value:x}"  # hexadecimal has no limit of digits
     if value is None or kind in (bool, float, str, bytes):
         return repr(value)
     return f"({kind.__module__}.{kind.__qualname__})"
@@ -93,7 +93,7 @@ def _canonical(value: Any) -> str:
 def error_text(summary: str, traceback: str) -> str:
     """Return an error as the text that a queue stores."""
     text = f"{summary}{_BREAK}{traceback}"[:MAX_ERROR]
-    # Names of files may have surrogates, which no queue can keep.
+    # File names may contain surrogates, which no queue can store.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -104,7 +104,7 @@ def error_parts(text: str) -> tuple[str, str]:
 
 
 class DeadLetter:
-    """The arguments of a dead letter. Those of the failed task are only unpickled where it is handled."""
+    """The arguments of a dead letter; those of the failed task are unpickled only where it is handled."""
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts
@@ -122,5 +122,5 @@ def _letter_arguments(kind: str, id: str, name: str, payload: bytes, error: str)
 
 
 def dead_letter(kind: str, id: str, name: str, payload: bytes, error: str) -> bytes:
-    """Return the arguments of a dead letter, in the order of Ray Serve."""
+    """Return the arguments of a dead letter, in Ray Serve's order."""
     return joined(dump(DeadLetter(kind, id, name, payload, error)))

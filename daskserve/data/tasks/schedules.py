@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from daskserve.data.tasks.config import DurableOptions, TaskSchedule
 
 
-#: Times of a schedule are a second apart at least.
+#: Tolerance for equal times; the times of a schedule are at least a second apart.
 NEAR_S = 0.4
 
 
 def next_time(schedule: TaskSchedule, after: float) -> float:
     """Return the first time of a schedule after a time, in seconds since the epoch."""
     if schedule.every_s is not None:
-        # Multiples of the period since the epoch, so that all consumers have the same times.
+        # Multiples of the period since the epoch, so that all consumers use the same times.
         number = math.floor(after / schedule.every_s)
         while number * schedule.every_s <= after:  # rounding may leave the quotient one too small
             number += 1
@@ -36,7 +36,7 @@ def next_time(schedule: TaskSchedule, after: float) -> float:
 def last_time(schedule: TaskSchedule, after: float, now: float) -> float:
     """Return the latest time of a schedule after a time and up to now; if there is none, the next time.
 
-    Its cost grows with the logarithm of the time between, not with the number of times.
+    The cost grows with the logarithm of the time span, not with the number of times.
     """
     found, late = next_time(schedule, after), now
     while found <= now and late - after > NEAR_S:

@@ -1,9 +1,9 @@
-"""``source``: each replica reads an async iterator of the user's, and gives its items to a method.
+"""``source``: each replica reads a user's async iterator, and passes its items to a method.
 
 The reader belongs to the user's object: it starts with the constructor and stops with the destructor, which
-waits for the items that are handled, within the grace period of the replica. An item is acknowledged after
-its handler has returned. An item that is not acknowledged should be delivered again by its origin, to this
-replica or to another one.
+waits for the items that are being handled, within the grace period of the replica. An item is acknowledged
+after its handler has returned. An item that is not acknowledged should be delivered again by its origin, to
+this replica or to another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("daskserve.sources")
 
 #: The attribute of an object with its readers.
 READERS = "__daskserve_readers__"
-#: How many items are handled at a time outside of a replica.
+#: Number of items that are handled at a time outside of a replica.
 OUTSIDE = 10
 #: After reading for this long, a source that fails restarts after the shortest pause.
 STEADY_S = 60.0
@@ -88,12 +88,12 @@ def source(
     backoff_s: float = 1.0,
     max_backoff_s: float = 60.0,
 ) -> Callable[[Callable[[Any], AsyncIterator[Any]]], Any]:
-    """Have each replica read an async generator method, and give its items to another method.
+    """Make each replica read an async generator method and pass its items to another method.
 
-    A plain value that it yields goes to the handler as it is. A `SourceItem` also says how it is
+    A plain value that it yields is passed to the handler unchanged. A `SourceItem` also says how it is
+    acknowledged. If the generator raises, it is called again after a pause; if it returns, reading ends. When
+    the replica stops, the generator is closed, and items that are being handled are finished and
     acknowledged.
-    If the generator raises, it is called again after a pause; if it returns, reading ends. When the replica
-    stops, the generator is closed, and items that are being handled are finished and acknowledged.
 
     The class gets an ``async def __init__``, so a subclass with a constructor must await it.
 
@@ -149,7 +149,7 @@ def _wrap_constructor(owner: Any, read: Callable[[Any], AsyncIterator[Any]], opt
 
 def _wrap_destructor(owner: Any) -> None:
     if READERS in vars(owner):
-        return  # of another source
+        return  # the readers of another source
     setattr(owner, READERS, ())
     destruct: Any = getattr(owner, "__del__", None)
 
@@ -191,7 +191,7 @@ class SourceReader:
         self._reading.spawn(self._run(), "source")
 
     async def stop(self) -> None:
-        """Read no more, and return once what was read is handled; cancel it if this is cancelled."""
+        """Read no more, and wait until all items that were read are handled; cancelling this cancels them."""
         try:
             await self._reading.close()
             await self._tasks.wait()
@@ -227,7 +227,7 @@ class SourceReader:
         items: Any = self._read()
         async with aclosing(items):
             while True:
-                # First room, then an item, so that no item waits here.
+                # Wait for room before taking an item, so that no item waits here.
                 await self._room.acquire()
                 try:
                     item = await anext(items)
@@ -251,7 +251,7 @@ class SourceReader:
                 self.handled += 1
                 await _called(item.ack)
         except Exception:
-            # Its origin should deliver it again.
+            # The origin of the item should deliver it again.
             logger.exception("An item of source %s%s was not acknowledged", self._name, self._place)
         finally:
             self._room.release()

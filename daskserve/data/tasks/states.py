@@ -1,4 +1,4 @@
-"""The life of a task, as a table of states and events.
+"""The life cycle of a task, as a table of states and events.
 
 A queue stores tasks, and consumers run them. All kinds of queues apply the functions of this module to a
 `Task`, and write the result only if the task's ``revision`` is still the one that was read. So if two
@@ -28,10 +28,10 @@ class TaskState(enum.StrEnum):
     #: Failed, and waits for the next attempt.
     RETRY = "RETRY"
     DONE = "SUCCESS"
-    #: Its last attempt failed.
+    #: The task's last attempt failed.
     FAILED = "FAILURE"
     CANCELLED = "REVOKED"
-    #: Nothing can run it: no handler has its name, or its consumers were lost again and again.
+    #: The task cannot run: no handler has its name, or its consumers were lost too often.
     DEAD = "REJECTED"
 
 
@@ -42,9 +42,9 @@ class TaskEvent(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     EXHAUSTED = "exhausted"
-    #: Given back by a consumer that stops; this is no attempt.
+    #: Returned by a consumer that stops; this does not count as an attempt.
     RELEASED = "released"
-    #: Its consumer has stopped renewing the lease.
+    #: The task's consumer has stopped renewing the lease.
     LOST = "lost"
     UNPROCESSABLE = "unprocessable"
     CANCELLED = "cancelled"
@@ -59,7 +59,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = {
     (_S.RETRY, _E.CLAIMED): _S.RUNNING,
     (_S.QUEUED, _E.CANCELLED): _S.CANCELLED,
     (_S.RETRY, _E.CANCELLED): _S.CANCELLED,
-    # Its consumer sees the mark, and cancels the run.
+    # The task's consumer sees the mark and cancels the run.
     (_S.RUNNING, _E.CANCELLED): _S.RUNNING,
     (_S.RUNNING, _E.DONE): _S.DONE,
     (_S.RUNNING, _E.FAILED): _S.RETRY,
@@ -169,7 +169,7 @@ def move(task: Task, event: TaskEvent, now: float, **changes: object) -> Task:
 
 
 def claimed(task: Task, owner: str, now: float, lease_s: float) -> Task:
-    """Return the task as its consumer begins it."""
+    """Return the task after a consumer has claimed it."""
     return move(
         task,
         TaskEvent.CLAIMED,
@@ -201,7 +201,7 @@ def failed(
 
 
 def released(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return the task that its consumer gives back, as if it had not begun."""
+    """Return the task after its consumer has returned it, as if it had not begun."""
     if task.is_cancelled:
         return stopped(task, now, rules)
     return move(task, TaskEvent.RELEASED, now, attempts=task.attempts - 1)
@@ -219,19 +219,19 @@ def lost(task: Task, now: float, rules: RetryRules) -> Task:
 
 
 def unprocessable(task: Task, error: str, now: float, rules: RetryRules) -> Task:
-    """Return a task that nothing can run."""
+    """Return the task as dead, because no consumer can run it."""
     expiry = _expiry(task, now, rules)
     return move(task, TaskEvent.UNPROCESSABLE, now, error=error, expires_at=expiry)
 
 
 def cancelled(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return the task cancelled; if it runs, it is marked, and its consumer cancels the run."""
+    """Return the task as cancelled; a running task is only marked, and its consumer cancels the run."""
     expiry = 0.0 if task.state is TaskState.RUNNING else _expiry(task, now, rules)
     return move(task, TaskEvent.CANCELLED, now, is_cancelled=True, expires_at=expiry)
 
 
 def stopped(task: Task, now: float, rules: RetryRules) -> Task:
-    """Return a task that was cancelled while it ran, after the end of its run."""
+    """Return a task that was cancelled while it ran, after its run has ended."""
     return move(task, TaskEvent.STOPPED, now, expires_at=_expiry(task, now, rules))
 
 

@@ -36,9 +36,9 @@ from daskserve.options.fields.secrets import HIDDEN, checked_secret, masked
 
 #: Number of valid options that the error lists.
 NEAREST = 3
-#: The type of errors about the name of an option, beside pydantic's own types.
+#: The type of errors about the name of an option, in addition to pydantic's own types.
 OPTION_NAME = "option_name"
-#: The type of an error about a value of a wrong type, beside pydantic's own types.
+#: The type of an error about a value of a wrong type, in addition to pydantic's own types.
 WRONG_TYPE = "wrong_type"
 #: The whole numbers that records and messages can hold.
 WHOLE_NUMBERS = range(-(2**63), 2**63)
@@ -62,14 +62,14 @@ class Masked:
 
 
 def as_bytes(value: Any) -> Any:
-    """Return a text such as ``"2GB"``, as Dask reads it, as a number of bytes; all else as it is."""
+    """Return a text such as ``"2GB"``, as Dask reads it, as a number of bytes; other values unchanged."""
     if not isinstance(value, str):
         return value
-    from dask.utils import parse_bytes  # takes 0.1 s, and child processes do not need it
+    from dask.utils import parse_bytes  # takes 0.1 s to import, and child processes do not need it
 
     try:
         if not value.strip()[:1].isdigit():
-            raise ValueError  # Dask reads "GB" as one GB
+            raise ValueError  # because Dask reads "GB" as one GB
         return parse_bytes(value)
     except (ValueError, OverflowError):
         raise wrong_type(
@@ -100,7 +100,7 @@ ByteCount = Annotated[
 ]
 #: The type of an option that holds a secret or a reference to one; see `daskserve.options.fields.secrets`.
 Secret = Annotated[str | dict[str, str], BeforeValidator(checked_secret)]
-#: The type of an option that is an amount of a resource: neither text nor a bool.
+#: The type of an option that is an amount of a resource: neither a text nor a bool.
 Amount = Annotated[float, BeforeValidator(_as_number)]
 
 
@@ -126,17 +126,17 @@ class Options(BaseModel):
         extra="forbid",
         validate_assignment=True,
         populate_by_name=True,
-        protected_namespaces=(),  # pydantic before 2.10 warns of each field that begins with "model_"
+        protected_namespaces=(),  # pydantic before 2.10 warns about each field that begins with "model_"
     )
-    #: The argument that takes these options, for errors; empty if users do not set them.
+    #: The name of the argument with these options, for errors; empty if users do not set them.
     place: ClassVar[str] = ""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # Not a model validator: validators of derived classes would run outside of it.
+        # Not a model validator, because validators of derived classes would run outside of it.
         schema = handler(source)
         if schema.get("function") == {"type": "no-info", "function": cls._with_explained_errors}:
-            return schema  # as a field of another model
+            return schema  # the model is a field of another model
         return no_info_wrap_validator_function(cls._with_explained_errors, schema)
 
     @classmethod
@@ -206,7 +206,7 @@ def parse_options(model: type[ModelT], value: Any, *, what: str) -> ModelT:
 
 
 def parse_typed(model: type[ModelT], value: Any, *, what: str) -> ModelT:
-    """Return ``value`` as an option model, as `parse_options`; a value of a wrong type is a `TypeError`.
+    """Return ``value`` as an option model, like `parse_options`; a value of a wrong type is a `TypeError`.
 
     Raises
     ------
@@ -275,7 +275,7 @@ def check_spellings(model: type[BaseModel], values: Mapping[str, Any]) -> None:
     twice = []
     known = _all_spellings(model)
     if len(names := [known[each] for each in values if each in known]) == len(set(names)):
-        return  # as nearly always
+        return  # the usual case
     for spelling, name in known.items():
         if spelling in values and (first := given.setdefault(name, spelling)) != spelling:
             text = f"{spelling} is another spelling of {first}; give only one of them"
@@ -325,7 +325,7 @@ def explained(
 
     def explain(found: Any) -> InitErrorDetails:
         found = {**found, "input": masked(_without_secrets(found["loc"], found["input"], masked_field))}
-        if found["type"] == "enum":  # whose members have several names
+        if found["type"] == "enum":  # enum members have several names
             known = list(dict.fromkeys(re.findall(r"'[^']*'", found["ctx"]["expected"])))
             expected = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
             found = {**found, "ctx": {"expected": expected}}
@@ -340,7 +340,7 @@ def explained(
 def _without_secrets(
     place: tuple[int | str, ...], given: Any, masked_field: Mapping[str, Callable[[Any], Any]]
 ) -> Any:
-    """Return the input for an error to show: that of one option, or of the whole model."""
+    """Return the input that an error shows, of one option or of the whole model, without secrets."""
     if not place:
         if not isinstance(given, Mapping):
             return given
@@ -350,7 +350,7 @@ def _without_secrets(
     name = str(place[0])
     if name in masked_field:
         return masked_field[name](given) if len(place) == 1 else HIDDEN
-    # It may be a misspelled secret.
+    # The name may be a misspelled option with a secret.
     return HIDDEN if difflib.get_close_matches(name, masked_field, 1) else given
 
 

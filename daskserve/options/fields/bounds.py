@@ -1,5 +1,4 @@
-"""The number of replicas of a backend: its bounds, in whole groups and at the instance's target capacity, and
-the number that an external scaler requests (``external_scaler_enabled`` in `BackendConfig`).
+"""The number of replicas of a backend: its bounds, and requests of external scalers for a number.
 
 Policies import this module, so it does not import pydantic.
 """
@@ -18,7 +17,8 @@ from daskserve.errors import BadRequestError
 
 #: Directions of the last change of an instance's target capacity.
 UP, DOWN = "UP", "DOWN"
-#: Largest accepted number. A larger one is probably a mistake and would keep the controller busy for long.
+#: Largest accepted number. A larger one is probably a mistake, and would keep the controller busy for a long
+#: time.
 MOST_REPLICAS = 10_000
 #: The key of the number in a request, as in Ray Serve.
 KEY = "target_num_replicas"

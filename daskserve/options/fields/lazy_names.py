@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LazyNames:
-    """Loads the names of a module from their homes; it is the module's ``__getattr__``.
+    """Loads the names of a module from the modules that define them; used as the module's ``__getattr__``.
 
     Parameters
     ----------

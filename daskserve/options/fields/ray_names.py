@@ -8,7 +8,7 @@ from typing import Any
 
 from daskserve.internals.python import is_from_import
 
-#: Names of Ray Serve's options that have no counterpart of the same meaning, with what to write instead.
+#: Names of Ray Serve's options that have no counterpart of the same meaning, with a replacement.
 INSTEAD: Mapping[str, str] = {
     "ray_actor_options": "pass actor_options={...} beside the config",
     "runtime_env": "pass env=... beside the config",
@@ -143,7 +143,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _percentage(value: float) -> str:
-    # With all digits: a third of three replicas is one, and not a little less, which would be none.
+    # Written with nine decimals, so that a third of three replicas is one, and not slightly less, which would
+    # round down to zero.
     return f"{value:.9f}".rstrip("0").rstrip(".") + "%"
 
 

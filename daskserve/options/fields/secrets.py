@@ -28,8 +28,8 @@ MAX_BYTES = 64 << 10
 #: A password may contain an unescaped @, and the scheme may be missing, so everything up to the last @ before
 #: the path is hidden. A match begins only where a word begins, so that long texts are read once.
 _LOGIN = re.compile(r"(?:(?<=://)[^/?#\s]*|(?<![^\s/?#:@'\"])[^\s/?#:@'\"]+:[^\s/?#'\"]+)@")
-#: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; but a number
-#: of tokens is one of words.
+#: Names of values that are not shown, such as those in ``policy_kwargs`` or a ``user_config``; names such as
+#: ``max_tokens`` are excluded.
 _SECRET = re.compile(r"passw|passphrase|secret|token|credential|authorization|(?:api|private)_?key", re.I)
 _COUNT = re.compile(r"tokens$", re.I)
 _PARAMETER = re.compile(r"(?<=[?&])((?:user(?:name)?|pass(?:word|wd)?)=)[^&#\s'\"]*", re.IGNORECASE)
@@ -44,7 +44,7 @@ def is_reference(value: Any) -> bool:
 
 
 def checked_secret(value: Any) -> Any:
-    """Return a secret or a reference to one; raise `ValueError`, which does not show it, if it is neither."""
+    """Return a secret or a reference to one; raise `ValueError` otherwise, without showing the value."""
     if isinstance(value, str) or value is None:
         return value
     if not is_reference(value):
@@ -60,7 +60,7 @@ def checked_secret(value: Any) -> Any:
 
 
 def read_secret(value: SecretOption, what: str, variables: Mapping[str, str]) -> str:
-    """Return the secret that an option holds or refers to. This may read a file.
+    """Return the secret that an option contains or refers to. This may read a file.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def _read(path: str, what: str, where: str) -> str:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ValueError(f"it has more than {shown(MAX_BYTES >> 10)} KiB")
-        # Editors and echo end a file with a newline, which belongs to no password.
+        # Editors and echo end a file with a newline, which is not part of a password.
         return data.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         problem = "it is not UTF-8 text"  # the error would quote it
@@ -125,7 +125,7 @@ def each_hidden(values: Any) -> Any:
 def without_secrets(name: str, value: Any) -> Any:
     """Return a plain value without the parts whose names, or the names around them, suggest a secret.
 
-    Credentials in URLs are masked, too.
+    Credentials in URLs are also masked.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(f"{name}.{key}", each) for key, each in value.items()}

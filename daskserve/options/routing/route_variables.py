@@ -1,8 +1,8 @@
 """Names, and routes with variables: ``/users/{name}``, ``/orders/{number:int}``, ``/files/{path:path}``.
 
-They are written as in Starlette, of whose kinds ``uuid`` is missing: a value must be able to cross a channel.
-``starlette.routing.compile_path`` is not used. Its patterns match whole paths, but a route is a prefix; and
-its numbers are of any length, but a channel has 64 bits for them.
+They are written as in Starlette, except that the kind ``uuid`` is missing, because channels cannot carry its
+values. ``starlette.routing.compile_path`` is not used. Its patterns match whole paths, whereas a route is a
+prefix. Its numbers have any length, whereas channels carry 64 bits.
 
 Proxies import this module, so it does not import pydantic.
 """
@@ -52,7 +52,7 @@ def check_route(route: Any) -> None:
 
 
 def check_not_reserved(route: str, what: str) -> None:
-    """Raise `BadRequestError` if a route is one of daskserve's own."""
+    """Raise `BadRequestError` if a route is reserved for daskserve."""
     if route == "/-" or route.startswith("/-/"):
         raise BadRequestError(
             f"{what} must not be below '/-', which is reserved for daskserve, got {route!r}"
@@ -60,13 +60,14 @@ def check_not_reserved(route: str, what: str) -> None:
 
 
 def check_variables(route: str, what: str) -> None:
-    """Raise `BadRequestError` unless all braces in a route are variables that can be told apart."""
+    """Raise `BadRequestError` unless all braces in a route are variables with different names."""
     if "{" in _VARIABLE.sub("", route) or "}" in _VARIABLE.sub("", route):
         raise BadRequestError(
             f"{what} has a variable that is not valid; write {{name}} or {{name:kind}}, where the kind is "
             f"one of {', '.join(KINDS)}, got {route!r}"
         )
-    # With several in one segment, the time for a match could grow with the square of the path's length.
+    # With several variables in one segment, the time for a match could grow with the square of the path's
+    # length.
     if any(len(_VARIABLE.findall(segment)) > 1 for segment in route.split("/")):
         raise BadRequestError(f"a segment of {what} must have one variable at most, got {route!r}")
     names = names_of(route)
@@ -95,7 +96,7 @@ def names_of(route: str) -> tuple[str, ...]:
 
 
 class SegmentPattern:
-    """A segment of a route that has a variable, and perhaps fixed text around it.
+    """A segment of a route with a variable, possibly with fixed text around it.
 
     Attributes
     ----------

@@ -21,13 +21,14 @@ from daskserve.telemetry.logs.records import AccessLine
 
 logger = logging.getLogger("daskserve.logging")
 
-#: How many lines are formatted at once: fewer cost more each, more would hold an event loop for longer.
+#: How many lines are formatted at once: fewer lines cost more each, more lines would hold an event loop for
+#: longer.
 BATCH = 256
 #: Maximum number of formatted lines that wait for the thread; later ones are dropped.
 MAX_READY = 10_000
 
 Format: TypeAlias = Callable[[AccessLine], str]
-#: Where lines go.
+#: The destination of lines.
 Target = TypeVar("Target", bound=Hashable)
 
 
@@ -65,7 +66,7 @@ class AccessLines(Generic[Target]):
         self.dropped = 0
         self._errors = ErrorLog(logger)
         self._pending: list[AccessLine] = []
-        #: Held by who formats, and while what is ready is taken.
+        #: Held while lines are formatted, and while formatted lines are taken.
         self._formatting = threading.Lock()
         self._ready: dict[Target, list[str]] = defaultdict(list)
         self._for_handlers: list[AccessLine] = []
@@ -75,7 +76,7 @@ class AccessLines(Generic[Target]):
         """Take a line; see `daskserve.telemetry.logs.records.Access` for its fields."""
         pending = self._pending
         pending.append(line)
-        # If another thread formats, this one does not wait for it: the next line tries again.
+        # If another thread is formatting, this one does not wait for it; the next line tries again.
         if len(pending) >= BATCH and self._formatting.acquire(blocking=False):
             try:
                 self._format()
@@ -84,7 +85,7 @@ class AccessLines(Generic[Target]):
         self._wake()
 
     def take(self) -> tuple[Mapping[Target, Sequence[str]], Sequence[AccessLine]]:
-        """Return the texts that wait, by where they go, and the lines for handlers."""
+        """Return the waiting texts by destination, and the lines for handlers."""
         with self._formatting:
             self._format()
             ready, lines = self._ready, self._for_handlers
@@ -93,12 +94,12 @@ class AccessLines(Generic[Target]):
 
     def _format(self) -> None:
         taken = self._pending[:]
-        del self._pending[: len(taken)]  # in one step, because other threads add to it meanwhile
+        del self._pending[: len(taken)]  # in one step, because other threads add lines at the same time
         if not taken:
             return
         self._keep(taken)
         if self._count + len(taken) > MAX_READY:
-            # A handler may hang; the lines are still in the logs that `keep` has.
+            # A handler may hang; the lines are still in the logs in memory.
             self.dropped += len(taken)
             return
         self._count += len(taken)
@@ -116,7 +117,7 @@ class AccessLines(Generic[Target]):
             if adds:
                 try:
                     text = form(line)
-                except Exception as error:  # which must not fail the request whose thread formats
+                except Exception as error:  # errors must not reach the request whose thread formats
                     self.dropped += 1
                     self._errors.log(error, "A line of the access log could not be formatted")
                     continue

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-#: Number of ended processes whose logs a worker keeps, and about the maximum size of each.
+#: Number of ended processes whose logs a worker keeps, and approximate maximum size of each.
 MAX_FILES, FILE_BYTES = 32, 256 << 10
 
 
@@ -21,13 +21,13 @@ class ProcessFile(NamedTuple):
 
 
 class EndedFiles:
-    """Keeps the files of the last child processes that have ended. All calls are of one thread."""
+    """Keeps the files of the last child processes that have ended. All calls come from one thread."""
 
     def __init__(self) -> None:
         self._files: deque[ProcessFile] = deque()
 
     def add(self, file: ProcessFile) -> None:
-        """Keep the end of a file, whose descriptor the caller may close."""
+        """Keep the last part of a file, whose descriptor the caller may close afterwards."""
         own = os.dup(file.descriptor)
         with suppress(OSError):
             size = os.fstat(own).st_size
@@ -43,6 +43,6 @@ class EndedFiles:
         return iter(tuple(self._files))
 
     def close(self) -> None:
-        """Drop all of them."""
+        """Drop all files."""
         while self._files:
             os.close(self._files.popleft().descriptor)

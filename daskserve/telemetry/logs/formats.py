@@ -37,12 +37,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
 def clock(seconds: float) -> str:
-    """Return a time as Ray Serve's logs have it: local, with milliseconds."""
+    """Return a time in the format of Ray Serve's logs: local, with milliseconds."""
     whole = int(seconds)
     return f"{_second(whole)},{int(1000 * (seconds - whole)):03d}"
 
 
-@lru_cache(8)  # to format a time takes longer than all the rest of a line
+@lru_cache(8)  # formatting a time takes longer than the rest of a line
 def _second(whole: int) -> str:
     return f"{datetime.fromtimestamp(whole):%Y-%m-%d %H:%M:%S}"
 
@@ -55,7 +55,7 @@ def place_of(application: str, deployment: str, replica: str) -> str:
 
 
 def without_control(text: str) -> str:
-    """Return a text that does not control a terminal; line breaks and tabs stay."""
+    """Return a text without control characters for terminals; line breaks and tabs stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -86,7 +86,7 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
         **_of_tags(tags),
     }
     for name, value in vars(record).items():
-        # Of daskserve's attributes, those that user code has set itself stay.
+        # Attributes of daskserve that user code has set itself are kept.
         is_set = name in _OURS and value not in (None, "")
         if is_set or (name not in STANDARD and name not in _OURS and name not in found):
             found[name] = value
@@ -99,7 +99,7 @@ def json_of(record: logging.LogRecord, tags: Tags, settings: LogSettings) -> str
 
 
 def access_text(access: AccessLine) -> str:
-    """Return a line of the access log as uvicorn writes it; that of a call as other records of a replica."""
+    """Return a line of the access log: as uvicorn formats it, or for calls as a replica's other records."""
     at, request_id, backend, replica = access[0], access[8], access[11], access[12]
     if not replica:
         return f"INFO:     {message_of(access)}"
@@ -114,7 +114,8 @@ def _place_of_call(backend: str, replica: str) -> str:
 def access_json(access: AccessLine) -> str:
     """Return a line of the access log as a JSON object.
 
-    It joins parts, most of which many lines share: encoding a dictionary takes ten times as long.
+    The line is joined from parts that many lines share, because encoding a dictionary takes ten times as
+    long.
     """
     at, method, target, query, status, seconds, client, version, request_id, trace_id = access[:10]
     text = (target + b"?" + query if query else target).decode("latin-1")
@@ -143,7 +144,7 @@ def _head_json(second: int) -> str:
 
 @lru_cache(1024)
 def _client_json(client: tuple[str, int]) -> tuple[str, str]:
-    """Return a client as within a text of JSON, and its host as one."""
+    """Return a client as part of a JSON string, and its host as a JSON string."""
     return _quoted(f"{client[0]}:{client[1]}")[1:-1], _quoted(client[0])
 
 
@@ -167,7 +168,7 @@ def _shared_json(names: tuple[str, str, str, str, str]) -> str:
 
 
 def traceback_of(record: logging.LogRecord) -> str:
-    """Return the traceback of a record's exception, which is formatted once."""
+    """Return the traceback of a record's exception, which is formatted only once."""
     if record.exc_info and not record.exc_text:
         record.exc_text = encodable(logging.Formatter().formatException(record.exc_info))
     return record.exc_text or ""

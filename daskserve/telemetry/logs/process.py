@@ -33,10 +33,10 @@ DEFAULT_LEVEL = logging.INFO
 Layer: TypeAlias = Mapping[str, Any] | None
 
 
-#: A file and the settings it is opened by; None for standard output.
+#: A file and the settings with which it is opened; None for standard output.
 _Target: TypeAlias = tuple[Path, LogSettings] | None
 
-#: The settings of an application with an access log whose instance has none.
+#: The settings of an application that has an access log although its instance has no settings.
 _DEFAULTS = LogSettings()
 
 
@@ -86,12 +86,12 @@ class ProcessLogs:
         self._default_level = default_level
         self._stdout = stdout or StreamSink()
         self._files: dict[Path, FileSink] = {}
-        #: What is known of replicas, by tag, and of proxies and the controller, by the name of the actor.
+        #: The known replicas by tag, and the proxies and the controller by the name of the actor.
         self._sources: dict[str, _Source] = {}
         self._lines: AccessLines[_Target] = AccessLines(
             self._place_of,
             self._has_access_handlers,
-            lambda lines: self.keep_access(lines),  # which a child process replaces
+            lambda lines: self.keep_access(lines),  # a child process replaces `keep_access`
             self._wake,
         )
         self.access = self._lines.add
@@ -105,7 +105,7 @@ class ProcessLogs:
     # ---- settings
 
     def configure(self, source: str, tags: Tags, *layers: Layer) -> LogSettings | None:
-        """Set what is done with the records of a replica, a proxy or a controller; return the settings."""
+        """Set how the records of a replica, a proxy or a controller are logged; return the settings."""
         found = merged(*layers)
         with self._changing:
             self._sources = {**self._sources, source: _Source(tags, found)}
@@ -120,7 +120,7 @@ class ProcessLogs:
         known = self._sources.get(source)
         if known is not None:
             self.before_end(source)
-            # Behind its records, even if the thread has been woken before them.
+            # Handled after the actor's records, even if the thread was woken before them.
             self.wake(known)
 
     def _settle(self, gone: Sequence[_Source]) -> None:
@@ -128,7 +128,7 @@ class ProcessLogs:
         self._has_changed = False
         if gone:
             with self._changing:
-                # Another actor of the same name may have started meanwhile.
+                # Another actor of the same name may have started in the meantime.
                 self._sources = {
                     name: each
                     for name, each in self._sources.items()
@@ -149,11 +149,11 @@ class ProcessLogs:
             sink.close()
 
     def open(self) -> None:
-        """Have the records of daskserve's own loggers made from `DEFAULT_LEVEL` on."""
+        """Set the level of daskserve's own loggers to `DEFAULT_LEVEL`."""
         self._set_levels()
 
     def close(self) -> None:
-        """Give the loggers their levels back, and close the files."""
+        """Restore the levels of the loggers, and close the files."""
         for name, level in self._levels.items():
             logger = logging.getLogger(name)
             if logger.level == level:
@@ -170,15 +170,15 @@ class ProcessLogs:
             return
         for name in LOGGERS:
             logger = logging.getLogger(name)
-            # A level that an operator or user code has set stays.
+            # Keep a level that an operator or user code has set.
             if logger.level in (logging.NOTSET, self._levels.get(name)):
                 logger.setLevel(level)
                 self._levels[name] = level
 
-    # ---- where code logs
+    # ---- called by code that logs
 
     def only_replica(self) -> Tags | None:
-        """Return the tags of the only replica, for threads that user code has started; None without one."""
+        """Return the tags of the only replica, for threads that user code has started; None if none."""
         found = None
         for each in self._sources.values():
             if each.tags.replica:
@@ -207,7 +207,7 @@ class ProcessLogs:
     def write(
         self, record: logging.LogRecord, tags: Tags, *, has_handlers: bool, is_print: bool = False
     ) -> bool:
-        """Write a record; return whether standard output has it, so that no other handler is needed."""
+        """Write a record; return whether it went to standard output, so that no other handler is needed."""
         settings = self.settings_of(tags)
         if settings is None:
             return False
@@ -232,13 +232,13 @@ class ProcessLogs:
             assert self.call_handlers is not None
             try:
                 self.call_handlers(logging.getLogger(ACCESS), as_record(Access(*line)))
-            except Exception:  # of a filter, or of a handler that does not report its own errors
+            except Exception:  # raised by a filter, or by a handler that does not report its own errors
                 self.dropped["handler"] += 1
         if gone or self._has_changed:
             self._settle(gone)
 
     def _place_of(self, name: str) -> tuple[Format, Sequence[_Target]]:
-        """Return how the lines of a replica or a proxy are formatted, and where they go."""
+        """Return the format and the destination of the lines of a replica or a proxy."""
         source = self._sources.get(name)
         if source is None:
             return access_text, ()
@@ -254,12 +254,12 @@ class ProcessLogs:
         return self.call_handlers is not None and bool(logging.getLogger(ACCESS).handlers)
 
     def settings_of(self, tags: Tags) -> LogSettings | None:
-        """Return the settings that apply to a record; None without any."""
+        """Return the settings that apply to a record; None if there are none."""
         source = self._sources.get(tags.replica) if tags.replica else None
         if source is not None:
             return source.settings
-        # Records of the worker, or of a replica that has ended, have the settings of the proxies or of the
-        # controller in this process; without an instance, those of any instance.
+        # Records of the worker, or of a replica that has ended, get the settings of the proxies or the
+        # controller in this process; records without an instance get the settings of any instance.
         first = "proxy" if tags.replica else tags.component
         for component in dict.fromkeys((first, "proxy", "controller")):
             for each in self._sources.values():
@@ -290,7 +290,7 @@ class ProcessLogs:
         return found
 
     def file_of(self, source: str) -> str | None:
-        """Return the file that the records of a proxy or a controller go to; None without one."""
+        """Return the file for the records of a proxy or a controller; None if there is none."""
         known = self._sources.get(source)
         return None if known is None else file_of(known.settings, known.tags)
 
@@ -308,7 +308,7 @@ process_logs: ContextVar[ProcessLogs | None] = ContextVar("daskserve_process_log
 
 
 def file_of(settings: LogSettings | None, tags: Tags) -> str | None:
-    """Return the file of the records of an actor, which exists once there is one; None without files."""
+    """Return the path of the log file of an actor, which exists once it has records; None without files."""
     path = _path(settings, tags)
     return None if path is None else str(path)
 
@@ -325,13 +325,13 @@ def _path(settings: LogSettings | None, tags: Tags) -> Path | None:
 
 @lru_cache(1024)
 def _path_in(folder: str, component: str, application: str, owner: str, replica: str, process: int) -> Path:
-    """Return a path, the same object for each line of a file: making one takes longer than the line."""
+    """Return a path, the same object for all lines of a file: creating one takes longer than a line."""
     parts: tuple[str, ...]
     if replica:
         parts = ("replica", application, owner, replica.rpartition("#")[2])
     else:
-        # A process may have several instances, a host several workers, and several hosts one folder.
+        # A process may have several instances, a host several workers, and several hosts may share a folder.
         parts = (*filter(None, (component, owner)), socket.gethostname(), str(process))
     *names, last = (_UNSAFE.sub("-", each) for each in parts)
-    # The last part is what makes it unique.
+    # The last part makes the name unique.
     return Path(folder).expanduser() / f"{'_'.join(names)[:160]}_{last[:60]}.log"

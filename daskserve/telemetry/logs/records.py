@@ -1,6 +1,6 @@
 """A log record with the fields of its replica and request, and one line of the access log.
 
-Both are made within the code that logs, or on the loop of a proxy. Making one takes less than a microsecond,
+Both are created in the code that logs, or on the loop of a proxy. Creating one takes less than a microsecond,
 because the text is formatted later. Until then, a line of the access log is a plain tuple: Python's garbage
 collector stops tracking plain tuples of texts and numbers, but visits instances of `Access` at each
 collection. A busy proxy has so many lines that full collections would delay its requests.
@@ -64,7 +64,7 @@ class Tags(NamedTuple):
         return dict(zip(TAG_NAMES, self, strict=True))
 
     def mark(self, record: logging.LogRecord) -> None:
-        """Add the fields to a record as attributes; those that user code has set itself stay."""
+        """Add the fields to a record as attributes; attributes that user code has set itself are kept."""
         known = vars(record)
         for name, value in zip(TAG_NAMES, self, strict=True):
             known.setdefault("component_name" if name == "component" else name, value)
@@ -78,7 +78,7 @@ class Entry:
     __slots__ = ("args", "exception", "level", "levelno", "logger", "msg", "number", "size", "tags", "time")
 
     def __init__(self, record: logging.LogRecord, tags: Tags) -> None:
-        #: Its number in the ring.
+        #: The entry's number in the ring.
         self.number = 0
         self.time = record.created
         self.level = record.levelname
@@ -87,7 +87,7 @@ class Entry:
         msg, args = record.msg, record.args
         size = len(msg) if type(msg) is str else MAX_TEXT + 1
         for each in args if type(args) is tuple else (args,) if args else ():
-            # Other values could be large, or change: only their text is kept.
+            # Other values could be large or change, so only their text is kept.
             size += len(each) if type(each) is str else 0 if type(each) in _NUMBERS else MAX_TEXT + 1
         if size > MAX_TEXT:
             msg, args = message_text(msg, args), None
@@ -99,7 +99,7 @@ class Entry:
         #: The name of the exception's class, until the traceback is formatted.
         kind = record.exc_info[0] if record.exc_info else None
         self.exception = (record.exc_text or "")[-MAX_TEXT:] or ("" if kind is None else kind.__name__)
-        #: The length of its texts.
+        #: The total length of the entry's texts.
         self.size = size + len(self.exception)
 
     @property
@@ -120,7 +120,7 @@ class Entry:
         }
 
     def rows(self) -> Iterator[Plain]:
-        """Yield the plain values with its number."""
+        """Yield the plain values, with the entry's number."""
         yield {**self.plain(), "number": self.number}
 
 
@@ -145,7 +145,7 @@ AccessLine: TypeAlias = tuple[
 
 
 class Access(NamedTuple):
-    """One request that has ended: of a proxy, or a call at its replica.
+    """One ended request: an HTTP request of a proxy, or a handle call in a replica.
 
     Attributes
     ----------
@@ -179,7 +179,7 @@ class Access(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The line, as uvicorn has it for HTTP, and Ray Serve for calls."""
+        """The line, in uvicorn's format for HTTP and in Ray Serve's for calls."""
         return message_of(self)
 
     @property
@@ -204,7 +204,7 @@ class Access(NamedTuple):
         )
 
     def plain(self) -> Plain:
-        """Return plain values, as of a record."""
+        """Return plain values, as for a record."""
         return {
             "time": self.time,
             "level": "INFO",
@@ -217,7 +217,7 @@ class Access(NamedTuple):
         }
 
     def facts(self) -> Plain:
-        """Return the fields that only a line of the access log has."""
+        """Return the fields that only lines of the access log have."""
         return {
             "method": self.method,
             "path": self.path,
@@ -227,13 +227,13 @@ class Access(NamedTuple):
         }
 
 
-#: How the line of a call names its end.
+#: The result of a call as shown in its line, by status.
 CALL_RESULTS: Mapping[int, str] = {200: "OK", 499: "CANCELLED", 500: "ERROR"}
 
 
 def message_of(access: AccessLine) -> str:
     """Return the message of a line of the access log; see `Access.message`."""
-    # By their places, because an `Access` takes as long to make as the message.
+    # Accessed by index, because creating an `Access` takes as long as the message.
     method, target, query, status, client = access[1], access[2], access[3], access[4], access[6]
     text = printable(target + b"?" + query if query else target)
     if method == "CALL":

@@ -14,7 +14,7 @@ from typing import Any
 from daskserve.common.clock import time_of_day
 from daskserve.telemetry.logs.records import Access, AccessLine, Entry, Plain, Tags
 
-#: How many records a process keeps, and about how many bytes of text.
+#: Maximum number of records that a process keeps, and approximate maximum size of their texts.
 MAX_ENTRIES, MAX_BYTES = 20_000, 8 << 20
 #: The size of an entry without its text.
 _OVERHEAD = 400
@@ -25,7 +25,7 @@ _LINES = 64
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which records are wanted.
+    """Selects log records.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Query:
         return asdict(self)
 
     def select(self, entries: Iterable[Plain], after: int | None = None) -> list[Plain]:
-        """Return the wanted ones, in the order in which they were made.
+        """Return the matching records in the order in which they were created.
 
         Parameters
         ----------
@@ -95,8 +95,8 @@ class Query:
 class _AccessEntry:
     """Lines of the access log as bytes.
 
-    They take a quarter of the memory of the objects. As objects they would wear out the caches of a busy
-    process, which makes and drops some at each request, and each full garbage collection would visit them.
+    Bytes take a quarter of the memory of objects. Objects would also evict useful data from the processor's
+    caches in a busy process, and each full garbage collection would visit them.
     """
 
     __slots__ = ("count", "data", "number")
@@ -123,7 +123,7 @@ class Ring:
         self._entries: deque[Entry | _AccessEntry] = deque()
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._count = self._bytes = 0
-        # Reentrant, because a destructor may log within `_append`. Numbers are given with the lock held, so
+        # Reentrant, because a destructor may log within `_append`. Numbers are assigned under the lock, so
         # that a reader of one number has not missed a lower one.
         self._lock = threading.RLock()
         #: The number of the next record, higher than those of an earlier process at this address.
@@ -150,7 +150,7 @@ class Ring:
             self._trim()
 
     def add_traceback(self, entry: Entry, text: str) -> None:
-        """Keep the traceback of a record, which was not formatted before."""
+        """Keep the traceback of a record that was not formatted before."""
         with self._lock:
             more = len(text) - len(entry.exception)
             entry.exception = text

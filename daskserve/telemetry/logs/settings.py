@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-#: The loggers whose level is that of ``log_level``: daskserve's own, and the one that Ray Serve's users take.
+#: The loggers to which ``log_level`` applies: daskserve's own, and the logger that Ray Serve's users use.
 LOGGERS = ("daskserve", "ray.serve")
 
 
 def has_handlers(source: logging.Logger) -> bool:
-    """Return whether a logger has handlers; for daskserve's loggers, those of the root do not count.
+    """Return whether a logger has handlers; for daskserve's loggers, the root's handlers do not count.
 
-    ``logging.warning("...")`` gives the root a handler, without its author knowing.
+    ``logging.warning("...")`` adds a handler to the root logger, often without the author's knowledge.
     """
     if not source.name.startswith(LOGGERS):
         return source.hasHandlers()
@@ -41,7 +41,7 @@ class LogSettings:
     level: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # A logger without a level, as ``NOTSET`` would make it, has that of the root.
+        # A logger with the level ``NOTSET`` has the level of the root logger.
         object.__setattr__(self, "level", logging.getLevelNamesMapping()[self.log_level] or 1)
 
     @property
@@ -51,7 +51,7 @@ class LogSettings:
 
     @property
     def folder(self) -> str | None:
-        """The folder of the files; None without files."""
+        """The folder of the files; None if no files are written."""
         return None if self.output == "stdout" else self.logs_dir
 
 
@@ -59,7 +59,7 @@ _NAMES = frozenset(each.name for each in fields(LogSettings) if each.init)
 
 
 def merged(*layers: Mapping[str, Any] | None) -> LogSettings | None:
-    """Return settings from the fields that are set, each layer over the ones before; None without any."""
+    """Return settings from the fields that are set; later layers override earlier ones. None without any."""
     given = [each for each in layers if each is not None]
     if not given:
         return None

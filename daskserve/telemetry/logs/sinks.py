@@ -1,6 +1,6 @@
 """Where lines are written: standard output, and files with rotation.
 
-A sink is called in the log thread only. One that fails counts the lines that it loses, and tries again later:
+A sink is called in the log thread only. A failing sink counts the lines that it loses, and tries again later:
 a full disk must neither stop the thread nor fill the queue of records.
 """
 
@@ -36,7 +36,7 @@ class StreamSink:
         self.lost = 0
 
     def write(self, lines: Sequence[str]) -> None:
-        """Write lines at once, so that those of other processes do not get in between."""
+        """Write lines at once, so that lines of other processes do not get in between."""
         stream = self._stream()
         try:
             if stream is None:
@@ -45,7 +45,7 @@ class StreamSink:
             text = "\n".join((*lines, ""))
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-        except (OSError, ValueError):  # full, closed, or the reader has gone
+        except (OSError, ValueError):  # full, closed, or its reader has ended
             self.lost += len(lines)
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class StreamSink:
 
 
 class FileSink:
-    """A file that is rotated when it is large; the old ones have the endings ``.1``, ``.2`` and so on.
+    """A file that is rotated when it is large; old files get the suffixes ``.1``, ``.2`` and so on.
 
     Parameters
     ----------
@@ -87,13 +87,13 @@ class FileSink:
             is_retry = self._failed_at is not None
             file = self._opened(len(data))
             if is_retry and self._size:
-                # The end may be a part of a line.
+                # The file may end with an incomplete line.
                 data = b"\n" + data if _last_byte(self.path) != b"\n" else data
-            # Without a buffer: what is written is there if the process is killed.
+            # Unbuffered, so that written data is not lost if the process is killed.
             written = 0
             while written < len(data):
                 written += file.write(data[written:]) or 0
-        except (OSError, ValueError) as error:  # a ValueError if another thread has closed it
+        except (OSError, ValueError) as error:  # ValueError if another thread has closed the file
             self.lost += len(lines)
             self._failed_at = self._now()
             self.problem = f"{type(error).__name__}: {error}"

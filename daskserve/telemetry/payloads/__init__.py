@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, written to a sink of the user's."""
+"""Bodies of requests and answers, written to a user's sink."""

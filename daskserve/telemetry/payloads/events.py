@@ -1,6 +1,7 @@
-"""One sampled request, and its events as CloudEvents: a line for its body, and one for that of its answer.
+"""One sampled request, and its events as CloudEvents: one line for its body, one for its answer's.
 
-The loop of the replica only keeps bytes (`Sample`). The thread that writes makes the events of them.
+The loop of the replica only keeps bytes (`Sample`). The thread that writes creates the events from these
+bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from daskserve.common.strict_json import strict_json
 from daskserve.common.types import WHOLE_RESPONSE, Message, Payload
 
-#: The first event of a request, and the second one.
+#: The types of the first and the second event of a request.
 REQUEST, RESPONSE = "daskserve.request", "daskserve.response"
 #: The status of a request whose caller left before its answer, and of one whose time was over.
 CALLER_GONE, TOO_LATE = 499, 408
@@ -31,7 +32,7 @@ class Body:
     def __init__(self, max_bytes: int) -> None:
         self.left = max_bytes
         self.data = bytearray()
-        #: The pickled values of Python calls, which are useful only whole.
+        #: The pickled values of Python calls, which are useful only if complete.
         self.payloads: list[Payload] = []
         self.size = 0
 
@@ -45,9 +46,9 @@ class Body:
             self.data += kept
 
     def add_payload(self, payload: Any) -> None:
-        """Keep a copy of a pickled value, if there is room: its buffers may be used again."""
+        """Keep a copy of a pickled value, if there is room, because its buffers may be reused."""
         if not isinstance(payload, Payload):
-            return  # a large one, which has stayed where it is
+            return  # a large result that has stayed in the replica's process
         size = payload.nbytes
         self.size += size
         if size > self.left:
@@ -59,13 +60,13 @@ class Body:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is kept."""
+        """Whether the whole body is kept."""
         return self.size <= len(self.data) + sum(each.nbytes for each in self.payloads)
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request and its answer, as they pass; on the loop of the replica."""
+    """One request and its answer, recorded as they pass; on the loop of the replica."""
 
     time: float
     max_bytes: int
@@ -109,7 +110,7 @@ class Sample:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """The approximate memory that the sample takes."""
         bodies = (self.request, self.response)
         return 2000 + sum(len(each.data) + sum(one.nbytes for one in each.payloads) for each in bodies)
 
@@ -142,7 +143,7 @@ def events_of(sample: Sample, origin: Origin, mode: str) -> Iterator[dict[str, A
         "method": method,
     }
     if sample.kind != "call":
-        # Without the query, which may have a token, and without headers.
+        # The query is left out, because it may contain a token, and so are the headers.
         common |= {"path": head.get("path", ""), "route": ours.get("route", "")}
     if mode != "response":
         kind = JSON if sample.kind == "call" else _content_type(head.get("headers", ()))
@@ -176,12 +177,12 @@ def _data(body: Body, content_type: str, *, is_result: bool = False) -> dict[str
     except UnicodeDecodeError as error:
         if body.is_whole or error.start < len(body.data) - 3:
             return found | {"data_base64": base64.b64encode(body.data).decode()}
-        text = body.data[: error.start].decode()  # cut within a character
+        text = body.data[: error.start].decode()  # the body was cut within a character
     if "json" in content_type and body.is_whole:
         try:
             return found | {"data": json.loads(text)}
         except (ValueError, RecursionError):
-            pass  # as text
+            pass  # not JSON, so keep it as text
     return found | {"data": text}
 
 

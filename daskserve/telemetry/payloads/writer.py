@@ -1,10 +1,9 @@
 """The thread that writes the sampled requests of a replica to its sink.
 
 Problem: a sink may hang, be full or be absent for hours, and a redacting function is user code. Neither may
-delay a request. Choice: the loop only adds samples to a bounded queue. A thread takes them, and retries what
-it could not write; meanwhile the queue fills, and further samples are dropped and counted. Object stores
-cannot append, so the samples of some seconds become one file, whose name stays the same if the write is
-repeated.
+delay a request. Choice: the loop only adds samples to a bounded queue. A thread takes them, and retries
+failed writes; when the queue is full, further samples are dropped and counted. Object stores cannot append,
+so the samples of some seconds become one file, whose name stays the same if the write is repeated.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from daskserve.telemetry.payloads.events import Origin, Sample, events_of, line_
 
 logger = logging.getLogger("daskserve.payloads")
 
-#: Bounds of what waits for the thread.
+#: Limits of the number and the size of samples that wait for the thread.
 MAX_WAITING, MAX_WAITING_BYTES = 1000, 32 << 20
-#: Size at which a file is written before its time.
+#: Size at which a file is written before its interval is over.
 FILE_BYTES = 4 << 20
 #: Time after which a sink that failed is tried again.
 RETRY_S = 2.0
@@ -40,8 +39,8 @@ Write = Callable[[str, bytes], None]
 
 
 def open_sink(url: str) -> Write:
-    """Return how files are written to a folder that fsspec opens."""
-    from fsspec.core import url_to_fs  # takes long, and most processes do not need it
+    """Return a function that writes files to a folder that fsspec opens."""
+    from fsspec.core import url_to_fs  # slow to import, and most processes do not need it
 
     system, root = url_to_fs(url)
 
@@ -55,7 +54,7 @@ def open_sink(url: str) -> Write:
 
 @dataclass(slots=True)
 class _File:
-    """The next file: its lines, of how many requests they are, and its path, which stays after a failure."""
+    """The next file: its lines, the number of their requests, and its path, which is kept after a failure."""
 
     lines: list[bytes] = field(default_factory=list)
     size: int = 0
@@ -125,7 +124,7 @@ class PayloadWriter:
             self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, for some time at most, and end. This blocks."""
+        """Write the waiting samples, for a limited time, and end. This blocks."""
         self._is_closing.set()
         if self._thread is None:
             return
@@ -163,11 +162,11 @@ class PayloadWriter:
                 return
 
     def _gather(self, until: float) -> bool:
-        """Take samples until a file is full or it is time; return whether this was the end."""
+        """Take samples until a file is full or due; return whether the writer was closed."""
         while self._file.size < FILE_BYTES:
             left = until - stopwatch()
             try:
-                # Without lines, nothing has to be written.
+                # Without lines, there is no deadline for writing.
                 sample = self._queue.get(timeout=max(0.0, left) if self._file.lines else None)
             except queue.Empty:
                 return False
@@ -191,9 +190,9 @@ class PayloadWriter:
                 found = event if self._redact is None else self._redact(event)
                 if found is not None:
                     lines.append(line_of(dict(found)))
-        except BaseException as error:  # SystemExit of user code, too: it must not end the thread
-            # Of the user's function, or of a value that cannot be unpickled or shown. Its text might quote
-            # what must not be written.
+        except BaseException as error:  # even SystemExit in user code, which must not end the thread
+            # Raised by the user's function, or by a value that cannot be unpickled or shown. The error's text
+            # might quote values that must not be written.
             what = "events" if self._redact is None and self._is_redact_loaded else "redact"
             self.dropped[what] += 1
             self._say(what, f"{type(error).__name__} in making it")
@@ -211,7 +210,7 @@ class PayloadWriter:
             if self._write is None:
                 self._write = self._open_sink()
             self._write(file.path, b"".join(file.lines))
-        except Exception as error:  # of any library of a file system
+        except Exception as error:  # any file system library may raise anything
             self._say("sink", self._masked(f"{type(error).__name__}: {error}"))
             return False
         self.written += file.requests
@@ -221,7 +220,7 @@ class PayloadWriter:
     def _new_path(self) -> str:
         origin, now = self._origin, datetime.fromtimestamp(time_of_day(), UTC)
         folders = [origin.instance, origin.application or "-", origin.deployment, f"{now:%Y-%m-%d}"]
-        # Another writer of this replica, after a change of options, must not take the same name.
+        # Another writer of this replica, after a change of options, must not use the same name.
         name = f"{now:%H%M%S.%f}_{origin.replica}.jsonl"
         return "/".join(_UNSAFE.sub("-", each) for each in (*folders, name))
 

@@ -1,1 +1,1 @@
-"""Where user code spends its time and memory, and where it is stuck. Pure but for reading frames."""
+"""Where user code spends its time and memory, and where it is stuck. Pure, except for reading frames."""

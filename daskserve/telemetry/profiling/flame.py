@@ -1,4 +1,4 @@
-"""Flame graphs of profiles as SVG and as a page of HTML, without anything from elsewhere. Pure.
+"""Flame graphs of profiles as SVG and as an HTML page, without external resources. Pure.
 
 The page contains one script, which its Content-Security-Policy allows by digest. Names from user code are
 escaped everywhere.
@@ -19,7 +19,7 @@ from daskserve.telemetry.profiling.report import percent, place, summary, tables
 WIDTH, ROW, TOP, EDGE = 1200, 17, 44, 10
 #: Width of a letter, and of the narrowest frame that is drawn.
 LETTER, NARROWEST = 6.6, 0.4
-#: Maximum number of frames that are drawn, the widest ones.
+#: Maximum number of frames that are drawn; the widest are chosen.
 MAX_FRAMES = 5000
 _SCRIPT = """\
 "use strict";
@@ -68,7 +68,7 @@ g.f{cursor:pointer}g.f:focus rect,g.found rect{stroke:#06c;stroke-width:2}
 
 @dataclass(slots=True)
 class Frame:
-    """One box of a flame graph: a function, and those that it calls."""
+    """One box of a flame graph: a function, and the functions that it calls."""
 
     name: str
     file: str = ""
@@ -115,7 +115,7 @@ def _boxes(root: Frame) -> list[tuple[Frame, int, float, float]]:
 
 
 def flame_svg(profile: Mapping[str, Any], *, is_alone: bool = True) -> str:
-    """Return the flame graph of a profile: outer functions below, a frame as wide as its share of samples.
+    """Return the flame graph of a profile: outer functions below, each frame as wide as its share of samples.
 
     Parameters
     ----------

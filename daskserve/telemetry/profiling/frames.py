@@ -7,7 +7,7 @@ from types import CodeType, FrameType
 
 #: Packages that call user code.
 _RESPONDERS = frozenset({"asyncio", "daskserve"})
-#: Packages that run for daskserve itself.
+#: Packages that daskserve itself uses.
 _OWN = _RESPONDERS | {"cloudpickle", "distributed", "msgpack", "pydantic", "tornado", "uvicorn", "uvloop"}
 #: Maximum number of code objects in the cache.
 MAX_KINDS = 20_000
@@ -19,13 +19,13 @@ def package_of(frame: FrameType) -> str:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame is of user code, or of a library that only user code uses."""
+    """Return whether a frame belongs to user code, or to a library that only user code uses."""
     package = package_of(frame)
     return package not in _OWN and package not in sys.stdlib_module_names
 
 
 def user_call(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost frame of the user code on a stack; None if only libraries run there."""
+    """Return the outermost frame of the user code on a stack; None if only libraries are on the stack."""
     found = None
     while frame is not None:
         caller = frame.f_back
@@ -36,24 +36,24 @@ def user_call(frame: FrameType | None) -> FrameType | None:
 
 
 class UserFrames:
-    """Finds where user code begins on many stacks; it remembers what it has found about code.
+    """Finds where user code begins on many stacks; it caches its findings by code object.
 
-    Code that asyncio or daskserve calls is user code. In a thread that user code has started, its own
-    function is. The main module of a process is not: nothing calls it.
+    Code that asyncio or daskserve calls is user code. In a thread that user code has started, the thread's
+    function is user code. The main module of a process is not, because nothing calls it.
     """
 
     def __init__(self) -> None:
-        #: By code: whether it is the user's, and whether it calls user code.
+        #: For each code object: whether it is user code, and whether it calls user code.
         self._kinds: dict[CodeType, tuple[bool, bool]] = {}
 
     def stack(self, frame: FrameType | None) -> list[FrameType]:
-        """Return a stack from the first frame of user code on, outermost first; empty without any."""
+        """Return a stack from the first frame of user code on, outermost first; empty if there is none."""
         found: list[FrameType] = []
         called = started = 0
         is_users_frame = False
         while frame is not None:
             is_own, calls = self._kind_of(frame)
-            if is_users_frame:  # the frame before is the user's, and this one calls it
+            if is_users_frame:  # the previous frame is user code, and this one calls it
                 started = len(found)
                 if calls:
                     called = started

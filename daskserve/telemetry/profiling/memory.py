@@ -12,7 +12,7 @@ MAX_LINES, FRAMES = 30, 1
 
 
 class _Tracing:
-    """Has tracemalloc on while profiles of any replicas of this process are taken."""
+    """Keeps tracemalloc on while the memory of this process is profiled for any replica."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,12 +37,12 @@ class _Tracing:
                 self._is_ours = False
 
 
-#: It is module-level state because tracemalloc's is, too.
+#: It is module-level state because tracemalloc's state is as well.
 _TRACING = _Tracing()
 
 
 def trace_memory(seconds: float, stop: threading.Event) -> dict[str, Any]:
-    """Return what the lines of this process have allocated and not freed, after some time.
+    """Return the memory that each line of code has allocated and not freed, after some time.
 
     If tracemalloc is off, it is switched on for that time, so earlier allocations are unknown. This blocks;
     call it in a separate thread.
@@ -53,7 +53,7 @@ def trace_memory(seconds: float, stop: threading.Event) -> dict[str, Any]:
         stop.wait(seconds)
         size, peak = tracemalloc.get_traced_memory()
         after = tracemalloc.take_snapshot()
-    except RuntimeError:  # other code has ended it
+    except RuntimeError:  # other code has switched tracing off
         return {"was_on": was_on, "was_ended": True, "lines": [], "traced_bytes": 0, "peak_bytes": 0}
     finally:
         _TRACING.end()

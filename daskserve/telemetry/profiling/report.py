@@ -12,7 +12,7 @@ from daskserve.common.formatting import shown
 MAX_ROWS = 20
 #: Binary units of sizes.
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-#: A title, the heads of the columns, and the rows.
+#: A title, the names of the columns, and the rows.
 Table: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -22,7 +22,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def place(file: str, line: int) -> str:
-    """Return where a function is."""
+    """Return the location of a function."""
     return f"{file}:{line}" if file else ""
 
 

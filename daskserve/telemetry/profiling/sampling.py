@@ -1,12 +1,12 @@
-"""A sampling profiler: what user code of some threads does, read from their stacks a hundred times a second.
+"""A sampling profiler: it reads the stacks of some threads a hundred times a second.
 
 Problem: a tracing profiler slows user code down several times, and has to be switched on before it runs.
-Choice: a thread reads the stacks of the other threads. User code does not notice it, apart from the time that
-the reading holds the interpreter lock. The profiler counts that time, and reads less often where stacks are
-deep or many, so that it takes at most `MAX_SHARE` of one processor.
+Choice: a thread reads the stacks of the other threads. User code is affected only for the time that the
+reading holds the interpreter lock. The profiler counts that time, and reads less often where stacks are deep
+or many, so that it takes at most `MAX_SHARE` of one processor.
 
-Only stacks with user code count; they begin at its first frame. A thread that waits for its next job
-has none.
+Only stacks with user code count; they begin at its first frame. A thread that waits for its next job has no
+such stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from daskserve.telemetry.profiling.threads import processor_times, stack_frames
 INTERVAL_S, MAX_SHARE = 0.01, 0.05
 #: Maximum number of different stacks that are kept; samples of further ones are only counted.
 MAX_STACKS = 4000
-#: Maximum number of frames of a stack that are kept, the outer ones.
+#: Maximum number of frames of a stack that are kept; the outermost are kept.
 MAX_DEPTH = 150
 #: Maximum number of lines of code in the result.
 MAX_LINES = 50
@@ -55,7 +55,7 @@ class CodeThread:
     native_id: int | None = None
 
 
-#: Returns the threads to look at, by their idents in Python.
+#: Returns the threads to sample, by their idents in Python.
 FindThreads = Callable[[], Mapping[int, CodeThread]]
 
 
@@ -63,7 +63,7 @@ class Samples:
     """The samples so far."""
 
     def __init__(self) -> None:
-        #: Samples with and without user code, and those that were not kept.
+        #: Number of samples with user code, without user code, and not kept.
         self.busy = self.idle = self.dropped = 0
         self._frames = UserFrames()
         self._stacks: dict[tuple[str, tuple[CodeType, ...]], list[int]] = {}
@@ -98,7 +98,7 @@ class Samples:
         return before is not None and times[0] - before >= RUNS_PART * elapsed_s
 
     def plain(self) -> dict[str, Any]:
-        """Return the samples in plain values: functions once, stacks as lists of their numbers."""
+        """Return the samples in plain values: each function once, and stacks as lists of function numbers."""
         numbers: dict[Any, int] = {}
         functions: list[list[Any]] = []
 
@@ -154,7 +154,7 @@ def sample_threads(
         found = stack_frames()
         for ident, thread in find_threads().items():
             samples.add(thread, found.get(ident), now - last)
-        del found  # frames keep the values of user code alive
+        del found  # frames keep values of user code alive
         ticks += 1
         last = now
         took_s, spent_s = processor_time() - spent_s, processor_time()

@@ -61,11 +61,11 @@ def _frames_from(frame: FrameType | None) -> list[dict[str, Any]]:
 
 
 def _frames_of_task(task: asyncio.Task[Any]) -> list[dict[str, Any]]:
-    """Return where a task waits: the coroutines that wait for one another, innermost last."""
+    """Return the chain of coroutines in which a task waits, innermost last."""
     found: list[dict[str, Any]] = []
     waits: Any = task.get_coro()
     while waits is not None and len(found) < MAX_DEPTH:
-        # Coroutines, generators and asynchronous generators name the same things differently.
+        # Coroutines, generators and asynchronous generators use different names for the same attributes.
         for kind in ("cr", "gi", "ag"):
             if hasattr(waits, f"{kind}_frame"):
                 frame = getattr(waits, f"{kind}_frame")
@@ -80,7 +80,7 @@ def _frames_of_task(task: asyncio.Task[Any]) -> list[dict[str, Any]]:
 
 def _shown(frame: FrameType, line: int) -> dict[str, Any]:
     code = frame.f_code
-    # The source that the interpreter has read or can read; user code by value has none.
+    # The source, if the interpreter can read it; user code that was pickled by value has none.
     text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     return {
         "function": code.co_qualname[:MAX_NAME],

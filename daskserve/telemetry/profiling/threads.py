@@ -26,7 +26,7 @@ def processor_times(thread: int | None) -> tuple[float, float] | None:
         None where the system does not count this, or the thread does not run.
     """
     try:
-        # Of Linux, in nanoseconds.
+        # A file of Linux, in nanoseconds.
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited = file.read().split()[:2]
         return int(ran) / 1e9, int(waited) / 1e9

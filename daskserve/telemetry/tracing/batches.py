@@ -1,6 +1,6 @@
 """Spans of calls that are answered together: one for each call, and one for their batch.
 
-The span of a batch belongs to the trace of its first sampled call, and has links to the spans of all.
+The span of a batch belongs to the trace of its first sampled call, and has links to the spans of all calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def recorded_span() -> RecordedSpan | None:
-    """Return the span of the current code; None if that is not recorded."""
+    """Return the span of the current code; None if it is not recorded."""
     module = loaded("daskserve.telemetry.tracing.span", "RecordedSpan")
     if module is None:
         return None
@@ -31,7 +31,7 @@ def span_of_item(
 ) -> RecordedSpan | None:
     """Begin the span of one call, under a span or the current one; None if that is not recorded.
 
-    ``waiting`` returns how many calls wait for their batch already.
+    ``waiting`` returns how many calls are already waiting for their batch.
     """
     above = above or recorded_span()
     if above is None:
@@ -43,9 +43,9 @@ def span_of_item(
 
 
 class SpansOfBatch:
-    """The spans of a batch and of its calls, within a block in which the batch runs.
+    """The spans of a batch and of its calls, for a block in which the batch runs.
 
-    The batch runs in the context of whatever call has started it, and leaves the trace of that call.
+    The batch runs in the context of the call that has started it, and leaves the trace of that call.
     """
 
     __slots__ = ("_batch", "_kind", "_name", "_size", "_spans")
@@ -103,7 +103,7 @@ class SpansOfBatch:
             each.end()
 
     def end_batch(self, error: BaseException | None = None, **attributes: int) -> None:
-        """End the span of the batch alone, with further attributes."""
+        """End only the span of the batch, with additional attributes."""
         if self._batch is None:
             return
         if error is not None:
@@ -116,7 +116,7 @@ class SpansOfBatch:
 
 
 class SpansOfSteps:
-    """The spans of the steps of a continuous batch: one for all steps in a row with the same calls.
+    """The spans of the steps of a continuous batch: one for all consecutive steps with the same calls.
 
     A span for each step would be thousands for one call. User code runs within these spans, in the context
     in which they begin.
@@ -131,7 +131,7 @@ class SpansOfSteps:
         self._steps = 0
 
     def begin(self, kind: str, calls: Sequence[Any]) -> None:
-        """Note that user code is called: with the same list as before, or with another one."""
+        """Record a call of user code, with the same list of requests as before or a new one."""
         if calls is self._calls:
             self._steps += 1
             return

@@ -1,4 +1,4 @@
-"""The trace context of a request, as W3C headers carry it and as it travels between processes.
+"""The trace context of a request, as in W3C headers and as sent between processes.
 
 It is a short list of text, under a key of the request's head: ``traceparent``, ``tracestate`` and
 ``baggage``, as in https://www.w3.org/TR/trace-context/ and https://www.w3.org/TR/baggage/. A request without
@@ -13,7 +13,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 #: The key of a request's head, for a call and for HTTP.
 TRACE: Final = "daskserve.trace"
-#: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", when it began]``, in nanoseconds.
+#: ``[traceparent, tracestate, baggage]``; for a new trace ``[NEW, "", "", START]``, with its start time in
+#: nanoseconds.
 Carrier: TypeAlias = Sequence[str]
 #: The length of a ``traceparent``.
 LENGTH = 55
@@ -25,7 +26,7 @@ TRACESTATE = b"tracestate"
 BAGGAGE = b"baggage"
 #: The headers that the ingress reads.
 TRACE_HEADERS = frozenset((TRACEPARENT, TRACESTATE, BAGGAGE))
-#: More is dropped: what a client sends travels with each call that its request causes.
+#: More is dropped, because the value is sent with each call that a client's request causes.
 MAX_TRACESTATE_BYTES = 512
 MAX_BAGGAGE_BYTES = 8192
 #: Maximum number of members of each.
@@ -37,7 +38,7 @@ _STATE_MEMBER = re.compile(
     r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 )
 _TOKEN, _VALUE, _SPACE = r"[!#-'*+\-.0-9A-Z^-z|~]+", r"[!#-+\--:<-\[\]-~]*", r"[ \t]{0,8}"
-#: A name and a value, with properties; at most 4096 characters, as OpenTelemetry takes them.
+#: A name and a value, with properties; at most 4096 characters, which is OpenTelemetry's limit.
 _BAGGAGE_MEMBER = re.compile(
     rf"(?=.{{2,4096}}$){_TOKEN}{_SPACE}={_SPACE}{_VALUE}(?:;{_TOKEN}(?:={_VALUE})?)*"
 )
@@ -45,7 +46,7 @@ SAMPLED = 1
 
 
 class Parent(NamedTuple):
-    """The span that a new one belongs under; both ids are 0 for the first span of a trace."""
+    """The parent of a new span; both ids are 0 for the first span of a trace."""
 
     trace_id: int
     span_id: int
@@ -76,24 +77,24 @@ def parent_in(carrier: Carrier) -> Parent:
     text = carrier[0] if carrier else ""
     if len(text) != LENGTH:
         return NO_PARENT
-    # Written by `traceparent`, so it need not be checked again.
+    # `traceparent` has written the text, so it need not be checked again.
     return Parent(int(text[3:35], 16), int(text[36:52], 16), int(text[53:], 16))
 
 
 def traceparent(parent: Parent) -> str:
-    """Return the text of a ``traceparent``; empty without a parent."""
+    """Return the text of a ``traceparent``; empty if there is no parent."""
     if not parent.trace_id:
         return ""
     return f"00-{parent.trace_id:032x}-{parent.span_id:016x}-{parent.flags & 0xFF:02x}"
 
 
 def trace_head(trace_id: int) -> str:
-    """Return the beginning of the ``traceparent`` of all spans of a trace."""
+    """Return the prefix of a ``traceparent`` that all spans of a trace share."""
     return f"00-{trace_id:032x}-"
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
-    """Return the trace context of a request's headers; None without one.
+    """Return the trace context of a request's headers; None if there is none.
 
     Values that are not valid count as absent: an answer does not depend on them.
     """
@@ -110,7 +111,7 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Carrier | None:
 
 
 def _state(values: Sequence[str]) -> str:
-    """Return the members of ``tracestate``, in order; nothing if one of them is not valid, as W3C says."""
+    """Return the members of ``tracestate``, in order; empty if one of them is invalid, as W3C requires."""
     members = _members(values, MAX_TRACESTATE_BYTES)
     keys = {each.partition("=")[0] for each in members}
     if len(keys) < len(members) or len(members) > MAX_TRACESTATE:
@@ -119,7 +120,7 @@ def _state(values: Sequence[str]) -> str:
 
 
 def _baggage(values: Sequence[str]) -> str:
-    """Return the members of ``baggage`` that are valid: OpenTelemetry would log each of the others."""
+    """Return the valid members of ``baggage``; OpenTelemetry would log each invalid one."""
     members = _members(values, MAX_BAGGAGE_BYTES)[:MAX_BAGGAGE]
     return ",".join(filter(_BAGGAGE_MEMBER.fullmatch, members))
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry's context of user code: put into its context variables, and read from them for calls."""
+"""OpenTelemetry's context for user code: set in context variables, and read from them for calls."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def _span_key() -> str:
 
 
 def enter(carrier: Carrier, span: Span | None = None) -> None:
-    """Make a request's trace context that of the current code; ``span`` is the one to nest under."""
+    """Make a request's trace context current; new spans are nested under ``span``."""
     found = Context()
     if len(carrier) > 2 and carrier[2]:
         found = W3CBaggagePropagator().extract({"baggage": carrier[2]}, found)
     if span is not None:
-        # As `trace.set_span_in_context`, in a third of the time.
+        # The same as `trace.set_span_in_context`, in a third of the time.
         key = _span_key()
         found = Context(found, **{key: span}) if found else Context(((key, span),))
     elif (parent := parent_in(carrier)).trace_id:
         state = TraceState.from_header([carrier[1]]) if carrier[1] else None
         remote = SpanContext(parent.trace_id, parent.span_id, True, TraceFlags(parent.flags), state)
         found = trace.set_span_in_context(NonRecordingSpan(remote), found)
-    context.attach(found)  # the context variables are the request's own, so nothing is detached
+    context.attach(found)  # the context variables belong to the request, so detaching is not needed
 
 
 def outgoing() -> Carrier | None:
-    """Return the trace context for a call of the current code; None without one."""
+    """Return the trace context for a call of the current code; None if there is none."""
     if not context.get_current():
         return None
     parent, state = _parent_of(trace.get_current_span())
@@ -59,7 +59,7 @@ def outgoing() -> Carrier | None:
 
 
 def _parent_of(span: Span) -> tuple[Parent, str]:
-    """Return a span as the parent of others, and its ``tracestate``."""
+    """Return a span as a `Parent`, and its ``tracestate``."""
     if isinstance(span, RecordedSpan):
         return Parent(span.trace_id, span.span_id, SAMPLED), span.tracestate
     found = span.get_span_context()
@@ -69,7 +69,7 @@ def _parent_of(span: Span) -> tuple[Parent, str]:
 
 
 def is_empty() -> bool:
-    """Return whether the current code belongs to no trace."""
+    """Return whether the current code does not belong to a trace."""
     return not context.get_current()
 
 

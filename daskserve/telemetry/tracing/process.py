@@ -69,7 +69,7 @@ class Tracing:
         self.begin: Callable[[SpanTemplate, str, int], RecordedSpan] = partial(RecordedSpan, self)
         self.templates = SpanTemplates()
         self._internal_kind = SpanKind.INTERNAL
-        #: Of spans whose route or replica is set when they are exported.
+        #: The template of spans whose route or replica is set when they are exported.
         self.unrouted = SpanTemplate("HTTP", SpanKind.SERVER)
         self.instance = instance
         self.config = config
@@ -149,7 +149,7 @@ class Tracing:
         self.dropped += 1
 
     def wake(self) -> None:
-        """Have the ended spans exported soon."""
+        """Export the ended spans soon."""
         self.is_awake = True
         self._wakes.set()
 

@@ -64,7 +64,7 @@ class Way:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
 
     def refused(self, error: BaseException, replica: str) -> None:
-        """Note that a replica was full or lost, so that the request goes to another one."""
+        """Record that a replica was full or lost, so that the request goes to another one."""
         self._span.add_event("retry", {**exception_attributes(error), "daskserve.replica": replica})
         self._span.set_attribute("daskserve.retries", self._attempts)
 
@@ -138,7 +138,7 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
         return None if span is None else ProgramWay(span, carrier)
     text = carrier[0] if carrier else ""
     if len(text) == LENGTH:
-        # As `parent_in`, in a third of the time.
+        # The same as `parent_in`, in a third of the time.
         if not int(text[53:], 16) & SAMPLED:
             return None
         way = RecordedWay(tracing, tracing.unrouted, text[:36], int(text[36:52], 16))

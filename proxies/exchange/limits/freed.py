@@ -45,7 +45,7 @@ class FreedMemory:
         self._ticks_left = 0
 
     def note(self, size_bytes: int) -> None:
-        """Note the size of a body that was received or sent."""
+        """Record the size of a body that was received or sent."""
         if size_bytes >= LARGE_BYTES:
             self._ticks_left = QUIET_TICKS
 

@@ -200,7 +200,7 @@ class WebSocketSession:
         self._place = place
 
     def connection_disconnected(self) -> None:
-        """Note that the application receives the disconnect; it has some time to return."""
+        """Record that the application receives the disconnect; it then has some time to return."""
         self._note(self._limit_application)
 
     def connection_closed(self) -> None:

@@ -7,9 +7,11 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from starlette.applications import Starlette
@@ -21,6 +23,10 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
 import daskserve as serve
+from daskserve.common.types import Envelope, EnvelopeKind
+from daskserve.data.replica.execution.message_pipe import ClientGoneError, MessagePipe
+from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
+from daskserve.proxies.exchange.websocket import session
 from daskserve.proxies.server import hangup
 from daskserve.testing import local_instance
 
@@ -98,6 +104,24 @@ async def silent(scope: Any, receive: Any, send: Any) -> None:
     note(Request(scope), "disconnected")
 
 
+async def push(scope: Any, receive: Any, send: Any) -> None:
+    """Only send, as a feed of news does."""
+    await receive()
+    await send({"type": "websocket.accept"})
+    file = Path(dict(parse_qsl(scope["query_string"].decode()))["file"])
+    file.write_text("begun\n")
+    try:
+        while True:
+            await send({"type": "websocket.send", "text": "news"})
+            await asyncio.sleep(0.01)
+    except OSError:
+        file.write_text("begun\nerror\n")
+        raise
+    except asyncio.CancelledError:
+        file.write_text("begun\ncancelled\n")
+        raise
+
+
 def application() -> Starlette:
     # Behind such a middleware, `is_disconnected` is never true, under any server.
     behind = Starlette(
@@ -110,6 +134,7 @@ def application() -> Starlette:
             Mount("/behind", behind),
             Mount("/late", late),
             Mount("/silent", silent),
+            Mount("/push", push),
         ]
     )
 
@@ -164,11 +189,11 @@ def client() -> Iterator[serve.Client]:
         yield client
 
 
-def begin(client: serve.Client, path: str, file: Path, more: str = "") -> socket.socket:
+def begin(client: serve.Client, path: str, file: Path, more: str = "", headers: str = "") -> socket.socket:
     """Send a request, and return its connection."""
     place = urlsplit(client.http_urls()[0])
     connection = socket.create_connection((place.hostname, place.port), timeout=DEADLINE_S)
-    connection.sendall(f"GET {path}?file={file}{more} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+    connection.sendall(f"GET {path}?file={file}{more} HTTP/1.1\r\nHost: h\r\n{headers}\r\n".encode())
     return connection
 
 
@@ -261,3 +286,60 @@ def test_an_application_need_not_answer_a_client_that_has_left(
         wait_for(file, "begun with state {}")
     wait_for(file, "begun with state {}", "disconnected")
     assert not [each.message for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+HANDSHAKE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: AQIDBAUGBwgJCgsMDQ4PEA==\r\n"
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_that_only_sends_to_a_websocket_ends_after_its_client_has_left(
+    client: serve.Client,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(session, "DISCONNECT_GRACE_S", 0.1)
+    file = tmp_path / "seen"
+    with begin(client, f"/app-{place}-None/push/", file, headers=HANDSHAKE):
+        wait_for(file, "begun")
+    deadline = time.monotonic() + DEADLINE_S
+    while lines_of(file) not in (["begun", "error"], ["begun", "cancelled"]):
+        assert time.monotonic() < deadline, lines_of(file)
+        time.sleep(0.01)
+    assert not [each.message for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+async def test_a_message_to_a_websocket_whose_client_has_left_is_an_error() -> None:
+    class Gone:
+        async def send(self, message: Any) -> None:
+            raise ConnectionResetError
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def tell(pipe: MessagePipe) -> None:
+        with pytest.raises(ClientGoneError):
+            await pipe.send({"type": "websocket.send", "text": "hi"})
+        await pipe.send({"type": "websocket.close", "code": 1000})  # an application may clean up
+
+    envelope = Envelope(EnvelopeKind.HTTP, {"type": "websocket"}, is_direct=True)
+    executor: Any = SimpleNamespace(is_on_worker_loop=True, loop=asyncio.get_running_loop())
+    pipe = open_socket_pipe(executor, envelope, receive, send, None)
+    await pipe.send({"type": "websocket.accept"})
+    await pipe.send({"type": "websocket.send", "text": "hi"})
+    pipe._place.take_socket(Gone())  # type: ignore[attr-defined]
+    await tell(pipe)
+    far = open_socket_pipe(executor, replace(envelope, is_direct=False), receive, send, None)
+    await far.send({"type": "websocket.accept"})
+    await far.receive()
+    await tell(far)
+    closed = open_socket_pipe(executor, envelope, receive, send, None)
+    closed.close()
+    await tell(closed)

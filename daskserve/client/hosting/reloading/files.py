@@ -18,9 +18,11 @@ INCLUDES = ("*.py",)
 EXCLUDES = (".*", "*.py[cod]", "~*", "*~", "__pycache__", "node_modules")
 #: The file that marks the folder of a virtual environment.
 _ENVIRONMENT = "pyvenv.cfg"
-#: Pause between two snapshots, in seconds and as a multiple of the time that one takes: the longer one.
+#: Pause between two snapshots: a number of seconds, or a multiple of the duration of a snapshot if that is
+#: longer.
 LOOK_S, LOOK_FACTOR = 0.1, 10
-#: A change is over when no file has changed for this long; editors and version control save several.
+#: A change is complete when no file has changed for this long, because editors and version control save
+#: several files in turn.
 SETTLED_S, UNSETTLED_S = 0.05, 1.0
 
 #: The time, size and identity of each file.
@@ -52,7 +54,7 @@ class Patterns:
         excludes: Sequence[str] = (),
         configuration: str = "",
     ) -> Patterns:
-        """Return the defaults with more patterns; an included one is no longer excluded."""
+        """Return the defaults plus these patterns; an included pattern is no longer excluded."""
         return cls(
             tuple(dict.fromkeys(os.path.abspath(each) for each in folders)),
             (*INCLUDES, *includes),
@@ -65,7 +67,7 @@ class Patterns:
         found: dict[str, tuple[int, int, int]] = {}
         paths = [entry.path for root in self.folders for entry in self._files(root, root)]
         for path in (*paths, self.configuration) if self.configuration else paths:
-            with suppress(OSError):  # it is gone already
+            with suppress(OSError):  # the file was removed
                 facts = os.stat(path)
                 found[path] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
         return found
@@ -104,7 +106,7 @@ def changed_files(before: Snapshot, after: Snapshot) -> list[str]:
 class FileWatch:
     """Waits for changes of a project's files.
 
-    Between two looks it sleeps, or, with the package watchfiles, waits for a notification.
+    Between two checks it sleeps, or waits for a notification if the package watchfiles is installed.
     """
 
     def __init__(
@@ -128,13 +130,13 @@ class FileWatch:
         return []
 
     def _is_notified(self) -> bool:
-        """Wait for a notification, or for a short time; return False if there are none (any more)."""
+        """Wait for a notification, or for a short time; return False if notifications are not available."""
         if self._notifications is None:
             return False
         try:
             next(self._notifications)
         except (StopIteration, OSError, RuntimeError):
-            # The system has no more watches, or a folder was removed: go on without notifications.
+            # The system has run out of watches, or a folder was removed: continue without notifications.
             self._notifications = None
         return self._notifications is not None
 
@@ -155,7 +157,7 @@ class FileWatch:
 def _notifications(
     folders: Sequence[str], configuration: str, ended: threading.Event
 ) -> Iterator[object] | None:
-    """Return an iterator that advances when something changes in the folders, and now and then."""
+    """Return an iterator that advances when something changes in the folders, and at regular intervals."""
     if find_spec("watchfiles") is None:
         return None
     from watchfiles import watch

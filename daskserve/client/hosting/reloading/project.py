@@ -1,9 +1,9 @@
 """Rebuilds the applications of a project. Each version depends on the files that its code uses.
 
 Problem: decorated code of a deployment is sent by value, and all other code by the names of its modules. So
-equal code may stand for two versions of a project. Choice: a deployment whose code names a module of the
+the code of two versions of a project may look equal. Choice: a deployment whose code names a module of the
 project gets a new version whenever the project's files change. Other deployments, such as one with a large
-model in a class that is whole, keep running while a file of another one changes.
+model whose class is sent by value, keep running when an unrelated file changes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Project:
     def _digests(self) -> dict[str, str]:
         found = {}
         for name in Patterns(self.folders).snapshot():
-            with suppress(OSError):  # it is gone already
+            with suppress(OSError):  # the file was removed
                 found[os.path.realpath(name)] = digest_of_file(name)
         return found
 
@@ -117,7 +117,7 @@ def digest_of_files(names: Sequence[str]) -> str:
 
 
 def changed(spec: ApplicationSpec, ingress: Mapping[str, Any]) -> ApplicationSpec:
-    """Return an application with other options of its ingress."""
+    """Return an application with some options of its ingress changed."""
     whole = spec.ingress
     config = whole.spec.config.merged(BackendConfig(**ingress), ends_autoscaling=True)
     last = replace(whole, spec=replace(whole.spec, config=config))

@@ -54,7 +54,7 @@ class Reloader:
     def stop(self) -> None:
         """Stop watching and building."""
         self._ended.set()
-        if self._thread.is_alive():  # not before start()
+        if self._thread.is_alive():  # false before start()
             self._thread.join(END_S)
 
     def _run(self) -> None:
@@ -69,7 +69,7 @@ class Reloader:
                     deploying.start()
 
     def _changed(self) -> Sequence[str]:
-        """Return the files that have changed, once some have; none at the end of the program."""
+        """Wait for changes and return the changed files; an empty list at the end of the program."""
         while not self._ended.is_set():
             try:
                 return self._watch.wait()
@@ -90,7 +90,7 @@ class Reloader:
         try:
             yield
         except Exception as error:
-            # A build may raise anything, and the next change must be followed all the same.
+            # A build may raise anything, but the next change must still be deployed.
             if number != self._newest or self._ended.is_set():
                 return
             text = str(error)

@@ -1,10 +1,10 @@
 """Detection of a machine that does not answer at the other end of a TCP connection.
 
-Problem: a machine that loses power or network sends nothing. With Dask's settings TCP gives up after half a
-minute, while requests wait that other replicas could answer. A shorter ``TCP_USER_TIMEOUT`` would end
-connections to live processes that do not read for a while. Choice: the kernel probes silent connections
-(keepalive), and a timer checks once a second when the other kernel last acknowledged anything. A kernel
-acknowledges even if its processes are busy, blocked or stopped.
+Problem: a machine that loses power or network sends nothing. With Dask's settings, TCP gives up only after
+half a minute. Until then, requests wait that other replicas could answer. A shorter ``TCP_USER_TIMEOUT``
+would end connections to live processes that do not read for a while. Choice: the kernel probes silent
+connections (keepalive), and once a second a timer checks when the other kernel last acknowledged anything. A
+kernel acknowledges even if its processes are busy, blocked or stopped.
 
 If packets are lost in one direction only, the other machine's packets still arrive, because it retransmits
 with old acknowledgements. So bytes that stay unacknowledged count as silence, too.
@@ -29,7 +29,7 @@ _INFO = struct.Struct("=24x I 28x I 60x Q 16x I")
 
 
 class AckProgress:
-    """How long the other kernel has acknowledged nothing, from one check of a connection to the next.
+    """Measures how long the other kernel has acknowledged nothing, over successive checks of a connection.
 
     Pure: ``struct tcp_info`` and the time are arguments.
     """
@@ -41,7 +41,7 @@ class AckProgress:
     def at(self, info: bytes, now: float) -> float:
         """Return the silence in seconds.
 
-        Both of these are silence:
+        Two cases count as silence:
 
         1. No packet has arrived. If this kernel sends only window probes, at growing intervals, because the
            other process does not read, that says nothing about the machine.

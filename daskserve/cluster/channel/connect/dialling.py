@@ -97,7 +97,7 @@ async def begin_channel(
     """
     async with _answering(comm, worker, timeout_s):
         await comm.write({"op": CHANNEL_OP, "by_socket": by_socket})
-        if await comm.read() != READY:  # Dask answers None to an unknown operation
+        if await comm.read() != READY:  # Dask answers an unknown operation with None
             raise ActorLostError(f"Worker {worker} has no Host of daskserve.", begun=False)
 
 
@@ -134,7 +134,7 @@ async def dial_worker(
 
 
 class RouteMemory:
-    """The hosts that could not be dialled recently."""
+    """The hosts that recently could not be dialled."""
 
     def __init__(self, expiry_s: float) -> None:
         self._expiry_s = expiry_s
@@ -216,7 +216,7 @@ class Dialler:
         try:
             transport = await self._dial_directly(worker, self._settings.direct_timeout_s)
         except (OSError, ValueError) as error:
-            # ValueError: an address that is not valid in this process.
+            # A ValueError means that the address is not valid in this process.
             transport = await self._dial_through_scheduler(worker)
             # Not earlier: only now is the worker known to be alive.
             self._memory.blocked(host, self._clock.now())

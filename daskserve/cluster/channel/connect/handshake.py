@@ -35,7 +35,7 @@ MAGIC = b"dsvh"
 CHALLENGE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + MAX_SECRETS * MARK_BYTES + CHALLENGE_BYTES
 ANSWER_BYTES = MARK_BYTES + CHALLENGE_BYTES + PROOF_BYTES
-#: The answer to a dialler that knows no secret of the listener.
+#: The answer to a dialler that does not know any of the listener's secrets.
 REFUSAL = bytes(ANSWER_BYTES)
 
 #: Time for the whole handshake at the listener.
@@ -47,7 +47,7 @@ LOG_PERIOD_S = 60.0
 
 
 class UntrustedPeerError(ActorLostError):
-    """The two ends of a connection know no common secret."""
+    """The two ends of a connection do not share a secret."""
 
 
 class Wire(Protocol):
@@ -58,7 +58,7 @@ class Wire(Protocol):
         """Address of the other end."""
 
     async def send(self, data: bytes) -> None:
-        """Send bytes; raises `OSError` if the connection is lost."""
+        """Send bytes; raise `OSError` if the connection is lost."""
 
     async def receive(self, size_bytes: int) -> bytes:
         """Return exactly that many bytes.
@@ -110,7 +110,7 @@ async def introduce(wire: Wire, keyring: Keyring) -> None:
         if await wire.receive(len(MAGIC)) != MAGIC:
             raise ValueError("it sent something else than the end of the handshake")
     except ValueError as error:
-        # Another program has taken the port of a worker.
+        # The worker's port may now belong to another program.
         logger.warning("Closed the connection to %s: %s", wire.peer_address, error)
         raise OSError(f"{wire.peer_address} is no worker of this cluster: {error}") from error
 

@@ -26,7 +26,7 @@ def pause_s(tries: int, first_s: float, longest_s: float) -> float:
 
 
 class RelayedWorkers:
-    """The workers that one process reaches by a relay.
+    """The workers that one process reaches through a relay.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ class RelayedWorkers:
 
     @property
     def workers(self) -> frozenset[WorkerAddress]:
-        """The workers that are reached by a relay."""
+        """The workers that are reached through a relay."""
         return frozenset(self._tasks)
 
     def begin(self, worker: WorkerAddress, adopt: Callable[[Transport], object]) -> None:
-        """Note that a worker is reached by a relay; ``adopt`` gets the first direct connection."""
+        """Record that a worker is reached through a relay; ``adopt`` gets the first direct connection."""
         self._tasks[worker] = None
         if self._connect is not None:
             trying = self._keep_trying(self._connect, worker, adopt)

@@ -56,7 +56,7 @@ def wire_payload(payload: Payload | None) -> Any:
         return None
     data: Any = payload.data
     if len(data) >= OUT_OF_BAND_BYTES:
-        data = OutOfBand(memoryview(data))  # arrives as a buffer, which saves a copy
+        data = OutOfBand(memoryview(data))  # the receiver gets a buffer, which saves a copy
     return (data, tuple(map(OutOfBand, payload.buffers)) if payload.buffers else ())
 
 
@@ -84,7 +84,7 @@ def unwire_message(message: Message) -> Message:
 
 
 def in_parts(message: Message) -> Iterable[Message]:
-    """Return a message of a body as several if it is large: the reader then joins them as they come."""
+    """Split a large body message into several, so that the reader can join them as they arrive."""
     body = message.get("body")
     return (message,) if body is None or len(body) <= PART_BYTES else _parts_of(message, body)
 
@@ -148,8 +148,8 @@ class FramePacker:
         try:
             body = self._packer.pack(frames)
         except UnicodeEncodeError:
-            # The name of a file may have surrogates. This is a second attempt, because it takes longer for
-            # each text.
+            # File names may contain surrogates. They are handled in a second attempt, because that takes
+            # longer for each text.
             values.repeat()
             body = msgpack.packb(frames, default=values.pack, unicode_errors="surrogatepass")
         finally:
@@ -191,7 +191,8 @@ class _Values:
     def _refer(self, value: Any) -> msgpack.ExtType:
         large, share = self._large, self._share
         if not isinstance(value, OutOfBand):
-            raise TypeError(f"a {type(value).__name__} cannot cross a channel")
+            what = "whole number of more than 64 bits" if isinstance(value, int) else type(value).__name__
+            raise TypeError(f"a {what} cannot cross a channel")
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
             return msgpack.ExtType(_SMALL, view.tobytes())

@@ -18,13 +18,13 @@ Buffer = bytes | bytearray | memoryview
 
 HEAD = struct.Struct("<4sI")
 SIZE = struct.Struct("<Q")
-#: Parts of at least this size are read into their own memory.
+#: Parts of at least this size are read into memory of their own.
 LARGE_BYTES = 32 * 1024
 #: Maximum number of parts; their sizes, or any part that is not large, fit into half of the buffer.
 MAX_PARTS = 16 * 1024 - 1
 BUFFER_BYTES = 256 * 1024
-#: Parts of at least this size take memory as their bytes arrive. glibc returns freed memory of this size to
-#: the kernel, so that there is none to use again.
+#: Parts of at least this size are mapped, and take memory only as their bytes arrive. Below this size, glibc
+#: reuses freed memory; above it, glibc returns the memory to the kernel.
 MAPPED_BYTES = 32 * 1024 * 1024
 #: Maximum size of a message, all parts together.
 MAX_MESSAGE_BYTES = 16 * 1024**3

@@ -31,7 +31,7 @@ from daskserve.internals.python import address_of
 
 #: A segment that is not used again within one to two periods is closed.
 PERIOD_S = 0.5
-#: Bounds of the segments that are kept to be used again.
+#: Limits of the segments that are kept for reuse.
 MAX_KEPT = 16
 MAX_KEPT_BYTES = 512 * 1024 * 1024
 
@@ -49,7 +49,7 @@ class MemorySegment:
     """
 
     def __init__(self, size_bytes: int, key: int) -> None:
-        #: Identifies the segment among all; the kernel may give its inode's number to a later one.
+        #: Identifies the segment uniquely; the kernel may reuse its inode number for a later segment.
         self.key = key
         self.size_bytes = size_bytes
         #: Whether it was kept for a whole period without being used.
@@ -57,7 +57,7 @@ class MemorySegment:
         self._memory: mmap.mmap | None = None
         self.descriptor = os.memfd_create("daskserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, size_bytes)
-        # A reader may trust the size: a mapping of a file that shrinks would crash its process.
+        # Readers rely on the size: if a mapped file shrinks, reading the mapping crashes the process.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
         self.inode = os.fstat(self.descriptor).st_ino
@@ -120,7 +120,7 @@ class Mapping(mmap.mmap):
             It cannot be opened or mapped.
         """
         closed = f"process {process} has ended, or has closed a segment that it sent"
-        # Not blocking: the number may meanwhile belong to a pipe.
+        # Non-blocking, because by now the descriptor number may belong to a pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
             own = os.open(f"/proc/{process}/fd/{descriptor}", flags)
@@ -173,7 +173,7 @@ def mapping_under(view: memoryview) -> tuple[Mapping, int] | None:
 
 
 def _holders(view: memoryview) -> Iterator[Any]:
-    """Yield the objects that a view keeps alive, each held by the one before: views and NumPy arrays."""
+    """Yield the chain of objects that a view keeps alive: views and NumPy arrays."""
     held: Any = view.obj
     while held is not None:
         yield held
@@ -187,12 +187,13 @@ class Segments:
     """
 
     def __init__(self) -> None:
-        #: Segments that no message refers to any more; others may still use them.
+        #: Segments that no message of this process refers to; other processes may still read them.
         self._kept: list[MemorySegment] = []
-        #: The mapped segments of others, by key: they are likely to be written and sent again.
+        #: The mapped segments of other processes, by key, kept because their writers are likely to send them
+        #: again.
         self._mapped: dict[int, Mapping] = {}
         self._timer: asyncio.TimerHandle | None = None
-        #: Descriptors are numbered from the lowest free one; above this number, they are nearly used up.
+        #: New descriptors get the lowest free number; a number above this limit means that few are left.
         self._max_descriptor = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
     def take(self, size_bytes: int) -> MemorySegment:
@@ -211,7 +212,7 @@ class Segments:
         return MemorySegment(size_bytes, secrets.randbits(63))
 
     def keep(self, segment: MemorySegment) -> None:
-        """Keep a segment for a while, to be used again; every reader has opened it."""
+        """Keep a segment for a while for reuse; every reader has opened it."""
         self._kept.append(segment)
         while len(self._kept) > MAX_KEPT or sum(each.size_bytes for each in self._kept) > MAX_KEPT_BYTES:
             self._kept.pop(0)
@@ -240,7 +241,7 @@ class Segments:
         return mapping.view(at, size_bytes, lock)
 
     def close(self) -> None:
-        """Close what is kept; a segment in use is closed by its last user."""
+        """Close the kept segments; a segment in use is closed by its last user."""
         self._kept.clear()
         self._mapped.clear()
         if self._timer is not None:

@@ -4,9 +4,8 @@ Each end offers the other a segment with a random token. An end that can read th
 machine, with the same process numbers and the same user; in all other cases the buffers travel over the
 connection. The notes that both ends exchange::
 
-    (OFFER, process, descriptor, inode, token)      where my segments are, and a test
-    (ANSWER, can_read)                              whether your segments can be read here
-    (OPENED,)                                       the next of your references was opened
+    (OFFER, process, descriptor, inode, token) where my segments are, and a test (ANSWER, can_read) whether
+    your segments can be read here (OPENED,) your next reference was opened
 
 A message refers to a segment by its descriptor in the sender's process, so the sender keeps it open until the
 other end has opened it. A buffer that was received in a segment and is sent on is not copied: the message
@@ -43,7 +42,7 @@ class MessageSegments:
     """The segments that one message refers to, and the buffers that must be copied there first."""
 
     def __init__(self) -> None:
-        #: The message: its frames, and what is written to the socket once the buffers are copied.
+        #: The message: its frames, and the bytes to write to the socket once the buffers are copied.
         self.frames: Sequence[Any] = ()
         self.pieces: list[Buffer] = []
         #: In the order of the references: own segments, and received buffers that are sent on.
@@ -107,11 +106,11 @@ class Sharing:
         self._peer = 0
         #: The segments that were sent, in order, until the other end has opened them.
         self._lent: deque[MemorySegment | memoryview] = deque()
-        #: What the references of the message that is being packed need; the transport takes it.
+        #: The segments for the message that is being packed; the transport takes them.
         self.message_segments: MessageSegments | None = None
 
     def begin(self) -> None:
-        """Begin to talk to the other end, if this end begins. `can_lend` is None until it answers."""
+        """Send the first offer, if this end begins. `can_lend` is None until the other end answers."""
         if self._begins:
             self._offer()
 
@@ -132,7 +131,7 @@ class Sharing:
     def lend(self, view: memoryview) -> bytes | None:
         """Return a reference to a buffer, to be sent in its place; None if its bytes must be sent.
 
-        `message_segments` holds what the references of one message need.
+        `message_segments` holds the segments of the references of one message.
         """
         if not self.can_lend or self._segments is None:
             return None
@@ -173,7 +172,7 @@ class Sharing:
         return found
 
     def close(self) -> None:
-        """Close what the other end has not opened; it may be opening it now, so it is not used again."""
+        """Close the segments that the other end has not opened yet; they are not reused."""
         self._token = self.message_segments = None
         self.can_lend = False
         self._lent.clear()

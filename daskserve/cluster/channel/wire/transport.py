@@ -7,8 +7,8 @@ It sends all frames that are posted in one iteration of the event loop together.
     part 0                        the list of frames, in msgpack
     parts 1...                    large bytes, which part 0 refers to by number; never copied together
 
-All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are no parts: part
-0 refers to shared memory instead, see `daskserve.cluster.channel.wire.sharing`.
+All numbers are little-endian. Between processes of one machine, buffers of 1 MiB and more are not sent as
+parts: part 0 refers to shared memory instead, see `daskserve.cluster.channel.wire.sharing`.
 
 This module does not import Dask, not even indirectly, because this takes longer than the rest of a child's
 start.
@@ -36,8 +36,8 @@ Frames = Sequence[Any]
 #: Called with a frame that cannot be sent, and the reason.
 Refuser = Callable[[Any, Exception], None]
 
-#: Frames with this much work are sent at once, so that the other side can start on them. A call by handle, or
-#: its answer, is half as much work as most other frames.
+#: When the posted frames reach this amount of work, they are sent at once, so that the other side can start
+#: on them. A handle call or its answer counts half as much as most other frames.
 MAX_WORK = 32
 CALL_WORK, FRAME_WORK = 1, 2
 #: Called with the frames of each message; an error that it raises ends the connection.
@@ -63,7 +63,7 @@ class Traffic:
 class Transport(Protocol):
     """One connection, as a channel uses it."""
 
-    #: Whether it leads through the scheduler.
+    #: Whether the connection leads through the scheduler.
     is_relayed: bool
 
     #: Counts the connection's bytes.
@@ -101,7 +101,7 @@ class Transport(Protocol):
         """Read and write until either side closes."""
 
     def post(self, frame: Any, work: int = FRAME_WORK) -> None:
-        """Send a frame with the others of this loop iteration, or at once when they are enough work."""
+        """Send a frame with the others of this loop iteration, or at once if they reach `MAX_WORK`."""
 
     def flush(self) -> None:
         """Send the posted frames now instead of at the end of this loop iteration."""
@@ -114,7 +114,7 @@ class Transport(Protocol):
 
 
 class Outbox:
-    """The sending half of a `Transport` whose sends do not wait."""
+    """The sending half of a `Transport` that never blocks on sending."""
 
     def __init__(self) -> None:
         self.turn = 0

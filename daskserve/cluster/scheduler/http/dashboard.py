@@ -7,12 +7,12 @@ from typing import Any
 
 from distributed import Scheduler
 
-#: The module of the dashboard, which is imported if bokeh is installed and the dashboard is wanted.
+#: The module of the dashboard, which is imported if bokeh is installed and the dashboard is enabled.
 _DASHBOARD = "distributed.dashboard.scheduler"
 
 
 def template_variables(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Return the dictionary with which all pages of a dashboard are rendered; None without a dashboard."""
+    """Return the variables with which all pages of a dashboard are rendered; None without a dashboard."""
     dashboard: Any = sys.modules.get(_DASHBOARD)
     application = getattr(scheduler, "http_application", None)
     # For a scheduler without a dashboard, the lookup would create a dictionary that is never freed.

@@ -9,9 +9,9 @@ A page of any site can make its visitor's browser send requests to the scheduler
 So ``Host`` must be the scheduler's address, or a name that no other site can have.
 
 A reverse proxy may put another name into ``Host``. Then ``Origin`` differs from it for the scheduler's own
-page, too, and only ``Sec-Fetch-Site: same-origin`` tells them apart, which no page can set. The name in
-``Origin`` must be the scheduler's own in this case, because DNS rebinding may give the proxy's address to any
-other.
+page, too, and only ``Sec-Fetch-Site: same-origin``, which no page can set, distinguishes it from another
+site's page. The name in ``Origin`` must be the scheduler's own in this case, because DNS rebinding may give
+the proxy's address to any other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SITE, HOST, BODY = "site", "host", "body"
 
 
 class SiteGuard:
-    """See the module.
+    """Refuses requests that browsers send on behalf of other sites; see the module.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ def is_of_another_site(request: HTTPServerRequest) -> bool:
 
 
 def _parsed(origin: str) -> SplitResult | None:
-    """Return the parts of an origin; None if it is none."""
+    """Return the parts of an origin; None if the text is not an origin."""
     try:
         return urlsplit(origin)
     except ValueError:
@@ -105,7 +105,7 @@ def _parsed(origin: str) -> SplitResult | None:
 
 
 def is_unregistrable(name: str) -> bool:
-    """Return whether no site can have this as its name: it is an address, or private."""
+    """Return whether no site can have this host name: it is an IP address, or a private name."""
     if "." not in name or name.endswith(_PRIVATE_ENDS):
         return True
     try:
@@ -116,5 +116,5 @@ def is_unregistrable(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a host as it is compared: in lower case, without brackets and the dot of the root."""
+    """Return a host in the form in which hosts are compared: lower case, no brackets, no trailing dot."""
     return name.lower().removeprefix("[").removesuffix("]").removesuffix(".")

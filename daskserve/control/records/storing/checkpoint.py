@@ -14,10 +14,11 @@ from daskserve.payload.parcels import Parcel
 logger = logging.getLogger("daskserve.controller")
 
 #: The kinds of records whose last changes may be lost if the scheduler's machine loses power. The next
-#: controller stops actors without a record and starts new ones. What callers asked for, and the answers that
-#: they got, is in records of other kinds.
+#: controller stops actors without a record and starts new ones. Requested changes, and the answers to
+#: callers, are in records of other kinds.
 PASSING = ("replica/", "proxy/")
-#: The kinds of records that may be written later. Events and deaths belong to other records of their change.
+#: The kinds of records that may be written later. Events and deaths accompany other records of the same
+#: change.
 _MAY_WAIT = (*PASSING, "event/", "deaths/")
 
 
@@ -44,7 +45,7 @@ def restore(records: Mapping[str, bytes]) -> tuple[State, dict[str, CorruptRecor
 
 
 def encoded(change: Mapping[str, Record | None]) -> dict[str, bytes | None]:
-    """Return records as a store keeps them; None for those to remove."""
+    """Return records as a store keeps them; None for records to remove."""
     return {key: None if record is None else encode(record) for key, record in change.items()}
 
 
@@ -53,7 +54,7 @@ async def write(store: Store, epoch: int, change: Change, *, must_last: bool = T
     if change:
         try:
             records = encoded(change)
-        except UnicodeEncodeError:  # from a text of user code, which must not block the change
+        except UnicodeEncodeError:  # a text from user code must not block the change
             change = {key: record and encodable(key, record) for key, record in change.items()}
             records = encoded(change)
         may_wait = not must_last and all(key.startswith(_MAY_WAIT) for key in change)
@@ -62,7 +63,7 @@ async def write(store: Store, epoch: int, change: Change, *, must_last: bool = T
 
 
 async def rewrite(store: Store, epoch: int, state: State, unreadable: Collection[str]) -> int:
-    """Replace all records in the store by those of the state, and return their number."""
+    """Replace all records in the store with those of the state, and return their number."""
     records = state.records()
     await store.rewrite(epoch, StoreChange(encoded(records), _parcels(records)), sorted(unreadable))
     return len(records)

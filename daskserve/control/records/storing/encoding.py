@@ -41,7 +41,7 @@ class CorruptRecordError(InstanceError):
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as bytes that contain the number of their format."""
+    """Return a record as bytes that contain the format number."""
     return bytes(msgpack.packb({"format": FORMAT, "fields": fields_of(record)}))
 
 
@@ -99,7 +99,7 @@ def from_plain(kind: str, values: Mapping[str, Any]) -> Any:
 
 
 def _backend_with_demand(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a backend that an earlier daskserve wrote, with its demand."""
+    """Return the fields of a backend written by an earlier daskserve, with ``demand`` added."""
     options = dict(values["actor_options"])
     env = options.pop("env", None)
     for derived in ("demand", "isolation"):
@@ -112,7 +112,7 @@ def _backend_with_demand(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _goal_of_one_backend(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a goal that an earlier daskserve wrote, whose goals cover one backend each."""
+    """Return the fields of a goal written by an earlier daskserve, whose goals cover one backend each."""
     previous, endpoint = values.pop("previous"), values.pop("previous_endpoint", None)
     tag, records = values["backend"], {}
     if values["state"] == GoalState.PENDING:

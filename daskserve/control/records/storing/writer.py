@@ -1,4 +1,4 @@
-"""The only path for changes: decided under a lock, written as one transaction, then applied in memory.
+"""The only path for changes: a change is decided under a lock, written in one transaction, then applied.
 
 Two failures must not separate the store from the memory, or later decisions use a wrong state:
 
@@ -24,9 +24,9 @@ from daskserve.errors import StaleEpochError
 
 logger = logging.getLogger("daskserve.controller")
 
-#: The effects of a change on memory that no record contains.
+#: The effects of a change on state in memory that is not in any record.
 Then: TypeAlias = Callable[[], None]
-#: Causes of changes that are in no record, by key.
+#: Causes of changes that are not in any record, by key.
 Causes: TypeAlias = Mapping[str, str]
 Accompany: TypeAlias = Callable[[Change, Causes], Change]
 NO_CAUSES: Causes = MappingProxyType({})
@@ -122,7 +122,7 @@ class Writer:
                 try:
                     await asyncio.wait([writing])
                 except asyncio.CancelledError:
-                    pass  # raised below, when the outcome is known
+                    pass  # an error is raised below, once the outcome is known
             if not writing.cancelled() and writing.exception() is not None:
                 logger.warning("A change whose caller was cancelled was not written: %r", writing.exception())
             raise
@@ -146,7 +146,7 @@ class Writer:
     async def _read_again(self, change: Change, then: Then | None) -> None:
         stored, unreadable = checkpoint.read(await self._store.load())
         known = self._state.records()
-        # A record that was damaged meanwhile is still in memory.
+        # A record that was damaged since it was read is still in memory.
         damaged = {*unreadable, *self._store.problems()} - stored.keys()
         if saved := {key: known[key] for key in sorted(damaged) if key in known}:
             logger.warning("Stored records were damaged and are rewritten: %s", ", ".join(saved))

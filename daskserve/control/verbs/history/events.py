@@ -35,7 +35,7 @@ from daskserve.options.rollout import RolloutConfig
 from daskserve.payload.model_files import newest_last
 from daskserve.payload.packed_errors import load_error
 
-#: How long events are kept, and how many.
+#: How long events are kept, in seconds, and how many.
 KEPT_S = 24 * 3600.0
 KEPT_EVENTS = 10_000
 #: Maximum number of old rows that one transaction removes, so that no transaction is slow.
@@ -45,7 +45,7 @@ MAX_TEXT = 500
 MAX_CHANGES = 5
 
 K = EventKind
-#: The key, among the causes, of the program that requested the change.
+#: The key of the requesting program among the causes.
 WHOLE = ""
 _STOPPING = frozenset({ReplicaState.SHOULD_STOP, ReplicaState.STOPPING})
 
@@ -268,7 +268,7 @@ def _why(world: _World, replica: ReplicaRecord) -> str:
     return "it is replaced on another worker"
 
 
-# ---- the rest
+# ---- other records
 
 
 def _of_config(_: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
@@ -347,7 +347,7 @@ def _of_models(world: _World, name: str, before: Any, after: Record | None) -> I
 
 
 def _of_defaults(world: _World, name: str, before: ModelsRecord, after: ModelsRecord) -> Iterator[Event]:
-    """Yield the events of versions that were set as default, not of those that loading made the default."""
+    """Yield the events of versions that were explicitly set as default, not made default by loading."""
     for model, version in after.defaults.items():
         former = before.models.get(model, {}).get(version, {}).get("state")
         if former == ModelState.READY and before.defaults.get(model) != version:
@@ -366,14 +366,15 @@ def _of_model_rollouts(world: _World, name: str, before: Any, after: Record | No
         rollout = RolloutState.from_plain(plain)
         known = None if before is None else before.rollouts.get(model)
         if rollout.phase is RolloutPhase.STARTING:
-            continue  # all replicas have the version already
+            continue  # all replicas already have the version
         if known is None or RolloutState.from_plain(known).mark != rollout.mark:
             text = f"Rollout of model '{model}' of {backend.display_name}, {_phase_of(plan, rollout)}"
             yield Event(_OF_PHASES[rollout.phase], text, backend.application, name)
 
 
 Teller = Callable[[_World, str, Any, "Record | None"], Iterator[Event]]
-#: By the kind of record: a function that finds the record before the change, and one that yields the events.
+#: For each kind of record: a function that finds the record before the change, and one that yields the
+#: events.
 _EVENTS_BY_KIND: Mapping[str, tuple[Callable[[State, str], Record | None], Teller]] = {
     "revision": (lambda state, name: state.revisions.get(name), _of_revision),
     "goal": (lambda state, name: state.goals.get(name), _of_goal),

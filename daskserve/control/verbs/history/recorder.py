@@ -38,7 +38,7 @@ class HistoryRecorder:
         added.set()
 
     def accompany(self, change: Change, causes: Mapping[str, str]) -> Change:
-        """Return the rows to write with a change."""
+        """Return the history rows to write together with a change."""
         wall = self._clock.wall()
         try:
             more = revised(self._state, change, wall, self._budget_bytes)
@@ -57,7 +57,7 @@ class HistoryRecorder:
         return as_row(self._state, [event], wall=self._clock.wall(), number=self._first)
 
     def of_routers(self, troubles: Mapping[BackendTag, str]) -> Change:
-        """Return the row of events about the troubles of the request routers of some backends."""
+        """Return the row of events about errors of the request routers of some backends."""
         events = []
         for tag, text in troubles.items():
             if (backend := self._state.backends.get(tag)) is not None:

@@ -39,7 +39,7 @@ from daskserve.payload.packed_errors import load_error
 
 #: Number of revisions that are kept of each application.
 KEPT_REVISIONS = 10
-#: How long the revisions of deleted applications are kept, and of how many of them.
+#: How long the revisions of deleted applications are kept, in seconds, and for how many applications.
 KEPT_DELETED_S = 24 * 3600.0
 KEPT_DELETED = 100
 #: Maximum number of differences that are kept of each revision.
@@ -168,7 +168,7 @@ class _Revising:
         before = self.state.apps.get(name)
         revisions = self.revisions(name)
         if before is not None and before.deployments and not revisions:
-            # It was deployed by a release without history.
+            # A release without history deployed the application.
             first = self.revision(_After(self.state, {}), before, None, 1)
             revisions = [replace(first, state=S.RUNNING, at=before.deployed_at, ran_at=before.deployed_at)]
             self.put(revisions[0])
@@ -264,7 +264,7 @@ class _Revising:
         goal = self.state.goals.get("" if app is None else app.goal or "")
         self.settle(name, S.DELETED, f"deleted by {goal.by}" if goal is not None and goal.by else "")
 
-    # ---- what is kept
+    # ---- removal of old revisions
 
     def trim(self, name: str) -> None:
         """Drop the oldest revisions, except the running one and the one that a rollback would deploy."""
@@ -295,14 +295,14 @@ class _Revising:
 
     def keep_within_budget(self) -> None:
         if self.state.codes.unused_bytes + self.newly_unused_bytes() <= self.budget_bytes:
-            return  # the code in use does not count
+            return  # code in use is not removed
         used = {each.code_key for each in self.state.backends.values()}
         used |= {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         names = {*self.state.codes, *(key.removeprefix("code/") for key in self.change if key[:5] == "code/")}
         kept = {name: code.size_bytes for name in names - used if (code := self.after.code(name)) is not None}
         everywhere = [each for name in self.applications() for each in self.revisions(name)]
         for each in everywhere:
-            if each.state not in _ENDED:  # code that is in use does not count
+            if each.state not in _ENDED:  # code in use does not count
                 for name in kept.keys() & set(each.codes.values()):
                     del kept[name]
         total = sum(kept.values())
@@ -319,7 +319,7 @@ class _Revising:
         return self.known.keys() | self.state.revisions.applications.keys()
 
     def newly_unused_bytes(self) -> int:
-        """Return the maximum size of the code that the change leaves unused or adds unused."""
+        """Return an upper bound of the code size that becomes unused by the change."""
         used = {each.code_key for each in self.change.values() if isinstance(each, BackendRecord)}
         changed = (key.removeprefix("backend/") for key in self.change if key.startswith("backend/"))
         before = (self.state.backends.get(tag) for tag in changed)
@@ -331,7 +331,7 @@ class _Revising:
         return sum(each.size_bytes for each in (*known, *added))
 
     def release(self, revision: RevisionRecord) -> set[str]:
-        """Remove the codes that no revision needs any more; return their names.
+        """Remove the codes that no revision needs; return their names.
 
         The steps of a deployment that still exists remove its own codes.
         """
@@ -361,7 +361,7 @@ def earlier(revisions: list[RevisionRecord]) -> RevisionRecord | None:
 
 
 def _origin(config: ConfigRecord) -> dict[str, str]:
-    """Return where a declared configuration comes from."""
+    """Return the origin of a declared configuration."""
     return {name: value for name, value in (("file", config.source), ("version", config.version)) if value}
 
 

@@ -27,7 +27,7 @@ from daskserve.options.specs import ApplicationSpec, DeploymentSpec
 class Rollback:
     """The change of a rollback, the goal to wait for, and the number of the revision that is deployed again.
 
-    Without a goal, that revision runs already.
+    Without a goal, that revision already runs.
     """
 
     change: Change = field(default_factory=dict)
@@ -49,7 +49,8 @@ def rollback(
 ) -> Rollback:
     """Deploy an earlier revision of an application; a repeated call changes nothing.
 
-    A deleted application comes back. If the change fails, what ran before keeps running, as for any deploy.
+    A deleted application comes back. If the change fails, the present revision keeps running, as for any
+    deploy.
 
     Raises
     ------
@@ -82,7 +83,8 @@ def rollback(
         configs=_config_of(state, target, by, now),
     )
     change, tags = deployed.change, {f"backend/{tag}" for tag in deployed.tags}
-    # Do not write code again that the store has: it may hold the only copy of a parcel's content.
+    # Do not write code again that the store already has, because the stored one may be the only copy of a
+    # parcel's content.
     same = [key for key, each in change.items() if isinstance(each, CodeRecord) and _is_kept(state, each)]
     for key in same:
         del change[key]
@@ -99,7 +101,7 @@ def rollback(
 def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
     """Return the declared configuration of a revision, so that the declaration matches what runs.
 
-    Applying the present file is then a change again, and until then nothing builds it.
+    Applying the present file afterwards is a change again. Until then, nothing is built from it.
     """
     if not revision.config:
         return {}

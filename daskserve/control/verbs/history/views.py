@@ -14,7 +14,7 @@ MAX_EVENTS = 1000
 
 
 def history_of(state: State, application: str) -> dict[str, Any]:
-    """Return the revisions of an application, also of one that was deleted.
+    """Return the revisions of an application, even of a deleted one.
 
     Raises
     ------

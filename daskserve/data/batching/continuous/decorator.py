@@ -53,11 +53,11 @@ def continuous_batch(
 ) -> Any:
     """Answer many calls together, step by step; calls join and leave between two steps.
 
-    It decorates the function or method that makes a step. Each caller calls it with its own arguments and
-    gets an async iterator of its own outputs. The function itself gets the list of active requests
-    (`ActiveRequest`), makes one step for all of them, and returns one output per request, in order. Instead
-    of an output, it may return None for no output in this step, ``StopIteration`` to end the request, or an
-    exception to end it with that error. ``request.finish()`` ends it with the output of this step.
+    It decorates the function or method that makes a step. Each caller passes its own arguments and gets an
+    async iterator of its own outputs. The function itself gets the list of active requests (`ActiveRequest`),
+    makes one step for all of them, and returns one output per request, in order. Instead of an output, it may
+    return None for no output in this step, ``StopIteration`` to end the request, or an exception to end it
+    with that error. ``request.finish()`` ends it with the output of this step.
 
     ``@name.prefill`` decorates a function that is called once for requests that join, before their first
     step. It takes a list of them and returns a list of their states, which become ``request.state``.
@@ -74,7 +74,7 @@ def continuous_batch(
     outputs, and goes through ``prefill`` again later. So raise `MemoryError` before anything has changed. A
     call with ``resume_from=[...]`` begins with these outputs in the same way.
 
-    Each instance of the class has its own batch. ``name.stats()`` says how full it is, and
+    Each instance of the class has its own batch. ``name.stats()`` returns its load, and
     ``name.set_max_slots(n)`` and ``name.set_max_cost(n)`` change its limits, as in ``reconfigure``.
 
     Parameters

@@ -40,7 +40,7 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
     engine, request = begin()
     loop = asyncio.get_running_loop()
     outputs = request.outputs
-    # Before the request is added: a thread may answer it at once.
+    # Set before the request is added, because a thread may answer it at once.
     request.span = span = span_of_item(engine.rounds.name)
     try:
         engine.add(request)
@@ -59,7 +59,7 @@ async def stream(begin: Callable[[], tuple[Engine, ActiveRequest]]) -> AsyncIter
                     engine.go_on(request)
                 yield output
                 del output
-            elif request.has_ended or request.has_left:  # the latter after `step_timeout_s`
+            elif request.has_ended or request.has_left:  # it has left after `step_timeout_s`
                 if request.read < len(outputs):
                     continue  # a thread has added an output before the end
                 if request.error is not None:
@@ -108,14 +108,15 @@ class Engine:
         self.is_async = inspect.iscoroutinefunction(functions["step"])
         self._loop_calls = ThreadCalls(asyncio.get_running_loop())
         replica = current_replica.get()
-        # Weak, because the replica's context refers to the instance, which a batch must not keep alive.
+        # A weak reference, because the replica's context refers to the instance, which a batch must not keep
+        # alive.
         self._replica = None if replica is None else weakref.ref(replica)
         #: The context of the thread's next run; None while there is nothing to do.
         self._context: contextvars.Context | None = None
         self._task: asyncio.Task[None] | None = None
         #: Whether the user code that runs now may be cancelled when its last caller leaves.
         self._is_cancellable = False
-        #: Whether this engine has cancelled it and it has not ended yet.
+        #: Whether this engine has cancelled the running user code, which has not ended yet.
         self._is_cancelled = False
         self._wake_thread: threading.Event | None = None
 
@@ -126,12 +127,12 @@ class Engine:
         return not slots.queued and not slots.active
 
     def load(self) -> tuple[int, int, float, int]:
-        """Return the active and queued requests, the cost of the latter, and the slots; for any thread."""
+        """Return the active and queued requests, the cost of the queued ones, and the slots; thread-safe."""
         slots = self.rounds.slots
         return len(slots.active), slots.queued, slots.queued_cost, slots.limits.max_slots
 
     def queued(self) -> int:
-        """Return how many requests wait; any thread may call this."""
+        """Return the number of waiting requests; any thread may call this."""
         return self.rounds.slots.queued
 
     def running_s(self) -> float:
@@ -154,7 +155,7 @@ class Engine:
             raise
 
     def go_on(self, request: ActiveRequest) -> None:
-        """Note that the caller of a paused request has caught up."""
+        """Record that the caller of a paused request has caught up."""
         self.rounds.go_on(request)
         self._wake()
 
@@ -171,7 +172,7 @@ class Engine:
         """
         if request.read < len(request.outputs) or request.has_ended or request.has_left:
             return False
-        # The thread may have paused the request because of outputs that have been read since.
+        # The thread may have paused the request because of outputs that have since been read.
         if self.rounds.is_paused(request):
             self.go_on(request)
         return True
@@ -255,7 +256,7 @@ class Engine:
             return None
         if name != "release":
             self._spans.begin(name, requests)
-        return function(*own, list(requests))  # a copy, which user code may change
+        return function(*own, list(requests))  # a copy, because user code may change the list
 
     async def _answer(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
         try:
@@ -265,9 +266,9 @@ class Engine:
             return _listed(self.rounds, name, value, len(requests)), None
         except asyncio.CancelledError as error:
             if self._task is not None and self._task.cancelling() > self._is_cancelled:
-                raise  # by other code than this engine, such as a loop that ends
+                raise  # cancelled by other code than this engine, such as a loop that ends
             return None, error
-        except BaseException as error:  # SystemExit of user code, too: it must not end the loop
+        except BaseException as error:  # even SystemExit in user code, which must not end the loop
             return None, self._logged(name, error)
         finally:
             if self._is_cancelled and self._task is not None:
@@ -284,7 +285,7 @@ class Engine:
     def run_in_thread(self) -> None:
         """Run steps until there is nothing to do; in the engine's thread."""
         context, self._context = self._context, None
-        if context is not None:  # else the previous run has handled the requests of this wake-up
+        if context is not None:  # otherwise the previous run has handled the requests of this wake-up
             context.run(self._run_plain)
 
     def _run_plain(self) -> None:
@@ -304,7 +305,7 @@ class Engine:
     def _answer_plain(self, name: str, requests: list[ActiveRequest], own: tuple[Any, ...]) -> Outcome:
         try:
             return _listed(self.rounds, name, self._call(name, requests, own), len(requests)), None
-        except BaseException as error:  # as in `_answer`
+        except BaseException as error:  # even SystemExit, as in `_answer`
             return None, self._logged(name, error)
 
     def _post_woken(self) -> None:

@@ -27,7 +27,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options of ``continuous_batch`` that never change."""
+    """The options of ``continuous_batch`` that cannot change at run time."""
 
     max_outputs: int
     cost_fn: Callable[..., float] | None = None
@@ -99,7 +99,7 @@ class _Settings:
         self._state().limits.max_slots = check_whole("max_slots", max_slots)
 
     def set_max_cost(self, max_cost: float | None) -> None:
-        """Change the budget, from the next step on. Any thread may call this."""
+        """Change the budget, starting with the next step. Any thread may call this."""
         self._state().limits.max_cost = check_max_cost(max_cost)
 
     def stats(self) -> BatchStats:
@@ -190,7 +190,8 @@ class ContinuousFunction(InstanceFunction[_State], _Settings):
     ) -> AsyncIterator[Any]:
         """Return the outputs of a call of an instance; the call begins with the first read."""
 
-        def begin(instance: Any = instance) -> tuple[Engine, ActiveRequest]:  # the stream keeps the instance
+        # the stream keeps the instance alive
+        def begin(instance: Any = instance) -> tuple[Engine, ActiveRequest]:
             engine = state.engines.present(lambda: self._make_engine(state))
             return engine, self._request(args, kwargs)
 
@@ -260,7 +261,7 @@ class BoundContinuous(BoundFunction, _Settings):
 
 
 def check_function(name: str, function: Any) -> None:
-    """Raise `TypeError` unless it is a plain or an ``async def`` function, and no generator."""
+    """Raise `TypeError` unless the object is a plain or ``async def`` function that is not a generator."""
     is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if not inspect.isfunction(function) or is_generator:
         raise TypeError(

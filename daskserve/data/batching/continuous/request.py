@@ -99,23 +99,23 @@ class ActiveRequest:
         self.outputs = list(outputs)
         self.slot = -1
         self.preemptions = 0
-        #: The account of its user; set by `Slots`.
+        #: The account of the request's user; set by `Slots`.
         self.account: Any = None
-        #: Whether its caller has left, so that the request ends once no step runs.
+        #: Whether the caller has left, so that the request ends once no step runs.
         self.has_left = False
-        #: Set by `finish`: the step that runs is its last.
+        #: Set by `finish`: the running step is the request's last.
         self.is_finished = False
         self.lifecycle = RequestState.WAITING
-        #: Its place in the order of arrival.
+        #: The request's place in the order of arrival.
         self.number = -1
-        #: The error that ended it, with its traceback at the time; its caller gets it after the outputs.
+        #: The error that ended the request, with its first traceback; the caller gets it after the outputs.
         self.error: tuple[Exception, TracebackType | None] | None = None
-        #: The number of outputs that its caller has read, and the future on which it waits for the next.
+        #: The number of outputs that the caller has read, and the future on which it waits for the next one.
         self.read = len(self.outputs)
         self.waiter: asyncio.Future[None] | None = None
-        #: The span of its call, if that is sampled.
+        #: The span of the call, if the call is sampled.
         self.span: RecordedSpan | None = None
-        #: Whether its caller is so far behind that it is left out of steps.
+        #: Whether the caller is so far behind that steps leave the request out.
         self.is_paused = False
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class ActiveRequest:
         self.is_finished = True
 
     def fail(self, error: Exception) -> None:
-        """Set the error that its caller gets; the first one counts."""
+        """Set the error that the caller gets; only the first one is kept."""
         if self.error is None:
             self.error = error, error.__traceback__
 
@@ -138,7 +138,7 @@ class ActiveRequest:
         return error.with_traceback(traceback)
 
     def move(self, what: str) -> None:
-        """Apply one of `MOVES`; raise `ValueError` if it does not fit the state."""
+        """Apply one of `MOVES`; raise `ValueError` if the state does not allow it."""
         sources, target = MOVES[what]
         if self.lifecycle not in sources:
             raise ValueError(f"{self!r} cannot {what}")

@@ -1,4 +1,4 @@
-"""The order of the calls of user code in a continuous batch, which a thread or a task makes.
+"""Decides the order of the calls of user code in a continuous batch; a thread or a task makes them.
 
 `Rounds` decides which function to call next, and processes the results. Requests join and leave between the
 calls: a request that ends, is preempted or has lost its caller is released before the next step. Callers add
@@ -57,7 +57,7 @@ class Rounds:
         #: Requests whose callers have something to read.
         self._to_wake: list[ActiveRequest] = []
 
-    # ---- the callers' side
+    # ---- called by the callers
 
     def add(self, request: ActiveRequest) -> ActiveRequest | None:
         """Add a request to the queue; see `Slots.add`."""
@@ -106,7 +106,7 @@ class Rounds:
         with self._lock:
             return bool(self._left) and all(each.has_left for each in self.slots.active)
 
-    # ---- the side of the steps
+    # ---- called by the steps
 
     def take_woken(self) -> list[ActiveRequest]:
         """Return the requests whose callers have new outputs, and forget them."""
@@ -202,7 +202,7 @@ class Rounds:
         for request, result in zip(active, results, strict=True):
             if request.has_left:
                 continue
-            # Not by `isinstance`, which may run user code: it reads the attribute ``__class__``.
+            # Not `isinstance`, which reads the attribute ``__class__`` and may therefore run user code.
             if issubclass(type(result), _SPECIAL) and self._note_special(request, result):
                 continue
             if result is not None:
@@ -221,7 +221,7 @@ class Rounds:
         self.metrics.outputs += count
 
     def _note_special(self, request: ActiveRequest, result: Any) -> bool:
-        """Process an end or an error in the place of an output; return False if it is an output."""
+        """Process an end or an error that takes the place of an output; return False for a real output."""
         if is_end(result):
             self._end(request)
         elif isinstance(result, BaseException):

@@ -49,8 +49,8 @@ class _Account:
 
     #: In order of arrival.
     waiting: list[ActiveRequest] = field(default_factory=list)
-    #: The number of steps of its requests, relative to other users. It does not count costs, which may be
-    #: bytes, or estimates.
+    #: The number of steps of its requests, relative to other users. Costs are not counted, because they may
+    #: be bytes or estimates.
     served: int = 0
     active: int = 0
 
@@ -68,7 +68,7 @@ class Slots:
         #: The active requests, in order of arrival.
         self.active: list[ActiveRequest] = []
         self.queued = 0
-        #: How many of these have been preempted.
+        #: Number of waiting requests that were preempted.
         self._returning = 0
         self.used_cost = 0.0
         self.queued_cost = 0.0
@@ -92,13 +92,14 @@ class Slots:
         if request.cost + self.limits.cost_per_step > self.limits.max_cost:
             raise self.overgrown(request)
         evicted = None
-        # Preempted requests do not count.
+        # Preempted requests do not count towards the limit.
         room = self.limits.max_queued + max(0, self._free_slots() - self._returning)
         if self.queued - self._returning >= room:
             evicted = self._lowest_waiting()
             if evicted is None or evicted.priority >= request.priority:
                 raise self._refusal()
-            evicted.fail(self._refusal())  # before its end, which its caller may notice at once
+            # set before the request ends, because its caller may notice the end at once
+            evicted.fail(self._refusal())
             self.end(evicted)
         request.number = self._numbers
         self._numbers += 1
@@ -216,7 +217,7 @@ class Slots:
     def _leave(self, request: ActiveRequest) -> None:
         self.active.remove(request)
         self.used_cost = self.used_cost - request.cost if self.active else 0.0
-        # The request keeps the number for `release`, before which no other request is admitted.
+        # The request keeps its slot number for `release`. No other request is admitted before that.
         heapq.heappush(self._free, request.slot)
         request.account.active -= 1
 
@@ -230,7 +231,7 @@ class Slots:
         users = self._users.setdefault(request.priority, {})
         user = users.get(request.user)
         if user is None:
-            # A user who arrives or returns is not compensated for the steps of others meanwhile.
+            # A user who arrives or returns is not compensated for the steps of others in the meantime.
             served = min((each.served for each in users.values()), default=0)
             user = users[request.user] = _Account(served=served)
         return user

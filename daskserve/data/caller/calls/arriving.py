@@ -31,7 +31,7 @@ def _rebuild(*parts: Any) -> Any:
     return import_definition(REBUILD)(*parts)
 
 
-# Registered in all processes: a FastAPI application outside of daskserve passes requests on, too.
+# Registered in all processes, because FastAPI applications outside of daskserve also pass requests on.
 copyreg.pickle(Request, lambda request: reduce_request(request, _rebuild))
 
 
@@ -50,7 +50,7 @@ class ArrivingRequest:
             _read_in_thread(request)
             self._future.set_result(dump(request))
         else:
-            # The loop holds the task, and the callback this object, until it has ended.
+            # The loop keeps the task alive until it has ended, and the callback keeps this object alive.
             read_ahead(request).add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
@@ -64,15 +64,15 @@ class ArrivingRequest:
             self._future.set_result(dump(self._request))
         except (
             Exception
-        ) as error:  # the client left, or a form's file is closed: the reader of the call gets it
+        ) as error:  # the client left, or a form's file is closed: the call's reader gets this error
             self._future.set_error(error)
 
     def done(self) -> bool:
-        """Return whether the body has been read, or cannot be."""
+        """Return whether the body has been read, or reading it has failed."""
         return self._future.done()
 
     def wake_when_done(self) -> asyncio.Future[None]:
-        """Return a future of the running loop that completes when the body has been read, or cannot be."""
+        """Return a future of the running loop that completes when the body is read, or reading it fails."""
         return waiter_for(self._connection, self._future)
 
     def raise_if_failed(self) -> None:

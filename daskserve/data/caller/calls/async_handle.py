@@ -19,7 +19,7 @@ class AsyncHandle(Handle):
         return (_rebuild, super().__reduce__())
 
     def options(self, **changes: Any) -> Any:
-        """Return a copy with changed options, as `Handle.options` does; streams have one form only."""
+        """Return a copy with changed options, like `Handle.options`; streams have only one form."""
         changed = super().options(**changes)
         return awaited(changed) if type(changed) is Handle else changed
 

@@ -11,7 +11,7 @@ from daskserve.context import current_replica
 from daskserve.data.caller.calls.call_options import CallOptions
 from daskserve.data.caller.calls.handle import Handle
 
-#: The parts that pickle stores of an object, see `object.__reduce__`.
+#: The parts of an object that pickle stores; see `object.__reduce__`.
 Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -25,7 +25,7 @@ def reduce_handle(endpoint: EndpointTag, options: CallOptions) -> Reduced:
 
 
 def stand_in(handle: Handle, instance: InstanceName) -> Any:
-    """Return `reduce_handle` of a handle of an instance; `NotImplemented` for one of another instance."""
+    """Return `reduce_handle` of a handle of an instance; `NotImplemented` if it is of another instance."""
     if handle._instance not in ("", instance):
         return NotImplemented
     return reduce_handle(handle._endpoint, handle._options)
@@ -34,7 +34,8 @@ def stand_in(handle: Handle, instance: InstanceName) -> Any:
 def bound_handle(endpoint: EndpointTag, changed: tuple[tuple[str, Any], ...] = ()) -> Handle:
     """Rebuild a handle from the arguments of `reduce_handle`.
 
-    In a replica, it belongs to the replica's instance. Elsewhere it cannot call, but it can be deployed.
+    In a replica, it belongs to the replica's instance. Elsewhere it cannot make calls, but it can be
+    deployed.
     """
     replica = current_replica.get()
     found = None if replica is None else replica.cluster

@@ -102,6 +102,6 @@ async def _send(cluster: Cluster, replica: ActorAddress, envelope: Envelope) -> 
 
     try:
         await cluster.request(replica, envelope).respond(nothing_to_receive, keep)
-    except Exception as error:  # it is the outcome of this replica
+    except Exception as error:  # the error is the outcome of this replica
         return error
     return answers[0]

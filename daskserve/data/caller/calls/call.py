@@ -87,7 +87,7 @@ def head_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 def pack(
     options: CallOptions, connection: ClusterConnection, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Payload, RemoteValues | None]:
-    """Serialize arguments; values that travel separately are taken out and returned, too.
+    """Serialize arguments; values that are sent separately are taken out and also returned.
 
     Raises
     ------
@@ -169,12 +169,12 @@ class Call:
         self._router = router
         self._envelope = envelope
         self._future = future
-        self._replica: PooledReplica | None = None  # set while it has the request
+        self._replica: PooledReplica | None = None  # set while the replica has the request
         self._cancel_request: Callable[[], None] | None = None
         self._began = stopwatch()
 
     def start(self, replicas: ReplicaSet) -> bool:
-        """Send the request, in a task if need be; return False, without any effect, if it has to wait."""
+        """Send the request, in a task if necessary; return False, without any effect, if it has to wait."""
         replica = replicas.take_now(self._envelope)
         if replica is None:
             return False
@@ -186,7 +186,7 @@ class Call:
         except ActorLostError:
             pass  # the task below finds another replica
         except BaseException:
-            if self._replica is not None:  # else `_on_answer` has released it
+            if self._replica is not None:  # otherwise `_on_answer` has released it
                 replicas.release(replica, None, self._envelope)
             raise
         self._calls.begun += 1

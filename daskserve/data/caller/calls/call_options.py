@@ -16,7 +16,7 @@ _UNDERSCORED: Mapping[str, str] = {
     "prefer_local_routing": "_prefer_local_routing",
     "by_reference": "_by_reference",
 }
-#: Options that travel with each call to the replica.
+#: Options that are sent to the replica with each call.
 _CARRIED = ("multiplexed_model_id", "session_id", "priority", "idempotent", "response_serialization")
 
 
@@ -108,7 +108,7 @@ class CallOptions:
         return tuple((name, value) for name, value, default in values if value != default)
 
     def carried(self) -> dict[str, Any] | None:
-        """Return the options that travel with each call; None if all of them have their defaults."""
+        """Return the options that are sent with each call; None if all of them have their defaults."""
         values = ((name, getattr(self, name)) for name in _CARRIED)
         return {name: value for name, value in values if value != getattr(DEFAULTS, name)} or None
 

@@ -7,7 +7,7 @@ have ended, because a request that waits at B's replica would hold a slot that A
 larger result stays in A's process until B's process fetches it directly, or uses it in place if A and B share
 a process.
 
-Requests with unread bodies are taken out, too; the call is sent once the bodies have been read.
+Requests with unread bodies are also taken out; the call is sent once the bodies have been read.
 
 A kept result belongs to the caller's channel: if the caller drops the response, or is lost, A's process drops
 the result. If A's process ends first, the call to B fails.
@@ -41,7 +41,7 @@ def chained_arguments(
     return ChainedArguments(connection, payload, values, by_reference=by_reference)
 
 
-#: Values that must end before the call is sent.
+#: Types of values that must be complete before the call is sent.
 _PENDING = (Response, ArrivingRequest)
 
 
@@ -94,7 +94,7 @@ class ChainedArguments:
         self.payload = Payload(self.payload.data, tuple(buffers))
 
     async def places(self) -> ValuePlaces | None:
-        """Return where the values are that do not travel with the call; None if there are none."""
+        """Return the places of the values that are not sent with the call; None if there are none."""
         found = None if self._dask is None else await self._dask.places()
         nbytes, total = ({}, 0) if found is None else (dict(found.nbytes), found.total)
         for kept in self._kept:

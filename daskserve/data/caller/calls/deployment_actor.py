@@ -12,7 +12,7 @@ from daskserve.errors import BadRequestError
 def get_deployment_actor(name: str) -> Handle:
     """Return the handle of one of the actors that the replicas of this deployment share.
 
-    Its methods are called as those of any handle: ``await actor.method.remote(...)``, or in plain functions
+    Call its methods as with any handle: ``await actor.method.remote(...)``, or in plain functions
     ``actor.method.remote(...).result()``.
 
     Raises

@@ -109,7 +109,7 @@ class Handle(BatchCalls):
         return f"<Handle of {short_tag(self._endpoint)!r} route={route!r} method={method!r}>"
 
     def _repr_html_(self) -> str:
-        """Return a table of what the handle calls, for notebooks."""
+        """Return a table that describes the handle, for notebooks."""
         rows = {
             "handle of": short_tag(self._endpoint),
             "route": self._known_route() or "none, by handle only",
@@ -126,7 +126,7 @@ class Handle(BatchCalls):
 
     @property
     def app_name(self) -> str:
-        """The name of its application."""
+        """The name of the deployment's application."""
         return DEFAULT_APPLICATION if self._is_legacy else split_deployment_tag(self._endpoint)[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class Handle(BatchCalls):
         )
 
     def _known_route(self) -> str | None:
-        # Not a public name: that could be a method of the deployment.
+        # Not a public name, because a method of the deployment could have it.
         published = self._published()
         return self._route if published is None else published.get("route")
 
@@ -208,8 +208,8 @@ class Handle(BatchCalls):
     def choose_replica(self, *args: Any, **kwargs: Any) -> ReplicaChoice:
         """Return an async context manager that reserves a slot at a replica and yields a `ReplicaSelection`.
 
-        The replica is chosen as for a call, but without its arguments, which have no effect here. Pass the
-        selection to `dispatch`. An unused slot is free again at the end of the block.
+        The replica is chosen as for a call, but the call's arguments are not considered. Pass the selection
+        to `dispatch`. An unused slot is free again at the end of the block.
 
         Examples
         --------
@@ -299,7 +299,7 @@ class Handle(BatchCalls):
             current.add_call(future)
         return BroadcastResponse(future, connection, request_id)
 
-    # ---- the end
+    # ---- shutdown
 
     def shutdown(self) -> None:
         """Stop watching the endpoint in this process; later calls of the handle fail.
@@ -357,7 +357,7 @@ class Handle(BatchCalls):
         facts: Facts,
         future: PendingCall[Payload | KeptPayload],
     ) -> None:
-        """Send a call directly, or start a task if it has to wait; runs on the connection's loop."""
+        """Send a call directly, or start a task if the call has to wait; runs on the connection's loop."""
         if future.cancelled():
             return
         cluster = self._process
@@ -373,7 +373,7 @@ class Handle(BatchCalls):
                     envelope.model_id = self._options.multiplexed_model_id
                     if Call(cluster.connection, router, envelope, future, self._caller).start(replicas):
                         return
-        except Exception as error:  # the caller gets it
+        except Exception as error:  # the caller gets the error
             future.set_error(error)
             return
         call = self._call(payload, request_id, facts, None, None, None, future)

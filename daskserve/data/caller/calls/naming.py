@@ -20,7 +20,7 @@ _CALL_TO = "A call to "
 
 
 def caller_here() -> BackendTag:
-    """Return the deployment whose code this is; "" outside replicas."""
+    """Return the deployment to which the current code belongs; empty outside of replicas."""
     replica = current_replica.get()
     return "" if replica is None else replica.backend_tag
 

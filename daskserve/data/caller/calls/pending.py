@@ -1,8 +1,8 @@
 """Calls in progress on the loop of a process's connection, for callers on any thread or loop.
 
 These functions do the same as `asyncio.run_coroutine_threadsafe` and `asyncio.wrap_future`. For 64 calls at a
-time they cost less than half, and a third if both loops are the same. One wake-up of a loop serves all calls
-that have arrived in the meantime; calls on the same loop need none.
+time they cost less than half as much, and a third if both loops are the same. One wake-up of a loop serves
+all calls that have arrived in the meantime; calls on the same loop need none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def waiter_for(connection: ClusterConnection, call: PendingCall[Any]) -> asyncio
     """Return a future of the running loop that completes when a call ends, with or without success.
 
     If the awaiting task is cancelled, it should cancel the call. A coroutine that runs as a Dask task frees
-    its slot for other tasks meanwhile.
+    its slot for other tasks while it waits.
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
@@ -96,7 +96,8 @@ def begin_call(
         coroutine.close()
         return
     running = _run(coroutine, call, pauses_itself)
-    # Start it here: its cleanup must run even if the loop cancels the task before its first step.
+    # Start the coroutine here, so that its cleanup runs even if the loop cancels the task before its first
+    # step.
     running.send(None)
     task = connection.loop.create_task(running, context=Context())
     call.on_cancel(partial(_cancel, connection, task))

@@ -49,7 +49,7 @@ class ReplicaSelection:
     node_id: str
     availability_zone: str | None = None
     replica_metadata: Mapping[str, Any] = field(default_factory=dict)
-    #: The choice that made it, in the process of the caller.
+    #: The choice that made the selection, in the process of the caller.
     choice: ReplicaChoice | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class ReplicaSelection:
 
     @property
     def address(self) -> str:
-        """The address of its worker: ``host:port`` if it listens on one."""
+        """The address of the replica's worker: ``host:port`` if the worker listens on a port."""
         return self.node_id if self.port is None else f"{self.node_ip}:{self.port}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class ReplicaSelection:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], choice: ReplicaChoice) -> ReplicaSelection:
-        """Return the selection that a replica's facts describe."""
+        """Return the selection for a replica's answer."""
         worker = facts["worker"]
         host, _, port = worker.rpartition("://")[2].rpartition(":")
         is_network = bool(host) and port.isdigit()
@@ -141,9 +141,9 @@ class ReplicaChoice:
         call.on_cancel(holding.cancel)
 
     def send(self, making: Coroutine[Any, Any, Message], deadline: float | None, late: str) -> None:
-        """Send the replica the message with the arguments once they exist; at the deadline, the call fails.
+        """Send the arguments to the replica once they exist; at the deadline, the call fails.
 
-        ``late`` is the text of that failure.
+        ``late`` is the text of the error at the deadline.
         """
         carrying = self._carry(making)
         start_call(
@@ -163,7 +163,7 @@ class ReplicaChoice:
         assert self._holding is not None
         try:
             await carrying
-        except Exception as error:  # the caller gets it
+        except Exception as error:  # the caller gets the error
             self._call.set_error(error)
             self._holding.cancel()
 

@@ -85,7 +85,7 @@ class Response:
             assert not isinstance(payload, KeptPayload)
             self._loaded = payload.load()
             self._is_loaded = True
-            self._future = future  # the replica's process may drop what has been fetched
+            self._future = future  # the replica's process may drop a fetched result
         return self._loaded
 
     def _fetched(self) -> PendingCall[Any] | None:
@@ -94,7 +94,7 @@ class Response:
         if self._fetching is None and future.exception() is None:
             kept = future.result()
             if type(kept) is KeptPayload:
-                # The first one counts: several threads may read at the same time.
+                # Only the first fetch is kept, because several threads may read at the same time.
                 vars(self).setdefault("_fetching", start_call(self._connection, self._fetch(kept)))
         return self._fetching
 
@@ -142,11 +142,11 @@ class Response:
     def cancel(self) -> bool:
         """Cancel the request, and the calls made for it; return whether it was still pending.
 
-        This is done on a best-effort basis, and a second call has no effect.
+        Cancellation is best effort. A second call has no effect.
         """
         return self._future.cancel()
 
-    # ---- one of many calls
+    # ---- used by `Handle.map`
 
     def follow(self, note: Callable[[Any], object]) -> None:
         """Call ``note``, on any thread, once the call or the fetch of its result has ended."""
@@ -155,7 +155,7 @@ class Response:
         future.add_done_callback(note)
 
     def fetch_rest(self) -> bool:
-        """Fetch a result that stayed with its replica; return whether this has not ended yet."""
+        """Fetch a result that stayed with its replica; return whether the fetch is still in progress."""
         fetching = self._fetched()
         return fetching is not None and not fetching.done()
 
@@ -166,7 +166,7 @@ class Response:
     # ---- as an argument of another call
 
     def pass_on(self, connection: ClusterConnection, *, by_reference: bool) -> None:
-        """Record that the result is for another replica, so that a large one stays where it was made."""
+        """Record that the result is for another replica, so that a large result stays with its replica."""
         if by_reference and connection is self._connection:
             self._is_passed_on = self._future.leaves_value = True
 
@@ -181,7 +181,7 @@ class Response:
             raise error
 
     def _check(self, future: PendingCall[Any]) -> None:
-        """Raise the error of a call that has ended with one, as its reader gets it."""
+        """Raise the error of a call that has ended with an error, in the form for its reader."""
         error = self._failure(future)
         if error is not None:
             raise shown_in_notebook(as_read(error))
@@ -190,7 +190,7 @@ class Response:
         return cancelled_error(self.request_id) if future.cancelled() else future.exception()
 
     async def settled(self, connection: ClusterConnection, *, by_reference: bool) -> Payload | KeptPayload:
-        """Return the result of a successful call, or where it is; runs on the loop of ``connection``."""
+        """Return the result of a successful call, or the result's place; runs on the connection's loop."""
         found = self._future.result()
         if type(found) is not KeptPayload or (by_reference and connection is self._connection):
             return found
@@ -205,7 +205,7 @@ class FutureResponse(Response):
     """The pending answer to one call, which is read as a `distributed.Future` of the result.
 
     A large result stays with its replica until it is first read. It is then stored in the memory of that
-    worker, as a value of Dask. An error of this step is raised to the reader.
+    worker, as a value of Dask. The reader gets an error of this step.
 
     Among the arguments of another call, it is replaced by the result, as a `Response` is.
     """
@@ -236,7 +236,8 @@ class FutureResponse(Response):
         self._check(self._future)
         if self._placing is None:
             placing = start_call(self._connection, self._connection.values.keep(self._future.result()))
-            first: PendingCall[Any] = vars(self).setdefault("_placing", placing)  # as for `_fetching`
+            # only the first is kept, as for `_fetching`
+            first: PendingCall[Any] = vars(self).setdefault("_placing", placing)
             return first
         return self._placing
 

@@ -1,8 +1,8 @@
 """The caller's end of a streaming call: passes items from the connection's loop to any thread or loop.
 
-The connection's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then it waits, and
-the channel's flow control makes the generator wait, too. One switch to the reader's thread serves all items
-that have arrived in the meantime.
+The connection's loop puts items into a `Pipe` as they arrive, up to `MAX_BUFFERED_BYTES`. Then the loop
+waits, and the channel's flow control makes the generator wait as well. One switch to the reader's thread
+serves all items that have arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pipe:
             self.close(call.exception())
 
     def close(self, error: BaseException | None = None, *, at_once: bool = False) -> None:
-        """Accept no more items; raise ``error`` after the last one. ``at_once`` drops the items that wait."""
+        """Accept no more items; raise ``error`` after the last one. ``at_once`` drops waiting items."""
         with self._lock:
             if at_once:
                 self._items.clear()
@@ -109,7 +109,7 @@ class Pipe:
             else:
                 self._wake_reader = wake
         if error is not None:
-            raise shown_in_notebook(as_read(error))  # without the lock: it may run user code
+            raise shown_in_notebook(as_read(error))  # not under the lock, because this may run user code
         _resume(room)
         return payload
 
@@ -129,7 +129,7 @@ def _do_nothing() -> None:
 
 def _resume(room: asyncio.Future[None] | None) -> None:
     if room is not None:
-        with suppress(RuntimeError):  # what a closed loop raises
+        with suppress(RuntimeError):  # raised by a closed loop
             room.get_loop().call_soon_threadsafe(settle, room)
 
 
@@ -160,9 +160,9 @@ class ResponseGenerator:
         return f"<ResponseGenerator {self.request_id} {state}>"
 
     def __del__(self) -> None:
-        # Through the loop, because the garbage collector may call this on any thread at any time.
+        # Scheduled on the loop, because the garbage collector may call this on any thread at any time.
         if not self._future.done():
-            with suppress(RuntimeError):  # what a closed loop raises
+            with suppress(RuntimeError):  # raised by a closed loop
                 self._connection.loop.call_soon_threadsafe(self._future.cancel)
 
     def __reduce__(self) -> NoReturn:
@@ -216,7 +216,7 @@ class ResponseGenerator:
                 self._pipe.forget_reader()
             changed.clear()
 
-    # ---- the end
+    # ---- closing
 
     def done(self) -> bool:
         """Return whether the call has ended; items may still wait for the reader."""

@@ -33,9 +33,9 @@ class BatchCalls:
     ) -> MapResults:
         """Call each item of an iterable, lazily, and return an iterator of the results.
 
-        The items are taken while the results are read, with ``for`` in a thread or with ``async for`` on an
-        event loop. The calls have a lower priority than live requests. An item whose replica is lost is
-        called again, elsewhere.
+        Items are taken from the iterable while the results are read, with ``for`` in a thread or with ``async
+        for`` on an event loop. The calls have a lower priority than live requests. An item whose replica is
+        lost is called again, elsewhere.
 
         Parameters
         ----------
@@ -100,8 +100,8 @@ class BatchCalls:
         """Return a Dask array of the results of a call for each block of an array.
 
         The further arguments are those of ``dask.array.Array.map_blocks``, such as ``dtype``, ``meta`` and
-        ``chunks``. With ``dtype`` and without ``meta``, the blocks are taken to be arrays of NumPy. Without
-        both, the deployment is called with an empty block.
+        ``chunks``. With ``dtype`` and without ``meta``, the blocks are assumed to be NumPy arrays. With
+        neither, the deployment is called with an empty block to find out.
         """
         check_collection(
             "map_blocks", array, "map_blocks", "an array of Dask, as dask.array.from_array makes"
@@ -131,7 +131,7 @@ class BatchCalls:
             return response if running_loop() is not None or handle._options.stream else response.result()
         return call_in_task(batch_handle(handle), task, args, kwargs)
 
-    # Dask awaits the result of `__call__` on the worker's event loop if a task is nothing but this call.
+    # Dask awaits the result of `__call__` on the worker's event loop if a task consists only of this call.
     __tornado_coroutine__ = True
 
     @property
@@ -179,7 +179,7 @@ def call_in_task(
 
 
 async def _call_when_connected(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call on the event loop of a worker that has just joined; its client is connected in a thread."""
+    """Call on the event loop of a worker that has just joined; the worker's client connects in a thread."""
     await asyncio.to_thread(getattr, handle, "_process")
     return await handle(*args, **kwargs)
 
@@ -216,7 +216,7 @@ class MappedPart:
         self._handle = handle
         self._rules = rules
         self.__name__ = handle.__name__
-        #: Unique, because the answers of a deployment may change: no collection reuses another one's results.
+        #: Unique, so that no collection reuses the results of another one: a deployment's answers may change.
         self._token = handle._process.connection.request_ids.next()
 
     def __dask_tokenize__(self) -> Any:
@@ -228,7 +228,7 @@ class MappedPart:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         task = self._task()
-        if task is None:  # for the metadata, or with another scheduler than that of the cluster
+        if task is None:  # called for metadata, or by another scheduler than the cluster's
             return self._handle.remote(*args, **kwargs).result()
         return call_in_task(self._handle, task, args, kwargs, self._rules, is_limited=True)
 

@@ -23,7 +23,7 @@ from daskserve.loops.event_loop import settle
 
 #: Interval at which the number of calls is adjusted while no call ends.
 REFRESH_S = 0.25
-#: The calls in flight while the replicas are not known yet.
+#: Number of calls in flight while the replicas are not known yet.
 FIRST_CALLS = 2
 
 
@@ -42,7 +42,7 @@ class MapResults:
         self._rules = rules
         self._max_in_flight = max_in_flight
         self._length = length_hint(source, -1)
-        #: The items that are not taken yet; None once there are no more.
+        #: The items that have not been taken yet; None once there are no more.
         self._source: Iterator[Any] | None = None
         self._asynchronous_source: AsyncIterator[Any] | None = None
         if hasattr(source, "__aiter__"):
@@ -66,8 +66,8 @@ class MapResults:
         window = getattr(self, "_window", None)
         if window is None or not window.in_flight:
             return
-        # Through the loop, because the garbage collector may call this on any thread at any time.
-        with suppress(RuntimeError):  # what a closed loop raises
+        # Scheduled on the loop, because the garbage collector may call this on any thread at any time.
+        with suppress(RuntimeError):  # raised by a closed loop
             self._target.connection.loop.call_soon_threadsafe(window.cancel)
 
     def __reduce__(self) -> NoReturn:
@@ -106,13 +106,14 @@ class MapResults:
                 value = next(self._source)
             except StopIteration:
                 self._source = None
-            except Exception as error:  # raised after the results of the items before
+            except Exception as error:  # raised after the results of the earlier items
                 self._source, self._source_error = None, error
             else:
                 self._window.add(value)
         if self._is_exhausted:
             self._window.backlog = 0
-        else:  # an unknown length counts as many items as are in flight, so that autoscaling sees more work
+        # for an unknown length, count as many items as are in flight, so that autoscaling sees more work
+        else:
             left = self._length - self._window.started if self._length >= 0 else limit
             self._window.backlog = max(0, left)
 
@@ -143,7 +144,7 @@ class MapResults:
             raise error
 
     def _pause_s(self) -> float | None:
-        """Return how long to wait for a call to end before looking again."""
+        """Return how long to wait for a call to end before the next check."""
         at = self._window.next_at()
         left = None if at is None else max(0.0, at - stopwatch())
         if self._is_exhausted or self._max_in_flight is not None:
@@ -175,7 +176,7 @@ class MapResults:
                     self._wait()
                 elif not _is_skipped(self._rules, item):
                     return self._outcome(item)
-        except BaseException:  # also at the end, and at Ctrl-C, after which this object may stay referenced
+        except BaseException:  # even at the end and at Ctrl-C, because this object may stay referenced
             self.close()
             raise
         finally:
@@ -223,7 +224,7 @@ class MapResults:
         if self._arriving is not None:
             waiting.add(self._arriving)
         task = self._target.connection.present_task()
-        if task is not None:  # a coroutine that is a task of Dask
+        if task is not None:  # this coroutine runs as a Dask task
             task.leave()
         try:
             if not self._window.has_news():
@@ -234,7 +235,7 @@ class MapResults:
                 task.come_back()
 
     def _take_arrived(self) -> None:
-        """Start the call of an item that an asynchronous source has yielded, and ask for the next one."""
+        """Start the call of an item that an asynchronous source has yielded, and request the next item."""
         arriving = self._arriving
         if arriving is not None and arriving.done():
             self._arriving = None
@@ -242,7 +243,7 @@ class MapResults:
                 self._window.add(arriving.result())
             except StopAsyncIteration:
                 self._asynchronous_source = None
-            except Exception as error:  # raised after the results of the items before
+            except Exception as error:  # raised after the results of the earlier items
                 self._asynchronous_source, self._source_error = None, error
         source = self._asynchronous_source
         if self._arriving is None and source is not None and self._window.may_add(self._limit()):

@@ -21,14 +21,14 @@ from daskserve.errors import (
     UnavailableError,
 )
 
-#: Maximum number of replicas that may be lost during the call of one item, which may be the cause.
+#: Maximum number of replicas that may be lost during the call of one item, because the item may be the cause.
 MAX_LOSSES = 4
 #: Delay of the next try after a loss, and the minimum delay after a refusal.
 LOST_PAUSE_S = 0.05
 
 Errors: TypeAlias = Literal["raise", "return", "skip"]
 
-#: Errors that all items would get; they end the map.
+#: Errors that every item would cause; they end the map.
 _OF_ALL = (
     NotFoundError,
     MethodNotFoundError,
@@ -101,7 +101,7 @@ class Rules:
 
 
 def ends_all(error: BaseException) -> bool:
-    """Return whether an error does not depend on the item, so that all others would fail, too."""
+    """Return whether an error does not depend on the item, so that all other items would fail as well."""
     return isinstance(error, _OF_ALL)
 
 
@@ -123,7 +123,7 @@ def check_max_in_flight(value: int | None) -> None:
 def named(error: Any, index: int) -> Any:
     """Return an error with the number of its item, as ``item_index`` and in a note."""
     if getattr(error, "item_index", None) != index:
-        with suppress(Exception):  # a foreign class may refuse it
+        with suppress(Exception):  # a foreign error class may not allow it
             error.item_index = index
         error.add_note(f"Item {index} (counted from 0) of handle.map().")
     return error

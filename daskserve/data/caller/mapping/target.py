@@ -13,10 +13,10 @@ from daskserve.data.caller.mapping.window import Item
 
 
 def room_of(routers: Any, endpoint: EndpointTag, now: float) -> tuple[int, int]:
-    """Return the number of replicas of an endpoint, and of batch requests to send to them at a time.
+    """Return the number of replicas of an endpoint, and how many batch requests to send to them at a time.
 
-    Each replica gets one more than it runs, so that it never idles. Both numbers are 0 while they are not
-    known. Any thread may call this.
+    Each replica gets one request more than it runs, so that it never idles. Both numbers are 0 while they are
+    not known. Any thread may call this.
     """
     replicas = room = 0
     for tag in () if routers is None else routers.router(endpoint).backends:
@@ -56,7 +56,7 @@ class MapTarget:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The state that the parts of the instance share in this process."""
+        """State of the instance that is shared in this process."""
         return self._process.shared
 
     @property
@@ -102,7 +102,7 @@ class MapTarget:
         return self._with_id(f"{self._batch_id}/{item.index}").remote(item.value)
 
     def send_call(self, item: Item) -> Any:
-        """Start the call of the only item, a tuple of arguments and a mapping of those with names."""
+        """Start the call of the only item: a tuple of positional and a mapping of keyword arguments."""
         args, kwargs = item.value
         return self._with_id(self._batch_id).remote(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The items of one map whose calls are in flight, or whose results were not read yet.
+"""The items of one map whose calls are in flight, or whose results have not been read yet.
 
 The thread or the event loop that reads the results owns the window. Calls end on other threads, which only
 put the item into `_ended` and wake the reader, so the window needs no lock, and items need no threads. Time
@@ -30,7 +30,7 @@ class NotSent:
         return self._error
 
     def fetch_rest(self) -> bool:
-        """Return False."""
+        """Return False: there is nothing to fetch."""
         return False
 
     def result(self) -> Any:
@@ -39,7 +39,7 @@ class NotSent:
 
 
 class Item:
-    """One item: its number, its value for another try, and its present call."""
+    """One item: its number, its value for retries, and its present call."""
 
     __slots__ = ("has_ended", "index", "response", "tries", "value")
 
@@ -78,7 +78,7 @@ class Window:
         self._ended: deque[Item] = deque()
         #: Items to be called again, with the time.
         self._again: list[tuple[float, int, Item]] = []
-        #: The items that may have killed replicas, and the one that is tried now.
+        #: The items that may have killed replicas, including the one that is being tried now.
         self._suspects: deque[Item] = deque()
         self._suspect: Item | None = None
         #: All items in order, or those that can be read.
@@ -93,7 +93,7 @@ class Window:
 
     @property
     def waiting(self) -> int:
-        """The backlog; 0 while no call is in flight, because a reader that has paused needs no replicas."""
+        """The backlog; 0 while no call is in flight, because a paused reader does not need replicas."""
         return self.backlog if self.in_flight > len(self._ended) else 0
 
     def has_news(self) -> bool:
@@ -124,7 +124,8 @@ class Window:
         self._calls[item.index] = item
         try:
             item.response = self._send(item)
-        except Exception as error:  # what cannot be pickled, or a closed connection: the item has failed
+        # the arguments cannot be pickled, or the connection is closed: the item has failed
+        except Exception as error:
             item.response = NotSent(error)
             self._ended.append(item)
         else:
@@ -139,11 +140,11 @@ class Window:
         item.response.follow(note)
 
     def advance(self, now: float) -> None:
-        """Process the calls that have ended, and repeat those whose pause is over."""
+        """Process the calls that have ended, and repeat calls whose pause is over."""
         for _ in range(len(self._ended)):
             item = self._ended.popleft()
             if item.index not in self._calls:
-                continue  # cancelled
+                continue  # the call was cancelled
             if item.response.fetch_rest():
                 self._follow(item)
             else:

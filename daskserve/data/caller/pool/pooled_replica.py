@@ -17,9 +17,9 @@ from daskserve.data.caller.batch_turns import BatchTurns
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
-#: How long a replica that refused a request of a batch job although it had free slots gets no more of them.
+#: How long a replica gets no more requests of batch jobs after it refused one although it had free slots.
 ROOM_S = 3.0
-#: The `PooledReplica.batch_room` of a replica that has refused no request of a batch job.
+#: The `PooledReplica.batch_room` of a replica that has not refused a request of a batch job.
 NEVER_REFUSED = (-math.inf, 0)
 
 
@@ -49,7 +49,7 @@ class PooledReplica:
         "tag",
     )
 
-    #: Takes a request: the replica's own ``handle`` if it is local, else that of the present connection.
+    #: Takes a request: the replica's own ``handle`` if it is local, or the present connection's function.
     handle: Callable[[Envelope], ActorRequest]
 
     def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:
@@ -57,44 +57,45 @@ class PooledReplica:
         self.address = address
         self.concurrency = 1
         self.in_flight = 0
-        #: How many of these are WebSockets.
+        #: Number of these requests that are WebSockets.
         self.sockets = 0
         #: Mean time between two answers while requests are in flight; infinite until there is an answer.
         #: WebSockets do not count.
         self.pace_s = math.inf
-        #: When the last answer came, or the first request if there was none in flight.
+        #: When the last answer arrived, or when the first request was sent if none was in flight.
         self.busy_since = 0.0
         self.reported = 0
         self.reported_at = -REPORT_S
         self.is_suspended = False
         self.not_before = 0.0
-        #: Whether its last report said that it is full, and whether this process has a request queued there.
+        #: Whether the replica's last report said that it is full, and whether this process has a request
+        #: queued at it.
         self.is_full = False
         self.has_queued_request = False
-        #: The requests of batch jobs that wait there for a slot.
+        #: The requests of batch jobs that wait at the replica for a slot.
         self.aside = BatchTurns()
-        #: When it last refused a batch request although it had free slots, and how many batch requests ran
-        #: then; 0 if it takes none.
+        #: When the replica last refused a batch request although it had free slots, and how many batch
+        #: requests it ran at that time; 0 if it accepts none.
         self.batch_room = NEVER_REFUSED
-        #: How this process reaches its worker; None if that is not known yet.
+        #: How this process reaches the replica's worker; None if that is not known yet.
         self.route: Reachability | None = None
-        #: The list that holds it while it has room: local, remote or relayed; None after it was removed.
+        #: The list that contains the replica while it has room: local, remote or relayed; None after removal.
         self.peers: list[PooledReplica] | None = None
-        #: Whether it is in a queue of replicas that are probably idle.
+        #: Whether the replica is in a queue of replicas that are probably idle.
         self.is_hinted = False
-        #: Its index in that list, or in the list of full replicas; -1 while it gets no requests.
+        #: The replica's index in `peers`, or in the list of full replicas; -1 while it gets no requests.
         self.index = -1
 
     @property
     def worker(self) -> WorkerAddress:
-        """The address of its worker."""
+        """The address of the replica's worker."""
         return self.address.worker
 
     def room_for_batch(self, now: float) -> int:
-        """Return how many requests of a batch job it takes at a time.
+        """Return how many requests of batch jobs the replica accepts at a time.
 
-        If it has several slots, one is kept for live requests. If it lately refused requests although it had
-        free slots, the limit is the number that ran then.
+        If it has several slots, one is kept for live requests. If it recently refused requests although it
+        had free slots, the limit is the number that ran at that time.
         """
         refused_at, found = self.batch_room
         return found if now - refused_at < ROOM_S else max(1, self.concurrency - 1)

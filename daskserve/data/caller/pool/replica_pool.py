@@ -5,11 +5,12 @@ request. Choice: the replicas with room are in a list of their own, from which o
 A replica that fills up leaves the list by swapping places with the last entry, and returns with its first
 answer. Suspended replicas wait in a heap.
 
-A replica in the router's own process costs no hop, so among equals it is preferred. Replicas are equal if
-the longer queue of the local one costs less time than a hop: each request of that queue takes the replica's
-*pace*, the mean time between its answers while it is busy. The CPU time of a hop delays that queue, too. So
-no-ops stay in their process, and a model that computes for 10 ms gets no request while another copy of it is
-idle. An idle replica is found in constant time, too. A replica that joins a backend gets the next request.
+A replica in the router's own process costs no hop, so among equals it is preferred. Replicas count as equal
+if waiting in the longer queue of the local one takes less time than a hop: each request of that queue takes
+the replica's *pace*, the mean time between its answers while it is busy. The CPU time of a hop delays that
+queue as well. So no-ops stay in their process, and a model that computes for 10 ms gets no request while
+another copy of it is idle. An idle replica is also found in constant time. A replica that joins a backend
+gets the next request.
 
 Light requests that arrive together go to the same one of several local replicas: see
 `daskserve.data.caller.pool.request_groups`.
@@ -55,12 +56,13 @@ from daskserve.data.caller.pool.websocket_cost import TurnMeter
 from daskserve.options.fields.priority import BATCH_PRIORITY
 
 #: How much longer, in seconds and as a factor, the queue of a local replica may be than that of a remote one.
-#: A hop takes some 0.2 ms; the rest keeps chance differences between busy replicas from moving requests.
+#: A hop takes some 0.2 ms; the rest is a margin, so that random differences between busy replicas do not move
+#: requests.
 HOP_S = 0.001
 LOCAL_FACTOR = 1.1
 #: The additional CPU time of a hop in this process, compared with a local request.
 HOP_CPU_S = 0.0001
-#: At this pace or slower, the choice among idle replicas is rarely random: see `_draw`.
+#: At this pace or a slower one, the choice among idle replicas is rarely random; see `_draw`.
 SLOW_S = 0.01
 RANDOM_SHARE = 0.05
 #: The weight of the newest answer in a replica's pace.
@@ -100,7 +102,8 @@ class ReplicaPool:
         self._remote: list[PooledReplica] = []
         self._relayed: list[PooledReplica] = []
         self._full: list[PooledReplica] = []
-        # Replicas whose last request has ended. One that has a new request is dropped when it is drawn.
+        # Local replicas whose last request has ended. A replica with a new request is dropped when it is
+        # drawn.
         self._idle_local: deque[PooledReplica] = deque()
         self._idle_remote: deque[PooledReplica] = deque()
         self._idle_relayed: deque[PooledReplica] = deque()
@@ -109,8 +112,8 @@ class ReplicaPool:
         #: All replicas that are not suspended, for `Pick`; None if that has changed.
         self._usable: list[PooledReplica] | None = None
         self._numbers = itertools.count()
-        #: The number of this process's requests at the replicas, including replicas no longer used, and how
-        #: many of them are queued there.
+        #: The number of this process's requests at the replicas, including replicas that are no longer used,
+        #: and the number of these requests that are queued there.
         self.in_flight = 0
         self.queued = 0
         #: The turns of this process's WebSockets.
@@ -198,8 +201,8 @@ class ReplicaPool:
     def take(self, now: float, rng: random.Random, pick: Pick | None = None) -> PooledReplica | None:
         """Return the replica for a request, or None; the request counts as in flight from now on.
 
-        If no replica has room, this returns a full one and sets ``has_queued_request``. If ``pick`` is
-        given, it chooses among all replicas that are not suspended, one with an index that is not negative.
+        If no replica has room, this returns a full one and sets ``has_queued_request``. If ``pick`` is given,
+        it chooses one of all replicas that are not suspended; replicas with a negative index get no requests.
         """
         if self._suspended and self._suspended[0][0] <= now:
             self._resume_due(now)
@@ -294,11 +297,11 @@ class ReplicaPool:
     ) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         if priority <= BATCH_PRIORITY and ongoing < entry.concurrency:
-            entry.batch_room = (now, ongoing)  # it has room for others
+            entry.batch_room = (now, ongoing)  # the replica has room for other requests
             return
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
-        entry.pace_s = pace_s  # a refusal is no answer
+        entry.pace_s = pace_s  # a refusal does not count as an answer
         if was_queued:
             self.suspend(entry, now + BUSY_BACKOFF_S)
 
@@ -374,7 +377,7 @@ class ReplicaPool:
 
 
 def _work(entry: PooledReplica, now: float, turns: TurnMeter) -> float:
-    """Return the score of a replica for the choice between near and far."""
+    """Return the score of a replica for the choice between local and remote replicas."""
     score = entry.score(now)
     if entry.sockets and turns.is_light(now, HOP_S):
         return max(0.0, score - entry.sockets)
@@ -422,10 +425,10 @@ def _refuse(envelope: Envelope) -> ActorRequest:
 def _draw(
     peers: list[PooledReplica], hints: deque[PooledReplica], now: float, rng: random.Random
 ) -> PooledReplica:
-    """Return a replica without requests if there is one, else the less loaded of two random ones.
+    """Return a replica without requests if there is one, or the less loaded of two random ones.
 
-    Among idle replicas the choice is random, too. If requests take long, the replica that answered last is
-    usually chosen: the others may have got requests from other processes since.
+    The choice among idle replicas is also random. But if requests take long, the replica that answered last
+    is usually chosen, because the others may have received requests from other processes since.
     """
     entry = choose(peers, now, rng)
     is_idle = not entry.score(now)

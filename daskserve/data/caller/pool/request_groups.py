@@ -1,8 +1,8 @@
 """Groups of requests that arrive within a millisecond and go to the same replica of this process.
 
 Problem: each replica has a thread for user code. A request wakes that thread, and running threads compete for
-the interpreter lock. With ten replicas in a worker, a request takes 1.7 times the CPU time if each one goes
-to another replica.
+the interpreter lock. With ten replicas in a worker, a request takes 1.7 times the CPU time if each request
+goes to a different replica.
 
 Choice: the router sends a group of requests to the same replica, as many as the replicas of this process
 answer within `GROUP_S`. Requests that take longer than that are not grouped.
@@ -33,7 +33,7 @@ class RequestGroups:
         self._pace_s = GROUP_S
 
     def next(self, now: float) -> PooledReplica | None:
-        """Return the replica of the present group; None if that is complete, or the replica has no room."""
+        """Return the replica of the present group; None if the group is complete, or the replica is full."""
         replica = self._replica
         is_open = self._left > 0 and now - self._began_at < GROUP_S
         if is_open and replica is not None and replica.index >= 0 and not replica.is_full:
@@ -51,7 +51,7 @@ class RequestGroups:
             self._left = min(MAX_SIZE, int(GROUP_S / max(self._pace_s, 1e-6))) - 1
 
     def resume(self, now: float) -> None:
-        """Record that requests are in flight again; the time before does not count."""
+        """Record that requests are in flight again; earlier idle time is not counted."""
         self._answered_at = now
 
     def note_answer(self, now: float) -> None:

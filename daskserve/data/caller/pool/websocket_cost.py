@@ -1,15 +1,15 @@
 """Mean CPU time per WebSocket message, used to decide whether to prefer a local replica.
 
-A WebSocket stays at its replica for as long as it is open, and holds a slot. How much work it is depends on
-its messages: a chat sends one a minute, and a model computes for each. A *turn* is the time from the message
-that user code receives to the moment when it asks for the next.
+A WebSocket stays at its replica for as long as it is open, and holds a slot. The work depends on its
+messages: a chat sends one a minute, whereas a model may compute for each of them. A *turn* is the time from
+when user code receives a message until it waits for the next.
 """
 
 from __future__ import annotations
 
 import math
 
-#: Over how long the busy share is averaged, at least.
+#: Minimum time over which the busy share is averaged.
 WINDOW_S = 1.0
 #: The weight of the newest turn in their mean, once there are many.
 TURN_WEIGHT = 0.02
@@ -29,17 +29,17 @@ class TurnMeter:
         self._since = -math.inf
 
     def note(self, turn_s: float) -> None:
-        """Count a turn; called from the threads of user code. A count that is lost does no harm."""
+        """Count a turn; called from the threads of user code. Losing a count does no harm."""
         self._busy_s += turn_s
         self._count += 1
         counted_s = min(turn_s, MAX_TURN_S)
         self._turn_s += max(TURN_WEIGHT, 1 / self._count) * (counted_s - self._turn_s)
 
     def is_light(self, now: float, hop_s: float) -> bool:
-        """Whether a hop would cost more than the turns do; False until there was a turn.
+        """Whether a hop costs more than the turns; False before the first turn.
 
-        ``hop_s`` is the cost of a hop. It covers less the busier the process is with turns already, because a
-        message then waits for others.
+        ``hop_s`` is the cost of a hop. The busier the process is with turns, the smaller a turn must be,
+        because messages then wait for each other.
         """
         elapsed_s = now - self._since
         if elapsed_s >= WINDOW_S:

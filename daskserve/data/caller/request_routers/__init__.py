@@ -1,1 +1,1 @@
-"""Request routers: built-in ones, and those of the user, which choose the replica for a request."""
+"""Request routers, which choose the replica for a request: built-in ones and users' own."""

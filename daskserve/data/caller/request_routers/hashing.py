@@ -25,7 +25,7 @@ VIRTUAL_NODES = 100
 BOUND = 1.25
 #: Number of replicas that are tried for a request before it may go to any.
 MAX_STEPS = 64
-#: How many numbers of 64 bits one hash yields.
+#: Number of 64-bit numbers in one hash.
 _PER_HASH = 8
 
 
@@ -80,7 +80,7 @@ class Ring:
 
 
 class ConsistentHashRouter(RequestRouter):
-    """Sends all requests of a session to one replica while that has room and is not overloaded.
+    """Sends all requests of a session to one replica while it has room and is not overloaded.
 
     A request without a session goes to the less loaded of two random replicas.
     """
@@ -142,7 +142,7 @@ class ConsistentHashRouter(RequestRouter):
         most = most_ongoing(self._replicas_list, self.total_ongoing, self._bound)
         owner = self._by_tag[self._ring.owner(key)]
         if owner.has_room and owner.ongoing_requests < most:
-            return [[owner]]  # as for most
+            return [[owner]]  # the usual case
         limit = MAX_STEPS if self._fallbacks is None else self._fallbacks + 1
         over: list[RunningReplica] = []
         for step, tag in enumerate(self._ring.walk(key)):
@@ -159,5 +159,5 @@ class ConsistentHashRouter(RequestRouter):
 
 
 def most_ongoing(replicas: list[RunningReplica], total: int, bound: float) -> float:
-    """Return from how many requests on a replica gets no more; the mean includes the next request."""
+    """Return the number of requests at which a replica is overloaded; the mean includes the next one."""
     return bound * (total + 1) / max(len(replicas), 1)

@@ -2,7 +2,7 @@
 
 Problem: a replica that is slow for a moment, or stuck, makes some requests slow, although other replicas
 would answer at once. Choice: a request without an answer after the time in which most have one is sent to a
-second replica. The first answer counts, and the other try is cancelled. Only requests that may run twice are
+second replica. The first answer is used, and the other try is cancelled. Only requests that may run twice are
 hedged. A budget limits the number of second tries, in case all requests of a deployment take long. While
 little of the budget is left, second tries begin later. Otherwise requests that are only slightly slower than
 most would spend it, and none would be left for slow ones.
@@ -23,7 +23,7 @@ from daskserve.telemetry.table import MetricSample
 
 #: The methods of HTTP requests that are sent twice.
 METHODS = frozenset({"GET", "HEAD"})
-#: The number of latencies that are kept, between computations of the delay, and before the first one.
+#: The number of latencies that are kept, between two computations of the delay, and before the first one.
 KEPT, EVERY, LEAST = 512, 32, 20
 #: The maximum budget, in second tries, and the budget below which requests wait longer for a second try: up
 #: to twice as long when nothing is left.
@@ -33,8 +33,8 @@ MAX_GRANTED = 8
 
 #: Sends a request.
 Try: TypeAlias = Callable[[Receive, Send], Coroutine[Any, Any, None]]
-#: Takes a replica for a second try; returns the coroutine, and what gives the replica back, or None if there
-#: is no replica. A task that is cancelled before its first step never enters its coroutine.
+#: Takes a replica for a second try; returns the coroutine and a function that releases the replica, or None
+#: if there is no replica. A task that is cancelled before its first step never enters its coroutine.
 SecondTry: TypeAlias = "Callable[[Send], tuple[Coroutine[Any, Any, None], Callable[[], object]] | None]"
 
 
@@ -48,7 +48,7 @@ class Sent:
 
 
 def note_sent(envelope: Envelope, tag: str) -> None:
-    """Record which replica has a request, empty for none, unless a request router records it."""
+    """Record which replica has a request (empty for none), unless a request router records it."""
     if type(envelope.routed) is Sent:
         envelope.routed.tag = tag
 
@@ -62,7 +62,7 @@ def sent_to(envelope: Envelope) -> str:
 
 
 def no_body() -> Receive:
-    """Return the ``receive`` of a second try: an empty body, and then nothing as long as the client stays.
+    """Return the ``receive`` of a second try: an empty body, and then nothing while the client is connected.
 
     A disconnect would end a streamed response. When the client leaves, the try is cancelled.
     """
@@ -121,7 +121,7 @@ class Hedging:
         ]
 
     async def send(self, first: Try, second: SecondTry, receive: Receive, send: Send) -> None:
-        """Send a request, and once more if that takes long."""
+        """Send a request, and send it to a second replica if it takes long."""
         self._saved = min(self._saved + self._budget, MAX_SAVED)
         self._grant()
         loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class Hedging:
             self._late.pop(race, None)
             for each in tasks:
                 each.cancel()
-            if self._late:  # not now: those that end at the same time need no second try
+            if self._late:  # later, because requests that end at the same time need no second try
                 loop.call_soon(self._grant)
 
     def _pause_s(self) -> float | None:
@@ -153,8 +153,8 @@ class Hedging:
     def _grant(self) -> None:
         """Begin second tries of the oldest late requests, as far as budget and replicas allow.
 
-        While requests wait for the budget, those that are only slightly slower than most end. So the budget
-        is spent on slow ones.
+        Requests that are only slightly slower than most end while they wait for the budget, so the budget is
+        spent on slow ones.
         """
         if self._saved < 1 or not self._late:
             return
@@ -179,13 +179,13 @@ class Hedging:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # nothing reads the error of the slower try
+            task.exception()  # marked as retrieved, because nothing reads the error of the slower try
 
     def _note(self, took_s: float) -> None:
         self._latencies.append(took_s)
         self._seen += 1
         if len(self._latencies) >= LEAST and (self.delay_s is None or self._seen % EVERY == 0):
-            # A quantile, because the greatest latency may be that of a slow request.
+            # A quantile, because the largest latency may belong to a slow request.
             found = sorted(self._latencies)[math.ceil(self._quantile * len(self._latencies)) - 1]
             # Slightly longer, so that none of many equal requests is late.
             self.delay_s = max(1.01 * found, self._min_delay_s)
@@ -198,9 +198,9 @@ class _Race:
         self._send = send
         self.tasks: list[asyncio.Task[None]] = []
         self.winner: int | None = None
-        #: Done when one of them has won.
+        #: Done when one of the tries has won.
         self._decided: asyncio.Future[None] = loop.create_future()
-        #: Done when there is a second one.
+        #: Done when there is a second try.
         self._joined: asyncio.Future[None] = loop.create_future()
 
     def sender(self, number: int) -> Send:
@@ -216,7 +216,7 @@ class _Race:
         return take
 
     async def is_open(self, pause_s: float | None) -> bool:
-        """Wait; return whether the first try has neither answered nor ended by then."""
+        """Wait for some time; return whether the first try has neither answered nor ended by then."""
         first = [self.tasks[0], self._decided]
         await asyncio.wait(first, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         return self.is_on
@@ -232,7 +232,7 @@ class _Race:
         self._joined.set_result(None)
 
     async def run(self) -> int:
-        """Return the number of the try that has won or ended last, and cancel the other one."""
+        """Return the number of the try that has won, or that ended last; cancel the other one."""
         tasks = self.tasks
         while self.winner is None and (running := [each for each in tasks if not each.done()]):
             news = [self._decided] if len(tasks) == 2 else [self._decided, self._joined]

@@ -56,7 +56,7 @@ class ReplicaID:
 
 
 class RunningReplica:
-    """A replica to choose; it is the same object as long as the replica runs.
+    """A replica to choose from; the object stays the same while the replica runs.
 
     Attributes
     ----------
@@ -96,22 +96,22 @@ class RunningReplica:
 
     @property
     def max_ongoing_requests(self) -> int:
-        """How many requests it runs concurrently."""
+        """How many requests the replica runs concurrently."""
         return self._entry.concurrency
 
     @property
     def ongoing_requests(self) -> int:
-        """The number of requests of this process that it has."""
+        """The number of this process's requests at the replica."""
         return self._entry.in_flight
 
     @property
     def queue_len(self) -> float:
-        """The number of requests that it has from all processes, as it last reported."""
+        """The number of requests from all processes, as last reported by the replica."""
         return self._entry.score(self._now())
 
     @property
     def has_room(self) -> bool:
-        """Whether it can take a request now."""
+        """Whether the replica can take a request now."""
         entry = self._entry
         return entry.index >= 0 and not entry.is_full
 
@@ -127,7 +127,7 @@ def host_of(worker: str) -> str:
 
 @dataclass(slots=True)
 class RequestRoutingContext:
-    """What routers have tried for a request; only routers read and write it."""
+    """What routers have already tried for a request; only routers read and write it."""
 
     multiplexed_start_matching_time: float | None = None
     tried_fewest_multiplexed_models: bool = False
@@ -148,7 +148,7 @@ class RequestMetadata:
 
     @property
     def is_http_request(self) -> bool:
-        """Whether it is an HTTP request, and not a call of a handle."""
+        """Whether the request is an HTTP request, rather than a handle call."""
         return self._envelope.kind is EnvelopeKind.HTTP
 
     @property
@@ -168,7 +168,7 @@ class RequestMetadata:
 
     @property
     def internal_request_id(self) -> str:
-        """The same as ``request_id``, because ids are not shared between requests."""
+        """The same as ``request_id``, which is already unique."""
         return self.request_id
 
     @property
@@ -178,17 +178,17 @@ class RequestMetadata:
 
     @property
     def route(self) -> str:
-        """The route of the HTTP request, or of the one that a call belongs to."""
+        """The route of the HTTP request, or of the HTTP request that a call belongs to."""
         return str(self._facts.get("route") or "")
 
     @property
     def multiplexed_model_id(self) -> str:
-        """The id of the model that it names."""
+        """The id of the model that the request names."""
         return str(self._facts.get("model_id") or self._facts.get("multiplexed_model_id") or "")
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the call is a streaming one."""
+        """Whether the call streams its results."""
         return bool(self._envelope.head.get("stream"))
 
     @property
@@ -203,7 +203,7 @@ class RequestMetadata:
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers of the HTTP request; none for a call."""
+        """The headers of the HTTP request; empty for a call."""
         found: Sequence[tuple[bytes, bytes]] = self._envelope.head.get("headers", ())
         return found if self.is_http_request else ()
 
@@ -241,9 +241,9 @@ class PendingRequest:
         self.metadata = RequestMetadata(envelope, session_id)
         self.created_at = now
         self.body = b""
-        #: The replica that has it; None before, and if a router did not choose it.
+        #: The replica that has the request; None before one is chosen, or if no router chose it.
         self.replica: RunningReplica | None = None
-        #: The option by which its session was read.
+        #: The option that says where the session is read from, as it was when the session was read.
         self.session_place = ""
         #: The `RequestRouting` that chose the replica; a new one is made when the options change.
         self.sent_by: object = None
@@ -253,19 +253,19 @@ class PendingRequest:
 
     @property
     def routing_context(self) -> RequestRoutingContext:
-        """What routers have tried for it."""
+        """What routers have already tried for the request."""
         if self._context is None:
             self._context = RequestRoutingContext()
         return self._context
 
     @property
     def args(self) -> Sequence[Any]:
-        """The positional arguments of a call, copied; none for HTTP, and if they are large."""
+        """The positional arguments of a call, copied; empty for HTTP, and if they are large."""
         return self._unpickled()[0]
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """The keyword arguments of a call, copied; none for HTTP, and if they are large."""
+        """The keyword arguments of a call, copied; empty for HTTP, and if they are large."""
         return self._unpickled()[1]
 
     def _unpickled(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -295,7 +295,7 @@ class RequestRouter:
 
     #: Whether `PendingRequest.body` is read before a router is asked for an HTTP request.
     wants_body = False
-    #: The weight of the newest request in `RunningReplica.latency_s`; for built-in routers.
+    #: The weight of the newest request in `RunningReplica.latency_s`; set by built-in routers.
     latency_weight = 0.2
 
     def __init__(
@@ -318,7 +318,7 @@ class RequestRouter:
         """Take the ``request_router_kwargs``; called once, before everything else."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Record the running replicas; called at first, and whenever they change."""
+        """Record the running replicas; called at the beginning and whenever they change."""
         self._replicas = {each.replica_id: each for each in replicas}
         self._replicas_list = replicas
         self._replica_id_set = set(self._replicas)
@@ -329,7 +329,7 @@ class RequestRouter:
         """Return lists of replicas, the best list first; may be ``async`` as long as it awaits nothing.
 
         The request goes to the least loaded replica with room in the first list that has one. If no list has
-        one, it waits, and the router is asked again.
+        such a replica, the request waits, and the router is asked again.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method choose_replicas")
 
@@ -375,7 +375,7 @@ class LocalityMixin(RequestRouter):
     """Methods for a router that prefers replicas on its own host."""
 
     def apply_locality_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas on this host at the first call for a request, later of all."""
+        """Return the ids of the replicas on this host at a request's first call, later those of all."""
         if pending_request is not None and not pending_request.routing_context.tried_same_node:
             pending_request.routing_context.tried_same_node = True
             near = {each.replica_id for each in self._replicas_list if each.node_id == self._self_node_id}
@@ -384,7 +384,7 @@ class LocalityMixin(RequestRouter):
         return set(self._replica_id_set)
 
     def rank_replicas_via_locality(self, replicas: Iterable[RunningReplica]) -> list[list[RunningReplica]]:
-        """Return the replicas on this host, an empty list in place of those in its zone, and the others."""
+        """Return three lists: the replicas on this host, an empty one (for Ray's zones), and the others."""
         ranks: list[list[RunningReplica]] = [[], [], []]
         for each in replicas:
             ranks[0 if each.node_id == self._self_node_id else 2].append(each)
@@ -395,7 +395,7 @@ class MultiplexMixin(RequestRouter):
     """Methods for a router that prefers replicas that have a request's model."""
 
     def apply_multiplex_routing(self, pending_request: PendingRequest | None = None) -> set[ReplicaID]:
-        """Return the ids of the replicas that have a request's model, or else the fewest models."""
+        """Return the ids of the replicas that have a request's model, or of those with the fewest models."""
         model_id = "" if pending_request is None else pending_request.metadata.multiplexed_model_id
         model_id = short_id(model_id)
         if not model_id:

@@ -90,7 +90,7 @@ class SameHostRouter(RequestRouter):
     def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return two replicas of this host, all of it, and then any."""
+        """Return two replicas of this host, then all replicas of this host, then all replicas."""
         near = self._near
         return [*(two_of(near, self.rng) if near else ()), *two_of(candidate_replicas, self.rng)]
 

@@ -1,20 +1,20 @@
 """A router that sends prompts with a common beginning to the replica that has it in its cache.
 
-Problem: a language model does not compute a beginning again that is in its cache, but each replica has its
-own cache. If a router only followed the caches, a beginning that all prompts share would send all of them to
-one replica.
+Problem: a language model does not compute a beginning again if its cache has it, but each replica has its own
+cache. If a router only followed the caches, a beginning that all prompts share would send them all to one
+replica.
 
 Choice: the router cuts a text into blocks, which become longer towards its end, and hashes each block
 together with the hash of the block before it. So a hash names a whole beginning. Of a long block, the router
 hashes only the first and the last characters, because hashing all of a long prompt would take longer than the
-rest of the choice. Prompts that differ only in between go to the same replica, which then computes a part
-again. For the same reason, the router compares the body of an HTTP request as the client wrote it, from the
-prompt on.
+rest of the choice. Prompts that differ only in between go to the same replica, which then computes a part of
+the prompt again. For the same reason, the router compares the body of an HTTP request as the client wrote it,
+from the prompt on.
 
 For each hash, the router keeps the replicas that last got a text with this beginning. A request goes to the
 least loaded of the replicas that have the longest part of its beginning. If that replica has so many more
 requests than others that waiting would take longer than computing, the request goes to another one. A text
-with an unknown beginning goes to the replica that consistent hashing of its first block names, so all
+with an unknown beginning goes to the replica that consistent hashing of its first block selects, so all
 processes choose the same replica.
 
 The router forgets the least recently used beginnings, in two generations. A beginning that is used moves to
@@ -71,12 +71,13 @@ def _blocks() -> Iterator[tuple[int, int, int, int]]:
 
 _BLOCKS = tuple(_blocks())
 _NAMES = ("prompt", "messages", "input", "inputs", "text")
-#: The key of a prompt in JSON. The quotes of a text have a backslash before them, so this is in no text.
+#: The key of a prompt in JSON. Quotes inside a JSON string are escaped with a backslash, so this pattern
+#: cannot match inside one.
 _KEY = re.compile(rf'"(?:{"|".join(_NAMES)})"\s*:\s*'.encode())
 
 
 class PrefixAffinityRouter(ConsistentHashRouter):
-    """Sends a prompt to the replica that had the longest part of its beginning before."""
+    """Sends a prompt to the replica that most likely has the longest part of its beginning in its cache."""
 
     wants_body = True
 
@@ -89,7 +90,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
     ) -> None:
         """Set the allowed imbalance, the share of a text that must be known, and the number of beginnings.
 
-        Ray Serve's options of the eviction of its tree are accepted and have no effect.
+        Ray Serve's options for the eviction of its tree are accepted without effect.
         """
         unknown = sorted(name for name in ignored if not name.startswith(("do_eviction", "eviction_")))
         if unknown:
@@ -102,7 +103,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
             raise ValueError(f"max_beginnings must be a whole number from 1, got {max_beginnings!r}")
         super().initialize_state()
         self._imbalance, self._match, self._most = imbalanced_threshold, match_rate_threshold, max_beginnings
-        #: The replicas that got a text with each beginning, the most recent one first. Two generations.
+        #: The replicas that got a text with each beginning, the most recent one first, in two generations.
         self._young: dict[int, tuple[str, ...]] = {}
         self._old: dict[int, tuple[str, ...]] = {}
         self._asked: tuple[PendingRequest, list[int]] | None = None
@@ -135,7 +136,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
     def _drawn_beside(
         self, one: RunningReplica, replicas: list[RunningReplica]
     ) -> tuple[RunningReplica, float]:
-        """Return the less loaded of two random replicas other than one, and its queue length."""
+        """Return the less loaded of two random replicas, excluding one, and its queue length."""
         count, found, least = len(replicas), one, math.inf
         for _ in range(2):
             place = int(self.rng.random() * count)
@@ -147,7 +148,7 @@ class PrefixAffinityRouter(ConsistentHashRouter):
         return found, least
 
     def _nearest(self, names: Sequence[int]) -> tuple[list[RunningReplica], int]:
-        """Return the replicas that have the longest beginning with any, and its length in blocks."""
+        """Return the replicas that have the longest known beginning, and its length in blocks."""
         young, old, by_tag = self._young, self._old, self._by_tag
         low, high = 0, len(names)
         # If a beginning is known, all shorter ones are known.
@@ -194,7 +195,7 @@ def beginnings_of(text: str | bytes) -> list[int]:
     for start, head, tail, end in _BLOCKS:
         if end <= length:
             name = hash((name, text[start:head], text[tail:end]))
-        else:  # a part of a block is not a block
+        else:  # an incomplete block is not hashed
             name = hash((name, text[start:head], text[max(start, length - END_CHARACTERS) :], length))
         found.append(name)
         if end >= length:
@@ -203,7 +204,7 @@ def beginnings_of(text: str | bytes) -> list[int]:
 
 
 def text_of(request: PendingRequest) -> str | bytes:
-    """Return the prompt of a request: its JSON body from the prompt on, or that in its arguments."""
+    """Return the prompt of a request: its JSON body from the prompt on, or the prompt in its arguments."""
     if not request.metadata.is_http_request:
         return next(filter(None, map(prompt_in, _arguments_of(request))), "")
     body = request.body
@@ -215,7 +216,7 @@ def text_of(request: PendingRequest) -> str | bytes:
 def _arguments_of(request: PendingRequest) -> Sequence[Any]:
     try:
         return [*request.args, request.kwargs]
-    except Exception:  # whatever unpickling raises
+    except Exception:  # unpickling may raise anything
         return ()
 
 
@@ -227,7 +228,7 @@ def prompt_in(value: Any) -> str:
     try:
         for name in _NAMES:
             found = read(name, None)
-            # The type first: an array has no truth.
+            # Check the type first, because an array has no truth value.
             if isinstance(found, str) and found:
                 return found
             if isinstance(found, (list, tuple)) and found:

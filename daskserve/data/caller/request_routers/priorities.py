@@ -37,7 +37,7 @@ class Order:
     by_deadline: bool = False
 
     def priority_of(self, envelope: Envelope) -> int:
-        """Return the priority of a request; 0 if it names none, or no valid one."""
+        """Return the priority of a request; 0 if it has none or an invalid one."""
         if envelope.kind is not EnvelopeKind.HTTP:
             facts = envelope.head.get("facts")
             return self._read(facts["priority"]) if facts and "priority" in facts else 0
@@ -69,7 +69,7 @@ class Order:
 
 
 class RankedQueue(Generic[T]):
-    """Items by priority, and by deadline or arrival among those of one priority.
+    """Items by priority, and by deadline or arrival within one priority.
 
     An item that is removed elsewhere stays here until its turn, and is skipped then.
 
@@ -84,7 +84,7 @@ class RankedQueue(Generic[T]):
         self._is_there = is_there
         self._classes: dict[int, list[tuple[float, int, T]]] = {}
         self._numbers = itertools.count(1)
-        #: How much of its share each priority has had.
+        #: How much of its share each priority has used.
         self._passed: dict[int, float] = {}
         self._now = 0.0
 
@@ -94,7 +94,7 @@ class RankedQueue(Generic[T]):
         key = 0.0 if not self._order.by_deadline else math.inf if deadline is None else deadline
         heap = self._classes.setdefault(priority, [])
         if not heap:
-            # A priority without items so far must not catch up.
+            # A priority that had no items until now must not catch up.
             self._passed[priority] = max(self._passed.get(priority, 0.0), self._now)
         heapq.heappush(heap, (-math.inf if is_first else key, -number if is_first else number, item))
 
@@ -126,10 +126,10 @@ class RankedQueue(Generic[T]):
         return min(priorities, key=lambda each: (passed[each], -each))
 
     def lowest_below(self, priority: int) -> T | None:
-        """Return the item that would be served last if its priority is lower than one; else None."""
+        """Return the item that would be served last, if its priority is below a limit; otherwise None."""
         while self._classes and (lowest := min(self._classes)) < priority:
             heap = self._classes[lowest]
-            heap.sort()  # a sorted list is a heap, and to sort it again costs little
+            heap.sort()  # a sorted list is a heap, and sorting it again costs little
             while heap and not self._is_there(heap[-1][2]):
                 del heap[-1]
             if heap:

@@ -1,9 +1,9 @@
-"""The choice of replicas by a request router that an option names.
+"""Chooses replicas with the request router that an option names.
 
 A built-in router runs where requests are sent. A router of the user is loaded and runs in its own thread
 (`daskserve.data.caller.request_routers.thread`). Until it is loaded, and whenever it raises an error, is late
-or returns no valid answer, requests go where they would go without a router. Each kind of failure is logged
-once, and all failures are counted.
+or returns no valid answer, requests are routed as without a router. Each kind of failure is logged once, and
+all failures are counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger("daskserve.router")
 #: A failure counts as a latency of at least this multiple of the mean of all replicas, up to a maximum.
 FAILED_FACTOR = 3.0
 MAX_FAILED_S = 60.0
-#: How often each replica may be named in an answer, on average; the rest of the answer is ignored.
+#: Maximum number of times that each replica may be named in an answer, on average; the rest is ignored.
 MAX_NAMED = 10
 
 
@@ -85,7 +85,7 @@ class RequestRouting:
         self_node_id: str = "",
     ) -> None:
         self.setup = setup
-        #: When the router is asked again, because it has named no replica.
+        #: When to ask the router again, because it has named no replica.
         self.ask_again_at: float | None = None
         self._attempts = 0
         self._tag = tag
@@ -115,7 +115,7 @@ class RequestRouting:
             self._thread = RouterThread(f"daskserve-router-{tag}")
             self._thread.tell(self._load, setup.router)
 
-    # ---- making the router
+    # ---- creating the router
 
     def _new_router(self, kind: type[RequestRouter], **more: Any) -> RequestRouter:
         router = kind(self._deployment, rng=seeded_rng(self._rng.getrandbits(64)), **more)
@@ -123,7 +123,7 @@ class RequestRouting:
         return router
 
     def _load(self, named: str) -> None:
-        """Make a user's router, in its thread."""
+        """Create a user's router, in its thread."""
         try:
             router = self._made(load_router(named))
         except BaseException as error:  # SystemExit would end the thread
@@ -165,7 +165,7 @@ class RequestRouting:
             each.multiplexed_model_ids = models_of(tag)
 
     def request_of(self, envelope: Envelope) -> PendingRequest:
-        """Return the request as the router sees it; it is created once, and kept in the envelope."""
+        """Return the request in the form for routers; created once, and kept in the envelope."""
         found = envelope.routed
         if type(found) is not PendingRequest:
             found = PendingRequest(envelope, self._session_of(envelope), self._loop.time())
@@ -190,7 +190,7 @@ class RequestRouting:
         request = self.request_of(envelope)
         request.replica = None
         if self._router is None or (self._thread is not None and not self._thread.is_usable):
-            if self.trouble.text:  # else it is still being loaded
+            if self.trouble.text:  # otherwise the router is still being loaded
                 self.trouble.count("load" if self._router is None else "late")
             return _take_without(self, other(), now)
         try:
@@ -221,19 +221,20 @@ class RequestRouting:
             return self._best_of(self._thread.ask(self._choose, router, request), but)
         try:
             ranks = router.choose_replicas(self._replicas, request)
-        except Exception as error:  # whatever a request may contain
+        except Exception as error:  # a request may contain anything
             raise RouterError("error", f"raised {summary_of(error)}") from error
         return self._best_of(ranks, but)
 
     def _choose(self, router: RequestRouter, request: PendingRequest) -> list[list[Any]]:
         """Return the answer of a user's router as lists; runs in its thread."""
         try:
-            ask = partial(router.choose_replicas, [*self._replicas], request)  # it may change the list
+            # a copy, because the router may change the list
+            ask = partial(router.choose_replicas, [*self._replicas], request)
             found = ask()
             if isinstance(found, Coroutine):
                 assert self._thread is not None
                 found = self._thread.finished(found, ask)
-        except BaseException as error:  # user code may raise anything, also SystemExit
+        except BaseException as error:  # user code may raise anything, even SystemExit
             raise RouterError("error", f"raised {summary_of(error)}") from error
         try:
             left = MAX_NAMED * max(len(self._replicas), 1)
@@ -263,7 +264,7 @@ class RequestRouting:
                 entry = each._entry
                 is_empty = False
                 if entry.index < 0 or self._known.get(entry.tag) is not each or entry.tag == but:
-                    continue  # it is full, or has stopped meanwhile
+                    continue  # the replica is full, or has stopped in the meantime
                 if entry.is_full:
                     waiting = waiting or entry
                     continue
@@ -299,20 +300,21 @@ class RequestRouting:
         self._tell(router.update_replicas, [*self._replicas])
 
     def ended(self, envelope: Envelope, now: float, outcome: Load | Exception | None) -> None:
-        """Record how a request has ended at a replica; None if that says nothing about the replica.
+        """Record how a request has ended at a replica; None if the end says nothing about the replica.
 
         The request may be sent again. Idempotent.
         """
         request = envelope.routed
         if type(request) is not PendingRequest:
-            return  # it began before there was a router
+            return  # the request began before there was a router
         replica, request.replica = request.replica, None
         if replica is None or request.sent_by is not self:
             return  # an earlier router has chosen the replica
         latency_s, took_s = replica.latency_s, now - request.sent_at
         is_good = type(outcome) is Load and not request.has_failed
         if not is_good and (request.has_failed or type(outcome) not in (NoneType, ReplicaBusyError)):
-            # Errors come quickly, but must not make a failing replica look fast. There may be no replicas.
+            # Failing requests end quickly, but must not make a failing replica look fast. There may be no
+            # replicas.
             mean_s = sum(each.latency_s for each in self._replicas) / (len(self._replicas) or 1)
             took_s = max(took_s, min(FAILED_FACTOR * mean_s, MAX_FAILED_S))
         # The weight of a user's router is not used: a wrong value would fail the request.
@@ -333,7 +335,7 @@ class RequestRouting:
     def _told(self, function: Callable[..., Any], *args: Any) -> None:
         try:
             function(*args)
-        except BaseException as error:  # user code may raise anything, also SystemExit
+        except BaseException as error:  # user code may raise anything, even SystemExit
             text = f"raised {summary_of(error)} in {getattr(function, '__name__', 'a method')}"
             self._post(self.trouble.note, RouterError("error", text))
 
@@ -360,7 +362,7 @@ class RequestRouting:
 
 
 def bound_by(routing: RequestRouting, envelope: Envelope) -> str:
-    """Return the session of a request if it alone decides which replicas may have it; else empty."""
+    """Return the session of a request if it alone decides which replicas may get it; otherwise empty."""
     is_by_session = BUILT_IN.get(routing.setup.router) is ConsistentHashRouter
     return routing.request_of(envelope).metadata.session_id if is_by_session else ""
 
@@ -382,14 +384,14 @@ def noting_failure(routing: RequestRouting, envelope: Envelope, send: Send) -> S
 def _take_without(routing: RequestRouting, pick: Pick | None, now: float) -> Any:
     taken = routing._pool.take(now, routing._rng, pick)
     if taken is None and pick is not None:
-        routing._wait_to_ask()  # its choice depends on the time
+        routing._wait_to_ask()  # the router's choice depends on the time
     return taken
 
 
 def take_other(routing: RequestRouting, envelope: Envelope, tag: str, now: float) -> Any:
     """Return a replica that the router chooses for a second try, counting one more in flight there.
 
-    ``tag`` is that of the first try, which is excluded; None if there is no other replica.
+    ``tag`` is the replica of the first try, which is excluded. Returns None if there is no other replica.
     """
     request = routing.request_of(envelope)
     thread = routing._thread

@@ -31,7 +31,7 @@ from daskserve.loops.processors import Follower
 
 #: How long the event loop waits for an answer.
 ANSWER_S = 0.1
-#: How long a late router is not asked; doubled each time.
+#: How long a late router is not asked; doubles each time.
 PENALTY_S = 1.0
 MAX_PENALTY_S = 60.0
 #: Maximum number of events that wait for the router; later ones are dropped.
@@ -73,7 +73,7 @@ class RouterThread:
         jobs = self._jobs
         while not self._is_closed:
             os.read(self._wakes, 64)
-            self._is_awake = False  # first, so that a job that is put from now on writes again
+            self._is_awake = False  # set first, so that a job that is added from now on writes again
             while jobs:
                 jobs.popleft()()
         os.close(self._wakes)
@@ -87,7 +87,7 @@ class RouterThread:
             os.write(self._wake, b".")
 
     def close(self) -> None:
-        """End the thread after the jobs that it already has."""
+        """End the thread after the jobs that are already queued."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self._wake)  # the end of the pipe wakes the thread
@@ -113,12 +113,12 @@ class RouterThread:
         job = _Ask(function, args)
         self._follower.follow()
         self._put(job)
-        # The first try is for the usual case: without a time limit, it is a fifth of the cost.
+        # The first attempt is for the usual case: without a time limit, it costs a fifth.
         if not job.answered.acquire(False) and not job.answered.acquire(True, ANSWER_S):
             self._late = job
-            self._follower.release()  # it may compute for long
+            self._follower.release()  # the router may compute for a long time
             if stopwatch() - self._not_before >= MAX_PENALTY_S:
-                self._penalty_s = PENALTY_S  # it has long been in time
+                self._penalty_s = PENALTY_S  # the router has been in time for long
             self._not_before = stopwatch() + self._penalty_s
             self._penalty_s = min(2 * self._penalty_s, MAX_PENALTY_S)
             raise RouterError("late", f"has not answered within {shown(ANSWER_S)} s")
@@ -127,7 +127,7 @@ class RouterThread:
         return job.value
 
     def tell(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function in the thread without waiting; the function must handle its errors."""
+        """Call a function in the thread without waiting; the function must handle its own errors."""
         if self._told - self._heard < MAX_BEHIND:
             self._told += 1
             self._put(partial(self._hear, function, *args))
@@ -141,8 +141,8 @@ class RouterThread:
     def finished(self, coroutine: Coroutine[Any, Any, Any], again: Callable[[], Any]) -> Any:
         """Return the result of a coroutine; runs in the thread.
 
-        Most await nothing and are run without an event loop, which would take ten times as long. If one does,
-        it is called ``again`` on a loop, and so are all later ones.
+        Most coroutines do not wait, and run without an event loop, which would take ten times as long. Once
+        one does wait, it is called ``again`` on a loop, and so are all later ones.
         """
         if not self._needs_loop:
             try:

@@ -11,7 +11,7 @@ from daskserve.telemetry.table import MetricSample
 
 logger = logging.getLogger("daskserve.router")
 
-#: How long a failure of the router is reported as a trouble of its deployment.
+#: How long a failure of the router is reported to the controller.
 TROUBLE_S = 60.0
 
 
@@ -50,12 +50,12 @@ class RouterTrouble:
         self.on_new()
 
     def count(self, kind: str) -> None:
-        """Count a request for which the router has not chosen."""
+        """Count a request for which the router did not choose."""
         self._failed_at = self._now()
         self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
 
     def present(self, *, is_made: bool) -> str:
-        """Return the present failure; empty if there is none. ``is_made``: a router is loaded."""
+        """Return the present failure; empty if there is none. ``is_made`` says whether a router is loaded."""
         is_over = is_made and self._now() - self._failed_at >= TROUBLE_S
         return "" if is_over else self.text
 

@@ -27,7 +27,7 @@ class ReplicaAvailability:
         self.is_deleted = False
         #: Whether the target capacity is 0 %, so that no replica will start.
         self._is_off = False
-        #: Why no replica can load its code; empty if one can, as far as is known.
+        #: Why no replica can load its code; empty if a replica can, or if that is not known.
         self._unloadable = ""
         #: Set while the backend is being deleted: the error of its deploy, or an empty text.
         self._ending: str | None = None
@@ -47,7 +47,7 @@ class ReplicaAvailability:
         return described(self._tag, self._kind)
 
     def may_wait(self, *, has_replicas: bool) -> bool:
-        """Return whether there is, or may soon be, a replica for the requests that wait."""
+        """Return whether there is or may soon be a replica for the waiting requests."""
         if self.is_deleted or self._ending is not None:
             return False
         return has_replicas or not (self._is_off or self._unloadable or self.contact.is_lost)

@@ -1,8 +1,8 @@
 """Fails requests without a replica while no controller answers.
 
 Requests without a replica wait until the controller starts one. If all workers have left, there is no
-controller, and the requests would wait for ever. So they fail after `CONTROLLER_S` without an answer of a
-controller, and so do new ones, until a controller answers again. Requests to running replicas need no
+controller, and the requests would wait for ever. So after `CONTROLLER_S` without an answer from a controller,
+they fail, and so do new requests, until a controller answers again. Requests to running replicas need no
 controller.
 """
 

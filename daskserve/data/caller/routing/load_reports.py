@@ -28,9 +28,9 @@ logger = logging.getLogger("daskserve.router")
 PERIOD_S = 1.0
 #: Period while requests wait without replicas: their number decides how many replicas start.
 STARVING_PERIOD_S = 0.25
-#: Period if the only thing to report is that a user's request router fails.
+#: Period of the reports if only failures of a user's request router need to be reported.
 TROUBLE_PERIOD_S = 5.0
-#: Delay of an urgent report: the first one from a burst should count all of it.
+#: Delay of an urgent report: the first report of a burst should count all of its requests.
 GATHER_S = 0.02
 #: Delay before the next report after one failed, for example because the controller is being replaced.
 REPORT_RETRY_S = 0.1
@@ -83,7 +83,7 @@ class LoadReports:
         self._calls = calls
         self._backlogs = backlogs
         self._is_watched = False
-        #: Returns the fault of a backend's request router; empty without one.
+        #: For each backend, a function that returns the error of its request router; empty if there is none.
         self._troubles: dict[BackendTag, Callable[[], str]] = {}
         self._name = uuid.uuid4().hex
         self._is_urgent = asyncio.Event()

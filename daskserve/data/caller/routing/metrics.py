@@ -67,7 +67,7 @@ class CallMetrics:
 
     @property
     def failed(self) -> int:
-        """The number of calls that raised, without those that their callers cancelled."""
+        """The number of calls that raised, without those that the caller cancelled."""
         return sum(self.errors.values()) - self.errors.get(CANCELLED, 0)
 
     def samples(self, instance: str, endpoint: str) -> list[MetricSample]:

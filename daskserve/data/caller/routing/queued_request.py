@@ -47,7 +47,7 @@ def place_in_queue(
 ) -> tuple[PooledReplica, bool, bool]:
     """Return the replica for a request, whether it is sent to the queue there, and whether it is set aside.
 
-    This is the replica that was taken for it, unless that takes no requests of batch jobs.
+    This is the replica that was taken for it, unless that replica accepts no requests of batch jobs.
     """
     refused_at, ongoing = replica.batch_room
     if now - refused_at >= ROOM_S or priority_of(envelope) > BATCH_PRIORITY:
@@ -57,7 +57,7 @@ def place_in_queue(
         if others:
             other = choose(others, now, rng)
             pool.leave_queue(replica)
-            set_aside(pool, replica)  # and not counted there: it goes to the other replica
+            set_aside(pool, replica)  # not counted there, because the request goes to the other replica
             replica.aside.count -= 1
             other.in_flight += 1
             return other, True, True
@@ -118,7 +118,7 @@ class QueuedRequest:
         """
         try:
             if self._is_aside:
-                self._on_slot()  # the replica has room for the requests behind it
+                self._on_slot()  # the replica also has room for the next requests
                 await self._replica.aside.take()
                 self._has_turn = True
             left_s = max(QUEUE_TIMEOUT_S / max(self._pool.size, 1), MIN_QUEUE_TIMEOUT_S)
@@ -127,7 +127,8 @@ class QueuedRequest:
             return await request.respond(receive, self.send)
         except ReplicaBusyError:
             if self._has_turn:
-                # The replica has room for others, so it is not suspended, and may refuse this one at once.
+                # The replica has room for live requests, so it is not suspended, and may refuse this request
+                # at once.
                 await self._clock.sleep(BUSY_BACKOFF_S)
             raise
         finally:

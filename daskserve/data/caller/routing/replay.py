@@ -5,8 +5,8 @@ method is idempotent (RFC 9110, 9.2.2), its body was small enough to keep, and n
 been sent. The caller never gets two responses.
 
 A request that had not begun is retried whatever its method. A channel may already have read the first message
-of its body, so the retry sends that message again. A body that comes as one message is held by its sender
-anyway, so it is kept whatever its size.
+of its body, so the retry sends that message again. A body in one message is in the sender's memory in any
+case, so it is kept whatever its size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Replay:
             return self._ahead.popleft()
         message, self._peeked = self._peeked or await self._receive(), None
         if self._envelope.has_started():
-            self._kept.clear()  # a retry is no longer possible, and a WebSocket may last for days
+            self._kept.clear()  # no retry is possible any more, and a WebSocket may stay open for days
         elif self._kept_bytes <= KEPT_BYTES:
             self._kept_bytes += len(message.get("body", b""))
             self._is_whole = not (self._kept or message.get("more_body", False))

@@ -85,7 +85,7 @@ class ReplicaSet:
         self.pool = ReplicaPool(cluster.is_local, routes.to, cluster.handler_of)
         #: Whether waiting requests can expect a replica.
         self.availability = ReplicaAvailability(backend_of(tag), contact)
-        #: The two versions during a rollout, whose old version these replicas are; else None.
+        #: The two versions during a rollout, in which these replicas are the old version; otherwise None.
         self.versions: Versions | None = None
         #: The replicas of the new version, during a rollout.
         self.candidate: ReplicaSet | None = None
@@ -94,7 +94,7 @@ class ReplicaSet:
         self._apart = SuspectQueue(self.availability, self.pool, suspects, clock, rng, self._serve_waiting)
         #: None until the controller has published it; requests that arrive earlier wait.
         self.max_queued: int | None = None
-        #: Set by the first update.
+        #: Set by the first update from the controller.
         self._known = asyncio.Event()
         #: Fires when the first suspended replica may be used again.
         self._alarm = Alarm(self._serve_waiting)
@@ -190,12 +190,13 @@ class ReplicaSet:
     def release(
         self, replica: PooledReplica, outcome: Load | Exception | None, envelope: Envelope | None = None
     ) -> None:
-        """Record the end of a request to a replica, and the load or the failure of the replica."""
-        self.pool.release(replica)  # first: whatever fails below, the slot is free
+        """Record the end of a request to a replica, and the replica's load or failure."""
+        self.pool.release(replica)  # first, so that the slot is free whatever fails below
         if envelope is not None and envelope.routed is not None:
             self._waiting.ended(envelope, outcome)
         if type(outcome) is Load:
-            is_answer = envelope is None or envelope.note_turn is None  # else it was a WebSocket
+            # otherwise the request was a WebSocket
+            is_answer = envelope is None or envelope.note_turn is None
             self.pool.report(replica, outcome, self._clock.now(), is_answer=is_answer)
         elif isinstance(outcome, (ReplicaBusyError, ActorLostError)):
             self._note_refusal(replica, outcome, envelope, was_queued=False)
@@ -349,7 +350,7 @@ class ReplicaSet:
             self._report_load()
             self.availability.contact.watch()
         if self._waiting.is_selective:
-            self._serve_waiting()  # those before it may wait for other replicas
+            self._serve_waiting()  # earlier requests may wait for other replicas
         self._set_alarm()
         began = stopwatch()
         try:
@@ -391,7 +392,7 @@ class ReplicaSet:
         self._waiting.ended(envelope, None)
 
     def fail_waiting(self) -> None:
-        """Fail the requests that wait, unless there is or may soon be a replica for them."""
+        """Fail the waiting requests, unless there is or may soon be a replica for them."""
         if self.availability.may_wait(has_replicas=not self.pool.is_empty):
             return
         waiters = [*self._apart.clear(), *self._waiting]
@@ -431,7 +432,7 @@ async def _send_traced(
         raise
     finally:
         way.finish(failure)
-        del failure  # else an error's traceback holds this frame, and this frame the error
+        del failure  # otherwise an error's traceback refers to this frame, and this frame to the error
 
 
 def _take_at_once(

@@ -54,7 +54,7 @@ SAMPLING = "sampling_ratio"
 ENDPOINT_TIMEOUT_S = 10.0
 #: Number of deleted endpoints and backends that a process remembers, so that calls of them fail at once.
 MAX_DELETED = 200
-#: Maximum number of deployments whose calls to one endpoint are counted apart in one process.
+#: Maximum number of deployments whose calls to one endpoint are counted separately in one process.
 MAX_CALLERS = 1000
 
 logger = logging.getLogger("daskserve.router")
@@ -80,7 +80,7 @@ class Router:
 
     @property
     def backends(self) -> frozenset[BackendTag]:
-        """The backends with traffic or copies of requests, as far as they are known."""
+        """The backends with traffic or copies of requests, as far as known."""
         return frozenset() if self._policy is None else self._policy.backends
 
     @property
@@ -108,7 +108,7 @@ class Router:
         A request's backend is drawn later, so the rules of all backends are combined.
         """
         only = self.only
-        if only is not None and only.bodies is not None:  # as for most
+        if only is not None and only.bodies is not None:  # the usual case
             return only.bodies, default_max_bytes if only.max_body_bytes is None else only.max_body_bytes
         known = [self._routers.replica_set(each) for each in self.backends]
         sets = (*known, *(each.candidate for each in known))
@@ -122,7 +122,7 @@ class Router:
             await self._routers.replica_set(each).wait_until_known()
 
     def check_queue(self) -> None:
-        """Raise `BackPressureError` if no further request may wait, as far as that is known."""
+        """Raise `BackPressureError` if no further request may wait, as far as known."""
         if self.only is not None and self.only.waiting:
             check_queue(self.only)
 
@@ -178,7 +178,7 @@ class Router:
             raise self._gone()
 
     def _gone(self) -> ServeError:
-        """Return the error for requests to an endpoint that was deleted, or never existed."""
+        """Return the error for requests to an endpoint that was deleted or never existed."""
         for backend in self._policy.backends if self._policy is not None else ():
             if (error := self._routers.replica_set(backend).availability.ending_error()) is not None:
                 return error
@@ -337,7 +337,7 @@ class Routers:
         """
         router = self._routers.get(endpoint)
         if router is None or (router.published is None and not router.is_deleted):
-            return  # calls may wait for the first update
+            return  # keep it: calls may wait for the first update
         del self._routers[endpoint]
         self._stop_watching(f"endpoint/{endpoint}")
         self._forget_unused(router.backends)
@@ -384,7 +384,7 @@ class Routers:
         return found
 
     def _watch_facts(self, tag: BackendTag, kind: str, note: Callable[[Any], None] | None) -> None:
-        """Watch what is published of a backend's replicas, in place of an earlier watch of the same kind."""
+        """Watch a published value about a backend's replicas; replaces an earlier watch of the same kind."""
         kind, _, user = kind.partition("/")
         self._stop_watching(f"{kind}/{tag}/{user}")
         if note is not None:
@@ -413,7 +413,7 @@ class Routers:
             self._sets.pop(new.tag).close()
 
     def _update_versions(self, replicas: ReplicaSet, value: Any, rollout: Mapping[str, Any] | None) -> None:
-        """Apply what the controller published of a rollout, or that it has ended."""
+        """Apply the published state of a rollout, or its end."""
         tag, before = candidate_of(replicas.tag), replicas.versions
         new = self._sets.get(tag) or self._new_set(tag)
         if rollout is None:
@@ -455,7 +455,7 @@ class Routers:
         self._contact.watch()
 
     def _note_silent(self, workers: Sequence[WorkerAddress] | None) -> None:
-        """Give up requests at workers that do not answer; idempotent ones go to other replicas."""
+        """Fail requests at workers that do not answer; idempotent requests go to other replicas."""
         before, self._silent = self._silent, frozenset(workers or ())
         for worker in sorted(self._silent - before):
             if self._routes.to(worker) is not None:

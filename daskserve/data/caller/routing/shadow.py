@@ -79,13 +79,13 @@ class Shadow:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._behind_bytes = 0
         self._kind = "websocket" if envelope.head.get("type") == "websocket" else "http"
-        #: The set that owns the copy's task, for what follows it.
+        #: The set that owns the copy's task, and the tasks that follow it.
         self.tasks = tasks
         self.task = tasks.spawn(self._run(envelope, send_to), f"shadow-{backend}")
         self.task.add_done_callback(self._give_back)
 
     def put(self, message: Message) -> None:
-        """Give the copy a message that the original has read."""
+        """Pass the copy a message that the original has read."""
         if self.task.done():
             return
         self._behind_bytes += message_bytes(message)
@@ -126,7 +126,7 @@ class Shadow:
                 sending = until(envelope.deadline, sending, "The deadline of the request has passed.")
             await sending
         except Exception as error:
-            # A shadow must never affect the caller.
+            # Any error is ignored, because a shadow must never affect the caller.
             if self._answer is not None:
                 self._answer.error = error
             logger.debug("A shadow request to %s failed: %r", self._backend, error)
@@ -139,7 +139,7 @@ async def _drop(message: Message) -> None:
 async def send_with_copies(
     copies: Sequence[Shadow], send_to: SendTo, envelope: Envelope, receive: Receive, send: Send
 ) -> None:
-    """Send a request, and give its copies what it reads."""
+    """Send a request, and pass the messages that it reads to its copies."""
     if not envelope.has_body:
         for copy in copies:
             copy.put({"type": "http.request", "body": b"", "more_body": False})
@@ -154,7 +154,7 @@ async def send_with_copies(
     try:
         await send_to(envelope, receive_and_copy, send)
     except asyncio.CancelledError:
-        # The copy of an endless stream would never end.
+        # Ended here, because the copy of an endless stream would never end.
         for copy in copies:
             copy.task.cancel()
         raise
@@ -173,7 +173,7 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is kept."""
+        """Whether the whole answer is kept."""
         return self._bytes <= MAX_COMPARED_BYTES
 
     def note(self, message: Message) -> None:
@@ -225,10 +225,10 @@ class AnswerComparer:
     def __init__(self, path: str | None, slow_s: float = SLOW_S) -> None:
         self.path = path
         self._slow_s = slow_s
-        #: `failed` counts answers that the function could not compare; `trouble` is the last reason.
+        #: `failed` counts answers that the function could not compare; `trouble` is the last error.
         self.compared = self.different = self.failed = 0
         self.trouble = ""
-        #: The last differences.
+        #: The last differences, as texts.
         self.samples: deque[str] = deque(maxlen=KEPT_DIFFERENCES)
         self._pending = 0
         self._turn = asyncio.Lock()
@@ -243,11 +243,11 @@ class AnswerComparer:
         self._pending += 1
 
     def skip(self) -> None:
-        """Note that a copied request is not compared."""
+        """Record that a copied request is not compared."""
         self._pending -= 1
 
     async def compare(self, name: str, old: Answer, new: Answer, copy: asyncio.Task[None]) -> None:
-        """Compare two answers once the copy has its own."""
+        """Compare two answers once the copy is answered."""
         try:
             await asyncio.wait([copy])
             if copy.cancelled() or not (old.is_whole and new.is_whole):
@@ -276,7 +276,7 @@ class AnswerComparer:
         self.trouble = trouble[:MAX_SAMPLE]
 
     def _difference(self, old: Answer, new: Answer) -> tuple[str, str]:
-        """Return the difference between two answers, and why they cannot be compared; empty if none."""
+        """Return the difference between two answers, and why they cannot be compared; empty texts if none."""
         before, after = _shown_value(old), _shown_value(new)
         if isinstance(before, BaseException) or isinstance(after, BaseException):
             is_equal = _kind_of(before) == _kind_of(after)
@@ -293,14 +293,14 @@ class AnswerComparer:
         return ("" if is_equal else f"{_short(before)} != {_short(after)}"), ""
 
     def plain(self) -> list[Any]:
-        """Return the totals, the last differences and the last trouble as plain values."""
+        """Return the totals, the last differences and the last error as plain values."""
         return [self.compared, self.different, list(self.samples), self.failed, self.trouble]
 
 
 def _shown_value(answer: Answer) -> Any:
     try:
         return answer.value()
-    except BaseException as error:  # of user code, or of unpickling; this thread runs nothing else
+    except BaseException as error:  # raised by user code or unpickling; this thread runs nothing else
         return error
 
 
@@ -322,5 +322,5 @@ def _short(value: Any) -> str:
         return f"{value.status} {value.body[:MAX_SHOWN]!r}"
     try:
         return repr(value)[:MAX_SHOWN]
-    except Exception:  # of user code; the difference counts even if it cannot be shown
+    except Exception:  # raised by user code; the difference counts even if it cannot be shown
         return f"<{type(value).__name__}>"

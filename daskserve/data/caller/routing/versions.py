@@ -19,7 +19,8 @@ from daskserve.data.version_counts import is_socket, sent
 from daskserve.errors import NotFoundError
 from daskserve.telemetry.histogram import VersionCounter
 
-#: The header that names the version for one request, and the names of both beside their own.
+#: The header that selects the version for one request, and the values that are accepted besides the versions'
+#: names.
 _HEADER = b"x-serve-version"
 NEW, OLD = "candidate", "stable"
 #: The suffix of the tag of the new version's replica set; no backend's tag ends with it.
@@ -66,17 +67,17 @@ class Versions:
         self._counters = {NEW: VersionCounter(), OLD: VersionCounter()}
 
     def after(self, before: Versions | None) -> Versions:
-        """Take over the comparisons of an earlier step of the same rollout; return these versions."""
+        """Take over the comparisons of an earlier step of the same rollout; return this object."""
         if before is not None and before.key.partition("/")[0] == self.key.partition("/")[0]:
             self.comparer = before.comparer
         return self
 
     def choose(self, envelope: Envelope, shard_key: str, rng: random.Random) -> str | None:
-        """Draw the version for a request; return None if the request names one."""
+        """Draw the version for a request; return None if the request names a version."""
         if self._named(envelope) is not None:
             return None
         key = shard_key or self._session_of(envelope)
-        # With the tag, so that this draw is independent of the draw of the backend by the same key.
+        # The tag is included, so that this draw is independent of the draw of the backend with the same key.
         number = shard_draw(f"{key}\n{self._tag}") if key else rng.random()
         return NEW if number < self._share else OLD
 
@@ -89,7 +90,7 @@ class Versions:
     def send(
         self, version: str | None, envelope: Envelope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, None]:
-        """Send a request to the version that was drawn, or that it names; only drawn requests are counted."""
+        """Send a request to the version that was drawn or named; only drawn requests are counted."""
         if version is None:
             return self._send_to[self._named(envelope) or OLD](envelope, receive, send)
         return self._count(version, envelope, receive, send)
@@ -113,7 +114,7 @@ class Versions:
             old.error = error
             raise
         except BaseException:
-            has_answer = False  # the caller has left, and the copy may have its whole answer already
+            has_answer = False  # the caller has left, but the copy may already have a whole answer
             raise
         finally:
             if has_answer:

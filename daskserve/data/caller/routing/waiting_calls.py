@@ -1,4 +1,4 @@
-"""Counts calls that wait for the routes of their endpoint, which a process fetches with its first call.
+"""Counts calls that wait for the state of their endpoint, which a process fetches with its first call.
 
 A graceful deletion lets requests finish, but replicas do not know about calls that this process has not sent
 yet. So the program that deletes first waits until its own calls have been sent.
@@ -48,7 +48,7 @@ class WaitingCalls:
     async def wait_until_over(self) -> None:
         """Return when no call waits, although each may wait for several things in turn."""
         for _ in range(2):
-            await pause()  # calls that were made before take their first step
+            await pause()  # lets calls that were made earlier take their first step
         while self._count:
             self._changed.clear()
             await self._changed.wait()
@@ -64,6 +64,6 @@ def waiting_calls_of(cluster: Process) -> WaitingCalls:
 
 
 async def wait_until_sent(cluster: Process) -> None:
-    """Return when all calls that this process has begun are on their way, or after `WAITING_CALLS_S`."""
-    with suppress(TimeoutError):  # the calls fail, and say why
+    """Return when all calls that this process has begun have been sent, or after `WAITING_CALLS_S`."""
+    with suppress(TimeoutError):  # late calls fail with their own error
         await cluster.clock.wait_for(waiting_calls_of(cluster).wait_until_over(), WAITING_CALLS_S)

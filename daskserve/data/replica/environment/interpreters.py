@@ -22,7 +22,7 @@ from daskserve.options.fields.secrets import read_secret
 
 #: Names of the root environment of a conda installation.
 _BASE_NAMES = frozenset({"base", "root"})
-#: Variables with which another interpreter would import the modules of this one.
+#: Variables that would make another interpreter import this interpreter's modules.
 _OF_THIS_INTERPRETER = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__"})
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"})
 
@@ -50,7 +50,7 @@ async def interpreter_of(text: str | None, variables: Mapping[str, str]) -> Inte
     environment = Environment.from_text(text)
     if environment.packages:
         root = settings.process().environments
-        # Not in a thread of the worker's pool: a start that is given up may leave the thread waiting.
+        # Not in a thread of the worker's pool, because an abandoned start may leave the thread waiting.
         found = await in_daemon("daskserve-install", lambda _: install(environment.packages, root, variables))
     else:
         found = find_interpreter(environment.python, variables)
@@ -113,7 +113,7 @@ def _find_conda(name: str, variables: Mapping[str, str]) -> Path:
 
 
 def _conda_candidates(name: str, variables: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the possible folders of an environment of that name, in conda's order."""
+    """Yield the possible folders of an environment with a name, in conda's order."""
     roots = list(dict.fromkeys(_conda_roots(variables)))
     if name in _BASE_NAMES:
         yield from roots
@@ -147,7 +147,7 @@ def _conda_roots(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _variables_in(prefix: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a process with that environment activated."""
+    """Return the environment variables of a process in which an environment is activated."""
     stale = _OF_THIS_INTERPRETER | _OF_AN_ENVIRONMENT
     found = {name: value for name, value in variables.items() if name not in stale}
     found["PATH"] = os.pathsep.join(filter(None, [str(prefix / "bin"), variables.get("PATH", os.defpath)]))

@@ -20,7 +20,8 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The prefix of the names of incomplete folders.
 DRAFT = "draft-"
-#: The names of daskserve's folders among the environments; other programs may use the same folder.
+#: The names of daskserve's folders among the environments; other programs may also use the folder of
+#: environments.
 _OURS = re.compile(rf"(files-)?[0-9a-f]{{20}}|{DRAFT}.*")
 _DAY_S = 86400
 
@@ -49,7 +50,7 @@ def delete_unused(new: Path, days: float | None) -> None:
         return
     oldest = new.stat().st_mtime - days * _DAY_S
     for folder in new.parent.iterdir():
-        # Another process may delete it first, or a replica may use it.
+        # Another process may delete the folder first, or a replica may use it.
         with contextlib.suppress(OSError):
             if _OURS.fullmatch(folder.name) and folder.is_dir() and folder.stat().st_mtime < oldest:
                 _delete(folder)
@@ -60,7 +61,7 @@ def _delete(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Rename it first, so that no process finds an incomplete folder.
+        # Rename the folder first, so that no process finds an incomplete one.
         doomed = folder.with_name(f"{DRAFT}{folder.name.removeprefix(DRAFT)}-{os.getpid()}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Packages for a replica: a virtual environment on this machine, installed once and kept.
 
-The environment is a layer over that of the worker: its own packages come first, then those of the worker. The
+The environment is a layer over that of the worker: its own packages take precedence over the worker's. The
 name of its folder is a digest of the packages and the Python version, so replicas with the same packages
 share it. Processes of this machine install one after another, by a file lock, and a mark in the folder shows
 that an installation is complete.
@@ -33,7 +33,7 @@ SHOWN_LINES = 15
 
 
 def find_installer(variables: Mapping[str, str]) -> str | None:
-    """Return the path of uv if it is installed here, else None; then pip is used."""
+    """Return the path of uv if it is installed here; otherwise None, and pip is used."""
     return shutil.which("uv", path=variables.get("PATH", os.defpath)) or (
         # Installed as a package of the worker's environment.
         shutil.which("uv", path=os.path.join(sys.prefix, "bin"))
@@ -47,7 +47,7 @@ def folder_of(packages: Sequence[str], root: Path) -> Path:
 
 
 def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -> Interpreter:
-    """Return the interpreter of an environment with these packages; install it if it is not there.
+    """Return the interpreter of an environment with these packages; install it if it does not exist.
 
     This blocks, for as long as an installation takes. It may run in several processes at once.
 
@@ -70,7 +70,7 @@ def install(packages: Sequence[str], root: Path, variables: Mapping[str, str]) -
     with open(root / f"{folder.name}.lock", "w", opener=_for_this_user) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / MARK).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted installation
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
             folder.mkdir(0o700)
             _create(folder)
             # The installer inherits the lock, because it may outlive this process.
@@ -110,7 +110,7 @@ def _package_folders() -> list[str]:
 
 
 def _beside_packages() -> list[str]:
-    """Return the folders that this process imports from, besides the standard library and packages."""
+    """Return the folders that this process imports from, except the standard library and packages."""
     base = tuple({os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.prefix)})
     found = [entry or os.getcwd() for entry in sys.path]
     return [each for each in found if os.path.isdir(each) and not os.path.realpath(each).startswith(base)]

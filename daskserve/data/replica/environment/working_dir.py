@@ -28,7 +28,7 @@ from daskserve.errors import BadRequestError
 #: Folders that are not packed.
 LEFT_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache"})
 MAX_BYTES = 512 << 20
-#: Size of the unpacked files of an archive.
+#: Maximum total size of the unpacked files of an archive.
 MAX_UNPACKED_BYTES = 8 * MAX_BYTES
 #: The time of each entry, so that the same files give the same bytes.
 _TIME = (1980, 1, 1, 0, 0, 0)
@@ -40,8 +40,8 @@ archives_folder: contextvars.ContextVar[Path | None] = contextvars.ContextVar("a
 class PackedFolder:
     """The files of a folder, as the bytes of a zip archive.
 
-    Unpickling it in a replica's process makes the files its working directory, and the first place for
-    imports.
+    Unpickling it in a replica's process makes the files its working directory, and adds it at the front of
+    the import path.
     """
 
     def __init__(self, archive: Any) -> None:
@@ -62,7 +62,7 @@ def _enter(archive: Any) -> PackedFolder:
 
 
 def unpack(archive: Any, root: Path) -> Path:
-    """Return the folder with the archive's files, below ``root``; unpack them if they are not there.
+    """Return the folder with the archive's files, below ``root``; unpack them if they are missing.
 
     Processes of this machine share it. It appears complete or not at all.
     """
@@ -91,7 +91,7 @@ def unpack(archive: Any, root: Path) -> Path:
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process has unpacked it meanwhile
+            if not folder.is_dir():  # otherwise another process has unpacked it in the meantime
                 raise
     mark_used(folder)
     delete_unused(folder, settings.process().environments_days)
@@ -110,7 +110,7 @@ def pack_folder(place: str) -> PackedFolder:
     if "://" not in place and path.is_dir():
         return PackedFolder(_zip_of(path))
     try:
-        import fsspec  # takes long, and replicas do not need it
+        import fsspec  # slow to import, and replicas do not need it
 
         with fsspec.open(place if "://" in place else str(path), "rb") as file:
             archive = file.read(MAX_BYTES + 1)

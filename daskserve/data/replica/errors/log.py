@@ -28,7 +28,7 @@ logger = logging.getLogger("daskserve.replica")
 
 #: Errors that user code raises as a response, or because the client has disconnected.
 NOT_FAILURES = (HTTPException, ClientDisconnect)
-#: The least time between two lines about refusals of the same class.
+#: Minimum time between two lines about refusals of the same class.
 REFUSALS_S = 10.0
 
 
@@ -55,7 +55,7 @@ def keep_loggers_enabled() -> None:
 
 
 def pack_raised(error: BaseException) -> PackedError | None:
-    """Add the note of its rule to an error, and pack it as `pack_now` does."""
+    """Add the note of its rule to an error, and pack the error like `pack_now`."""
     add_rule(error)
     return pack_now(error)
 
@@ -66,7 +66,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_failure(error: PackedError) -> bool:
-    """Return whether to log the error of a call: not a mistake of its caller, and not a response."""
+    """Return whether to log the error of a call: not if it is the caller's mistake, or a response."""
     if issubclass(error.kind, ServeError):
         return issubclass(error.kind, (UserCodeError, *REFUSALS))
     return not issubclass(error.kind, NOT_FAILURES)
@@ -85,7 +85,7 @@ class FailureLog:
         self._refusals = SparseLog(REFUSALS_S)
 
     def logs_for(self, request: RequestContext | None) -> Callable[..., None]:
-        """Return `log`, or `log_in_short` if the caller shows the error to its user at once."""
+        """Return `log`, or `log_in_short` if the caller immediately shows the error to its user."""
         return self.log if request is None or not request.is_shown else self.log_in_short
 
     def log_in_short(self, error: PackedError, *request_ids: str) -> None:
@@ -101,7 +101,8 @@ class FailureLog:
         note_logged(error, *request_ids)
         try:
             self._log(error, ", ".join(request_ids))
-        except Exception:  # of the user's logging filter; the caller must get its answer in any case
+        # a user's logging filter may raise anything; the caller must get its answer in any case
+        except Exception:
             logger.warning("An error of user code could not be logged: %s", error.summary)
 
     def _log(self, error: PackedError, names: str) -> None:
@@ -118,7 +119,7 @@ def log_error(error: PackedError, text: str, *args: object) -> None:
     """Log an error with its traceback."""
     if not logger.isEnabledFor(logging.ERROR):
         return
-    found, error.error = error.error, None  # it refers to the user's object
+    found, error.error = error.error, None  # the error refers to the user's object
     if found is None:
         found = UserCodeError(error.summary)
     info = (type(found), found, user_frames(found))

@@ -1,4 +1,4 @@
-"""Notes that explain errors of user code which its thread or event loop causes.
+"""Notes that explain errors of user code that are caused by its thread or event loop.
 
 Each note has the rule that the code breaks, and the remedy. The rules are those of "Threads and event loops"
 in docs/deployments.md.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from daskserve.payload.error_text import MAX_TEXT, stored_args, stored_attributes
 
-#: The end of each note.
+#: The last sentence of each note.
 SOURCE = 'See "Threads and event loops" in docs/deployments.md of daskserve.'
 
 _NO_LOOP = (
@@ -93,7 +93,7 @@ RULES: Sequence[Rule] = (
 
 
 def rule_in(text: str) -> str:
-    """Return the note of `add_rule` in a traceback, after a space; empty without one."""
+    """Return the note of `add_rule` in a traceback, after a space; empty if there is none."""
     return next((f" {line}" for line in text.splitlines() if line.endswith(SOURCE)), "")
 
 

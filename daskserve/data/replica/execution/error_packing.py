@@ -1,4 +1,4 @@
-"""Packs errors of user code in threads, with a timeout, if their classes define methods.
+"""Packs errors of user code in threads, with a timeout, if their classes define relevant methods.
 
 Most errors are packed where user code raises them, in a fraction of a millisecond
 (`daskserve.payload.packed_errors.pack_now`). But the ``__str__`` or ``__reduce__`` of a user's class may
@@ -61,7 +61,7 @@ class ErrorPackers:
         packing.deliver()
         if packing.run is not None:
             packing.run.cancel()
-            # Other errors may wait behind it, and only a start adds a thread.
+            # Other errors may wait behind this one, and only starting a run adds a thread.
             self._start(_Packing(None, packing.packed), Context())
 
     async def close(self, grace_s: float) -> bool:
@@ -90,12 +90,12 @@ class _Packing:
             for packed in pack_in_steps(error):
                 self._latest = packed
                 if self._error is None:
-                    return  # it took too long
-        except BaseException:  # of user code; `_latest` has the result so far
+                    return  # packing took too long
+        except BaseException:  # user code may raise anything; `_latest` has the result so far
             pass
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        self.run = None  # it refers to this object
+        self.run = None  # the run refers to this object
         self.deliver()
 
     def run_aborted(self, error: Exception) -> None:
@@ -105,4 +105,4 @@ class _Packing:
         """Deliver the result so far; on the worker's loop."""
         if self._error is not None and not self.packed.done():
             self.packed.set_result(pack_without_code(self._error, self._latest))
-        self._error = None  # a thread that is stuck must not keep it
+        self._error = None  # a stuck thread must not keep the error alive

@@ -13,7 +13,7 @@ from types import FrameType
 from daskserve.telemetry.profiling.frames import is_users, user_call
 from daskserve.telemetry.profiling.threads import processor_times
 
-#: The sampling interval of a loop that runs user code, and the least delay that counts as blocked.
+#: The sampling interval of a loop that runs user code, and the minimum delay that counts as blocked.
 WATCH_INTERVAL_S = 0.03
 BLOCKED_AFTER_S = 0.1
 #: The share of a delay during which samples must show the same call.
@@ -29,7 +29,7 @@ class Evidence:
         self._call: FrameType | None = None
         self._seen_s = 0.0
         self._starved_s: float | None = None
-        #: The position of the call at the last sample.
+        #: The position in the code of the call at the last sample.
         self.place = ""
 
     def add(self, frame: FrameType | None, elapsed_s: float, starved_s: float = 0.0) -> None:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class UserExecutor:
-    """Runs user code away from the worker's loop, where the executor itself lives.
+    """Runs user code apart from the worker's loop; the executor itself runs on the worker's loop.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class UserExecutor:
         self.to_worker = ThreadCalls(self.loop, inbox)
         self.context = context
         self.is_on_worker_loop = event_loop == "worker"
-        #: False while user code starts: no request waits for a slow constructor.
+        #: False while user code starts, because no request waits for a slow constructor.
         self.is_watched = True
-        #: The runs that have started and not ended.
+        #: Packs errors of user code. The runs are those that have started and not ended.
         self.packers = ErrorPackers(f"daskserve-{name}-errors", self.to_worker)
         self.runs = Runs(self.packers.pack)
         self.is_loop_shared = is_loop_shared
@@ -118,7 +118,7 @@ class UserExecutor:
 
     @property
     def user_loop(self) -> UserLoop:
-        """The user's own loop, made on first use."""
+        """The user's own loop, created on first use."""
         return self._user_loop or self.open_loop()
 
     @property
@@ -133,12 +133,13 @@ class UserExecutor:
         found = [(THREADS, thread) for each in self._runners for thread in each.threads()]
         if self.is_on_worker_loop:
             found.append((LOOP, self._loop_thread))
-        elif (thread := getattr(self._user_loop, "thread", None)) is not None:  # it may just be starting
+        # the thread may just be starting
+        elif (thread := getattr(self._user_loop, "thread", None)) is not None:
             found.append((LOOP, thread))
         return {each.ident or 0: CodeThread(label, each.native_id) for label, each in found}
 
     def open_loop(self, before: Callable[[], None] | None = None) -> UserLoop:
-        """Make the user's own loop; its thread first calls ``before``, which must not raise."""
+        """Create the user's own loop; its thread first calls ``before``, which must not raise."""
         loop = UserLoop(f"daskserve-{self._name}", self.context.copy(), self.to_worker, self.runs)
         self._user_loop = loop
         self._watch = LoopWatch(self.loop, self.runs, self.to_worker, loop, is_silent=self.is_loop_shared)
@@ -172,8 +173,8 @@ class UserExecutor:
     ) -> CodeRun | None:
         """Run async code on the worker's loop within the present task, until it first waits.
 
-        Unlike with `start`, the task has to await `CodeRun.drive` at once. If the code never waits, it has
-        ended when this returns None.
+        Unlike with `start`, the task has to await `CodeRun.drive` at once. If this returns None, the code has
+        never waited and has ended.
         """
         if self.is_closed:
             raise ClosedError("The replica has been stopped.")
@@ -187,7 +188,7 @@ class UserExecutor:
             on_end.run_ended(end.value, None)
             return None
         except BaseException as error:  # all errors go to the caller
-            # Not by `isinstance`, which may run code of the class.
+            # Not `isinstance`, which may run code of the error's class.
             if issubclass(type(error), asyncio.CancelledError) and is_cancelling():
                 raise
             code = _raise_packed(self.packers.pack(error, context))

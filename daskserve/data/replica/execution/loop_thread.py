@@ -13,9 +13,9 @@ from daskserve.loops.thread_calls import ThreadCalls
 
 
 class LoopThread(UserThreads):
-    """Runs plain functions one at a time; the loop is blocked meanwhile.
+    """Runs plain functions one at a time, which blocks the loop while they run.
 
-    The functions see no running event loop, so they may start loops, as in other threads.
+    The functions do not see a running event loop, so they may start loops, as in other threads.
 
     Parameters
     ----------

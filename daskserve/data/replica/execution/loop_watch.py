@@ -27,7 +27,7 @@ class _Watch:
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Sized, frames: StackFrames) -> None:
         #: How many times user code has blocked its event loop.
         self.blocked_count = 0
-        #: None while the watch is not armed.
+        #: The timer of the next check; None while the watch is not armed.
         self.timer: asyncio.TimerHandle | None = None
         self._loop = loop
         self._runs = runs
@@ -93,7 +93,7 @@ class LoopWatch(_Watch):
         now = self._loop.time()
         if not self._is_reported:
             is_answered = self._is_answered
-            if not is_answered:  # the block may be over before it counts as one
+            if not is_answered:  # sample already now, because the block may end before the next check
                 self._sample(self._user_loop.thread, now)
                 self._sampled_at = now
             if self._evidence.explains(self._took_s if is_answered else now - self._asked_at):
@@ -155,7 +155,7 @@ class SharedLoopWatch(_Watch):
         self._periodic.close()
 
     def look(self) -> None:
-        """Sample the stack of the worker's loop if that is late; in the thread of the watch."""
+        """Sample the stack of the worker's loop if the loop is late; runs in the thread of the watch."""
         timer, now = self.timer, self._loop.time()
         if timer is not None and now > timer.when():
             self._sample(self._loop_thread, now)

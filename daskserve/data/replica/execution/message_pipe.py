@@ -19,6 +19,13 @@ WINDOW = 16
 JOIN_BYTES = 64 * 1024
 
 
+class ClientGoneError(ConnectionResetError):
+    """User code sends to a WebSocket whose client has left."""
+
+    def __init__(self) -> None:
+        super().__init__("the client of the WebSocket has left")
+
+
 class MessagePipe:
     """Carries the messages of one request across the executor.
 
@@ -49,13 +56,13 @@ class MessagePipe:
         self._send = send
         #: Messages that user code has sent and the caller has not taken yet.
         self.outbox: deque[Message] = deque()
-        # Lists hold at most `WINDOW` items, and are faster to create than deques.
+        # Lists, because they hold at most `WINDOW` items and are faster to create than deques.
         self._blocked: list[Callable[[], None]] = []
         self._inbox: list[Message | Exception] = [] if first is None else [first]
         self._readers: list[asyncio.Future[None]] = []
 
-    # Class attributes, because each request makes a pipe, and most never change these.
-    #: Whether user code has begun its response.
+    # Whether user code has begun its response. This and the next ones are class attributes, because each
+    # request creates a pipe, and most never change them.
     is_started = False
     #: The bytes of the body that the caller does not have yet, infinite if the length is unknown. At 0, the
     #: caller has the whole response, although the application may end it later, after background tasks.
@@ -67,14 +74,15 @@ class MessagePipe:
     on_message: Callable[[], None] | None = None
     # Exists if user code reads before `connect`.
     _connected: asyncio.Event | None = None
-    # Outgoing messages: only the user's side writes `_sent`, and only the worker's side `_passed`.
+    # Counts of outgoing messages: only the user's side writes `_sent`, and only the worker's side `_passed`.
     _sent = _passed = 0
-    # Incoming messages: only the worker's side writes `_arrived`, and only the user's side `_taken`.
+    # Counts of incoming messages: only the worker's side writes `_arrived`, and only the user's side
+    # `_taken`.
     _arrived = _taken = 0
     #: The task that reads ahead. The user's side requests more messages only while there is none.
     _reading: asyncio.Task[None] | None = None
 
-    # ---- on the user's side
+    # ---- called by user code
 
     @property
     def is_closed(self) -> bool:
@@ -101,7 +109,7 @@ class MessagePipe:
         """Send a message to the client, waiting only while too many are in flight."""
         self._post(message, self._executor.to_worker.post_soon)
         if self._is_closed:
-            # Without this, code that never waits would never get its cancellation.
+            # Without this, code that never waits would never be cancelled.
             await LoopClock().sleep(0)
         elif self._sent - self._passed >= WINDOW:
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -109,7 +117,7 @@ class MessagePipe:
             await room
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
-        """Send messages from a callback of the user's loop; return what to await before the next `send`."""
+        """Send messages from a callback of the user's loop; await the result before the next `send`."""
         for message in messages:
             self._post(message, self._executor.to_worker.post_soon)
         return None
@@ -185,12 +193,13 @@ class MessagePipe:
     def leave(self) -> None:
         """Close a WebSocket with code 1001 as soon as it is open; user code then gets its disconnect."""
         self._is_leaving = True
-        # Not `is_started`: the message by which user code accepts it may still be crossing.
+        # Not `is_started`, because the message with which user code accepts the WebSocket may still be on its
+        # way.
         if self._is_accepted:
             self._arrive(_going_away())
 
     def close(self) -> None:
-        """Detach from the caller: messages of user code are dropped, and it receives a disconnect."""
+        """Detach from the caller: drop messages from user code, which receives a disconnect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -241,11 +250,11 @@ class MessagePipe:
                 try:
                     message = await self._receive_next()
                     has_more = message.get("more_body", message["type"] == "websocket.receive")
-                except Exception as error:  # user code gets it from `receive`
+                except Exception as error:  # user code gets the error from `receive`
                     message, has_more = error, False
                 self._arrived += 1
                 if not has_more or self._arrived - self._taken >= WINDOW:
-                    # Before the post: after this message, user code has to request the next one.
+                    # Set before the post, because after this message user code has to request the next one.
                     self._reading = None
                 to_user.post_soon(self._deliver, message)
         finally:
@@ -306,15 +315,15 @@ def open_pipe(
     send: Send | None = None,
     first: Message | None = None,
 ) -> MessagePipe:
-    """Return the kind of pipe that fits where the executor runs async code."""
+    """Return the kind of pipe for the loop on which the executor runs async code."""
     pipe = DirectPipe if executor.is_on_worker_loop else MessagePipe
     return pipe(executor, kind, receive, send, first)
 
 
 def _join_parts(first: Message, others: deque[Message]) -> tuple[Message, int]:
-    """Join the parts of a body that are ready, and return their number as well.
+    """Join the parts of a body that are ready, and also return their number.
 
-    A write of the server costs more than making a part.
+    A write of the server costs more than joining parts.
     """
     parts = [first.get("body", b"")]
     size_bytes = len(parts[0])

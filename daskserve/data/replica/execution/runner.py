@@ -30,10 +30,10 @@ from daskserve.payload.packed_errors import PackedError
 
 
 class RunListener(Protocol):
-    """The object that started a run. Both methods are called on the worker's loop."""
+    """The object that started a run. Its methods are called on the worker's loop."""
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
-        """Note that the code has ended, or will never begin. Called exactly once for each run.
+        """Record that the code has ended, or will never begin. Called exactly once for each run.
 
         ``value`` is its result, and ``error`` its packed error. Ignore both if the run was cancelled. After
         a cancellation, this call may come much later.
@@ -65,7 +65,7 @@ class Runs(set["CodeRun"]):
 
 
 class CodeRun:
-    """One run of user code, as the worker's loop sees it.
+    """One run of user code, as seen from the worker's loop.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class CodeRun:
         return self._context
 
     def drive(self) -> Awaitable[None] | None:
-        """Return an awaitable that the listener's task has to await for the code to run; None if none."""
+        """Return an awaitable that the listener's task has to await for the code to run; None without one."""
         return None
 
     def cancel(self) -> None:
@@ -113,7 +113,8 @@ class CodeRun:
         if not self.is_ended and not self.is_cancelled:
             self.is_cancelled = True
             self._stop()
-            # After the code itself: code that awaits one of its calls must be cancelled once, not twice.
+            # After the code itself, because code that awaits one of its calls must be cancelled once, not
+            # twice.
             request = self._context.get(current_request)
             if request is not None:
                 request.cancel_calls()
@@ -144,7 +145,8 @@ class CodeRun:
             return
         self.is_ended = True
         listener, self._args = self._listener, ()
-        del self._listener  # the request; the task or thread may keep this object for a moment
+        # releases the request, because the task or thread may keep this object for a moment
+        del self._listener
         self._runs.discard(self)
         listener.run_ended(value, error)
 
@@ -161,7 +163,7 @@ class RunResult:
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
         if type(error) is PackedError:
-            error.error = None  # it refers to the user's object
+            error.error = None  # the error refers to the user's object
         if not self._ended.done():
             self._value, self._error = value, error
             self._ended.set_result(None)
@@ -183,4 +185,4 @@ class RunResult:
         try:
             raise error
         finally:
-            del error  # else the traceback holds this frame, and this frame the error
+            del error  # otherwise the traceback refers to this frame, and this frame to the error

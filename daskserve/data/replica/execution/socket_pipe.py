@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from daskserve.common.clock import stopwatch
+from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.common.types import SOCKET_PLACE, Envelope, Message, OpenSocket, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
-from daskserve.data.replica.execution.message_pipe import DirectPipe, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientGoneError, DirectPipe, MessagePipe
 from daskserve.data.replica.execution.user_loop import UserLoop
 
 
 class _MovedError(Exception):
-    """Ends a reader of the pipe, because the connection has moved."""
+    """Raised in a reader of the pipe, because the connection has moved."""
 
 
 class UserPlace:
@@ -37,7 +37,7 @@ class UserPlace:
         #: Set when the connection has moved here, or will not move.
         self.is_decided = asyncio.Event()
         self._user_loop = user_loop
-        self._pipe: SocketPipe | None = pipe  # until it is decided
+        self._pipe: SocketPipe | None = pipe  # until `is_decided` is set
         self._leaves_at_once = False
 
     def expect_socket(self) -> None:
@@ -72,8 +72,8 @@ class UserPlace:
             self.socket.leave()
 
     def decide(self) -> None:
-        """Release user code that waits to send: to the connection if it is here, or else to the pipe."""
-        self._pipe = None  # it refers to this object
+        """Release user code that waits to send: to the connection if it has moved here, or to the pipe."""
+        self._pipe = None  # the pipe refers to this object
         self.is_decided.set()
 
 
@@ -96,11 +96,12 @@ class _SocketPipe(MessagePipe):
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
         self._note_turn = envelope.note_turn
-        #: When user code got its present message; 0 without one.
+        #: When user code got its present message; 0 if it has none.
         self._turn_began = 0.0
         self._is_direct = envelope.is_direct
-        #: Exists from the accept on.
+        #: Set when user code accepts the WebSocket.
         self._place: UserPlace | WorkerPlace | None = None
+        self._has_disconnect = False  # user code has received it
 
     def _make_place(self) -> UserPlace | WorkerPlace:
         raise NotImplementedError
@@ -112,6 +113,8 @@ class _SocketPipe(MessagePipe):
         message = await self._receive_message()
         if message["type"] == "websocket.receive":
             self._turn_began = stopwatch()
+        else:
+            self._has_disconnect = message["type"] == "websocket.disconnect"
         return message
 
     async def _receive_message(self) -> Message:
@@ -125,6 +128,12 @@ class _SocketPipe(MessagePipe):
                 pass
 
     async def send(self, message: Message) -> None:
+        if self.is_closed or self._has_disconnect:
+            # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
+            await LoopClock().sleep(0)
+            if message["type"] == "websocket.send":
+                raise ClientGoneError
+            return
         place = self._place
         if place is None:
             if message["type"] == "websocket.accept" and self._is_direct:
@@ -144,7 +153,8 @@ class _SocketPipe(MessagePipe):
         try:
             await place.socket.send(message)
         except OSError:
-            pass  # user code gets the disconnect from `receive`
+            if message["type"] == "websocket.send":
+                raise ClientGoneError from None
 
 
 class SocketPipe(_SocketPipe):
@@ -167,7 +177,7 @@ class SocketPipe(_SocketPipe):
         if self._reading is not None:
             self._reading.cancel()
         if self._is_leaving:
-            self.outbox.clear()  # the close that would follow the accept
+            self.outbox.clear()  # drops a close that would follow the accept
             self.leave()
 
     def leave(self) -> None:
@@ -192,7 +202,7 @@ class SocketPipe(_SocketPipe):
 
 
 class WorkerPlace:
-    """The worker's loop as the `SocketPlace` of one WebSocket, whose connection is there already."""
+    """The worker's loop as the `SocketPlace` of one WebSocket, whose connection is already on this loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -232,6 +242,6 @@ def open_socket_pipe(
     send: Send | None,
     first: Message | None,
 ) -> MessagePipe:
-    """Return the kind of pipe that fits where the executor runs async code."""
+    """Return the kind of pipe for the loop on which the executor runs async code."""
     pipe = DirectSocketPipe if executor.is_on_worker_loop else SocketPipe
     return pipe(executor, envelope, receive, send, first)

@@ -60,7 +60,7 @@ class TaskRun(CodeRun):
                     if self._must_throw:
                         self._must_throw = False
                         raise asyncio.CancelledError
-                except BaseException as thrown:  # thrown into the code
+                except BaseException as thrown:  # is thrown into the code
                     try:
                         waits_for = run(code.throw, thrown)
                     finally:
@@ -71,7 +71,7 @@ class TaskRun(CodeRun):
             self._end(end.value, None)
             return
         except BaseException as error:
-            kind = type(error)  # `isinstance` may run code of the class
+            kind = type(error)  # `isinstance` may run code of the error's class
             is_left = not self._is_aborted and issubclass(kind, asyncio.CancelledError) and is_cancelling()
             if is_left or issubclass(kind, GeneratorExit):
                 self._end(None, None)
@@ -86,7 +86,7 @@ class TaskRun(CodeRun):
             self._end(None, None)
             raise
         finally:
-            del raised  # else the traceback holds this frame, and this frame the error
+            del raised  # otherwise the traceback refers to this frame, and this frame to the error
         self._end(None, packed)
 
     def abort(self, error: Exception) -> None:
@@ -94,8 +94,8 @@ class TaskRun(CodeRun):
         super().abort(error)
 
     def _cancel_calls(self, thrown: BaseException) -> None:
-        # After the code itself: if it awaits one of its calls, it must be cancelled once, not twice. By now,
-        # a timeout in the code has withdrawn its cancellation.
+        # After the code itself, because code that awaits one of its calls must be cancelled once, not twice.
+        # By now, a timeout in the code has withdrawn its cancellation.
         if isinstance(thrown, asyncio.CancelledError) and (self.is_cancelled or is_cancelling()):
             request = self._context.get(current_request)
             if request is not None:

@@ -31,13 +31,13 @@ logger = logging.getLogger("daskserve.replica")
 class LoopRunner:
     """Runs coroutine functions in tasks on the worker's event loop."""
 
-    #: Whether this is the worker's loop, which must not pack errors of user code.
+    #: Whether this is the worker's loop, on which errors of user code must not be packed.
     is_workers = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop, runs: Runs) -> None:
         self.loop = loop
         self.runs = runs
-        #: The id of this process; user code may fork others.
+        #: The id of this process; user code may fork other processes.
         self.pid = os.getpid()
 
     def start(
@@ -103,7 +103,7 @@ class LoopRun(CodeRun):
     async def _run(self) -> None:
         try:
             value = await self._function(*self._args)
-        except BaseException as error:  # SystemExit, too, because the loop runs other requests
+        except BaseException as error:  # even SystemExit, because the loop runs other requests
             if os.getpid() != self._runner.pid:
                 end_fork()
             if self._runner.is_workers and not self.is_cancelled:
@@ -144,7 +144,7 @@ class UserLoop(LoopRunner):
         start_thread: StartThread,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Run the loop in the idle thread of ``threads``, or else in a new one.
+        """Run the loop in the idle thread of ``threads``, or in a new one.
 
         The idle thread has just loaded user code, and a class without plain methods does not need it again.
         The thread first calls ``before``, which must not raise.
@@ -171,7 +171,7 @@ class UserLoop(LoopRunner):
         post(function, *args)
 
     def admit(self, guest: OpenSocket) -> None:
-        """Register a connection, which is closed before the loop. Call this on this loop."""
+        """Register a connection to close before the loop ends. Call this on this loop."""
         self._guests.add(guest)
 
     def dismiss(self, guest: OpenSocket) -> None:
@@ -188,16 +188,16 @@ class UserLoop(LoopRunner):
             self.thread_calls.post(self._wake_root)
         if not await wait_for_event(self._ended, grace_s):
             return False
-        self.thread.join()  # as in UserThreads.close
+        self.thread.join()  # the loop has ended, so this takes microseconds
         return True
 
     def _main(self, before: Callable[[], None] | None) -> None:
         if before is not None:
             self._context.copy().run(before)
-            del before  # the thread lasts as long as the loop
+            del before  # the thread, and with it this frame, lasts as long as the loop
         asyncio.set_event_loop(self.loop)
         root = self.loop.create_task(self._run_until_closing(), name="daskserve-user-loop")
-        # User code may stop the loop by mistake, or by sys.exit() in a task; then the loop continues.
+        # If user code stops the loop by mistake, or by sys.exit() in a task, the loop continues.
         while not root.done():
             try:
                 self.loop.run_until_complete(root)
@@ -234,7 +234,7 @@ class UserLoop(LoopRunner):
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._grace_s))
 
     async def _end_guests(self, ends_at: float) -> None:
-        """Wait for connections that are being closed, for the rest of the grace period."""
+        """Wait for connections that are closing, for the rest of the grace period."""
         clock = LoopClock()
         self._no_guests.clear()
         with suppress(TimeoutError):

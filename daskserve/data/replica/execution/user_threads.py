@@ -67,7 +67,7 @@ class ThreadRun(CodeRun):
         return True
 
     def run(self) -> None:
-        """Run the function, unless it was cancelled before; in a user's thread."""
+        """Run the function, unless it was cancelled before; runs in one of the user's threads."""
         if not self._claim.acquire(blocking=False):
             return
         post = self._threads.to_worker.post
@@ -84,7 +84,7 @@ class ThreadRun(CodeRun):
 
 
 class UserThreads:
-    """Runs plain functions in up to ``limit`` daemon threads; each starts when it is first needed.
+    """Runs plain functions in up to ``limit`` daemon threads, which start on demand.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class UserThreads:
         self.pid = os.getpid()
         self._name = name
         self._start_thread = start_thread
-        #: The jobs of the threads. A thread that takes a plain function ends after it.
+        #: The jobs of the threads. A thread that takes a plain function, rather than a run, ends after it.
         self._jobs: queue.SimpleQueue[ThreadRun | Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[RunningThread] = []
         self._running_threads = 0
@@ -121,7 +121,7 @@ class UserThreads:
         return len(self._threads)
 
     def threads(self) -> Sequence[RunningThread]:
-        """Return the threads so far."""
+        """Return the threads that have been started."""
         return tuple(self._threads)
 
     def make_room(self, running: int) -> None:
@@ -142,7 +142,7 @@ class UserThreads:
             except RuntimeError:
                 if run.withdraw():
                     raise
-                return run  # another thread runs it already
+                return run  # another thread already runs it
             self._threads.append(thread)
             self._running_threads += 1
         return run
@@ -159,7 +159,7 @@ class UserThreads:
         return True
 
     def give_away(self, function: Callable[[], object]) -> RunningThread | None:
-        """Run a function in the only thread, if it is idle, and remove that thread from the pool; return it.
+        """Run a function in the only thread if it is idle; remove the thread from the pool and return it.
 
         The pool starts a new thread when it needs one.
         """
@@ -177,7 +177,7 @@ class UserThreads:
                 job()
                 return
             job.run()
-            del job  # an idle thread must not keep a request alive
+            del job  # an idle thread must not keep a request in memory
         self.to_worker.post(self._note_thread_end)
 
     def _note_thread_end(self) -> None:
@@ -187,7 +187,7 @@ class UserThreads:
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
-    """Return whether an event was set within a time."""
+    """Wait for an event; return whether it was set in time."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()

@@ -83,7 +83,7 @@ class ForwardedRequest(ReplicaRequest):
         child, runner = code.running()
         envelope = self.envelope
         if envelope.queue_timeout is not None and not runner.is_shared():
-            envelope = replace(envelope, queue_timeout=None)  # the child has a slot for it
+            envelope = replace(envelope, queue_timeout=None)  # the child has a slot for the request
         parts = (next(code.numbers), envelope, receive, send)
         self.run = runner.start(child.request, parts, contextvars.copy_context(), self)
         return None
@@ -94,7 +94,7 @@ class ForwardedRequest(ReplicaRequest):
 
 
 class TracedForward(ForwardedRequest):
-    """A request whose wait for a slot has a span; the child makes the spans of the rest."""
+    """A request whose wait for a slot has a span; the child creates the other spans."""
 
     __slots__ = ("_wait",)
 
@@ -132,13 +132,13 @@ class ChildModels(Models):
         return self.known
 
     def multiplexed(self) -> Mapping[str, Any]:
-        # The controller calls this again soon while models load.
+        # While models load, the controller soon calls this again.
         if self.known_multiplexed and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._refresh(), name="daskserve-child-models")
         return self.known_multiplexed
 
     async def _refresh(self) -> None:
-        with suppress(ServeError, OSError):  # the child is stopped or lost, which other code handles
+        with suppress(ServeError, OSError):  # the child is stopped or lost; other code handles that
             await self._ask()
 
 
@@ -148,7 +148,7 @@ class ChildCode:
     A child that ends unexpectedly sets `loss`, which the controller reads every second.
     """
 
-    abandoned = loop_blocks = 0  # the child counts them
+    abandoned = loop_blocks = 0  # the child counts these
 
     def __init__(self, context: ActorContext, start: ReplicaStart, metrics: ReplicaMetrics) -> None:
         self._context = context
@@ -174,7 +174,7 @@ class ChildCode:
         self.is_leaving = False
         self.stage, self.stage_since = INSTALLING, 0.0
         self._has_last_metrics = False
-        #: Whether it is stopped while it is healthy.
+        #: Whether the replica is being stopped while it is healthy.
         self._is_planned = False
 
     def __repr__(self) -> str:
@@ -211,7 +211,7 @@ class ChildCode:
         start = self._start
         enable(self._context, start.tracing, call_imported, post_of)
         interpreter = await interpreter_of(start.environment, settings.process_variables())
-        # The installation has another time limit.
+        # The time limit starts here, because the installation has a separate one.
         self.stage, self.stage_since = CONSTRUCTING, self._context.clock.now()
         child = self._child = await ChildProcess.start(
             start.replica_tag, interpreter, FACTORY, partial(pass_on, self._context.cluster)
@@ -263,7 +263,7 @@ class ChildCode:
     # ---- requests
 
     def handle(self, envelope: Envelope) -> ReplicaRequest:
-        """Return a request, not begun."""
+        """Return a request that has not begun."""
         if envelope.kind is EnvelopeKind.CONTROL:
             raise BadRequestError(f"A replica takes no requests of kind {envelope.kind!r}.")
         if TRACE in envelope.head and (tracing := tracing_of(self._context.cluster.shared)) is not None:
@@ -309,7 +309,7 @@ class ChildCode:
         """Apply changed options without a restart.
 
         The child takes no requests while the user's ``reconfigure`` runs. If ``user_config`` has changed,
-        requests are refused here already.
+        this process already refuses requests.
         """
         calls_code = user_config is not None and user_config != self._user_config
         self._user_config = None  # unknown after a failure
@@ -381,7 +381,7 @@ class ChildCode:
         return self._stats.routing
 
     def samples(self, own: list[MetricSample]) -> list[MetricSample]:
-        """Return the replica's metrics, those of the child as last read."""
+        """Return the replica's metrics; those of the child are as last read."""
         reported = self._reported.samples()
         known = {(name, labels) for name, labels, _ in reported}
         found = list(reported)
@@ -389,7 +389,7 @@ class ChildCode:
             if name == "replica_queued_requests":
                 found.append(
                     (name, labels, self.slots.waiting)
-                )  # the child's own value has only the requests that wait for batches
+                )  # the child's own value counts only the requests that wait for batches
             elif name == "replica_ongoing_requests":
                 found.append((name, labels, self.slots.ongoing + self._reported.direct[0]))
             elif name == "deployment_rejections" or (name, labels) not in known:
@@ -407,7 +407,7 @@ class ChildCode:
         try:
             await self._context.clock.wait_for(self._call("send_away"), CLOSE_GRACE_S)
         except (ActorLostError, TimeoutError):
-            pass  # it has ended already, or does not answer
+            pass  # the child has already ended, or does not answer
 
     async def drain(self, grace_s: float) -> None:
         """Let the running requests finish for up to ``grace_s``."""
@@ -430,11 +430,11 @@ class ChildCode:
             return
         try:
             if self._has_last_metrics:
-                with suppress(TimeoutError):  # then the counts of its last second are lost
+                with suppress(TimeoutError):  # the counts of its last second are lost
                     await self._context.clock.wait_for(self._ask(), CLOSE_GRACE_S)
             await child.call("stop", grace_s=grace_s, is_planned=is_planned)
         except ActorLostError:
-            pass  # it has ended already
+            pass  # the child has already ended
         except asyncio.CancelledError:
             child.kill()
             raise
@@ -454,6 +454,6 @@ async def _note_leaving(code: ChildCode, child: ChildProcess) -> None:
     try:
         await child.call("until_leaving")
     except ActorLostError:
-        return  # it has ended
+        return  # the child has ended
     code.is_leaving = True
     logger.info("SIGTERM: the process of %r ends, and is replaced", code)

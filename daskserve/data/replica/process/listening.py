@@ -1,11 +1,12 @@
 """Child processes that accept connections from the sockets of the proxies of their worker.
 
-The proxies of a worker register their listening sockets here, and what they know: routes, and the rules of
-bodies. Each child gets the sockets and these facts when it has started, and the facts again after each
-change. One task for each child sends the changes, so a child that blocks delays itself only. While at least
-one child accepts from the sockets of a proxy, the proxy accepts no connections.
+The proxies of a worker register their listening sockets here, together with their facts: routes, and rules
+for bodies. Each child gets the sockets and these facts when it has started, and the facts again after each
+change. One task for each child sends the changes, so a blocked child delays only itself. While at least one
+child accepts from the sockets of a proxy, the proxy accepts no connections.
 
-The counters of a child's listeners belong to the proxy (`Port.samples`), and remain when the child has ended.
+The counters of a child's listeners belong to the proxy (`Port.samples`), and are kept when the child has
+ended.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def answers_itself(
     """Return whether a replica of a backend may answer any request of an endpoint.
 
     Other requests need a router: to draw a backend or a version, to send copies, or because an option of the
-    backend chooses among replicas or orders requests. A replica that the routers do not list answers none. If
-    the instance has one proxy, only its routers send requests to replicas of other workers.
+    backend chooses among replicas or orders requests. A replica that the routers do not list must not answer
+    any. If the instance has one proxy, only its routers send requests to replicas of other workers.
     """
     if not endpoint or not backend:
         return False
@@ -122,7 +123,8 @@ class Port:
 class ListeningChild:
     """One child, and the task that sends it each change.
 
-    It accepts connections while it answers an endpoint itself; other requests would only pass through it.
+    The child accepts connections only while it answers an endpoint itself, because all other requests would
+    merely pass through it.
 
     Parameters
     ----------
@@ -145,11 +147,11 @@ class ListeningChild:
         self.backend_tag, self.replica_tag = backend_tag, replica_tag
         self._call, self._hand_over, self._cluster = call, hand_over, cluster
         self._wanted, self._on_change = wanted, on_change
-        #: The keys of the listeners that it should have, and the ports of all its listeners, by key.
+        #: The keys of the listeners that the child should have, and the ports of all its listeners, by key.
         self._keys: dict[Port, str] = {}
         self._open: dict[str, Port] = {}
         self._numbers = itertools.count(1)
-        #: The ports from which it accepts.
+        #: The ports from which the child accepts.
         self.accepts: set[Port] = set()
         #: The task of `run`.
         self.telling: asyncio.Task[None] | None = None
@@ -158,7 +160,7 @@ class ListeningChild:
         self._leaving = TaskSet(logger)
 
     def tell(self) -> None:
-        """Schedule an update of the child, which covers all changes until it is sent."""
+        """Schedule an update of the child; it contains all changes up to the time when it is sent."""
         self.told.clear()
         self._changed.set()
 
@@ -229,7 +231,7 @@ class ListeningChild:
 
     async def _stop(self, key: str, grace_s: float, *, sends_away: bool) -> None:
         leaving = self._call("stop_listening", key=key, grace_s=grace_s, sends_away=sends_away)
-        with suppress(ActorLostError, TimeoutError):  # it has ended already, or does not answer
+        with suppress(ActorLostError, TimeoutError):  # the child has already ended, or does not answer
             self.report(await self._cluster.clock.wait_for(leaving, grace_s + ANSWER_S))
 
     def report(self, listeners: Mapping[str, Any]) -> None:
@@ -252,7 +254,7 @@ class ListeningChildren:
 
     def __init__(self, cluster: Process) -> None:
         self._cluster = cluster
-        #: By the tags of their replicas.
+        #: The children, by the tags of their replicas.
         self._children: dict[str, ListeningChild] = {}
         self._ports: list[Port] = []
         self._facts: dict[str, Any] = {}
@@ -305,7 +307,7 @@ class ListeningChildren:
         self._tell()
 
     def add(self, backend_tag: str, replica_tag: str, call: CallChild, hand_over: HandOver) -> None:
-        """Add a child, which gets all changes from now on."""
+        """Add a child; from now on, it gets all changes."""
         child = ListeningChild(
             backend_tag, replica_tag, call, hand_over, self._cluster, self._wanted, self._note_accepting
         )
@@ -370,7 +372,7 @@ class ListeningChildren:
                 self._published[key] = value
                 self._tell()
 
-            # It may call `update` at once, which adds no watch.
+            # `watch` may call `update` at once, which does not add a watch.
             self._watches[key] = self._cluster.listener.watch(key, update)
 
     def _wanted(self, child: ListeningChild) -> tuple[dict[str, Any], list[Port]]:
@@ -406,7 +408,7 @@ def listening_children(cluster: Process) -> ListeningChildren:
 
 
 def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) -> ActorRequest:
-    """Return a request of a child's listener for the routers of this process."""
+    """Return a request from a child's listener, to be sent by the routers of this process."""
 
     async def respond(receive: Receive, send: Send) -> Load:
         await cluster.shared["routers"].send(endpoint, envelope, receive, send)
@@ -416,7 +418,7 @@ def pass_on(cluster: Process, endpoint: str, number: int, envelope: Envelope) ->
 
 
 def with_children(own: Mapping[str, Any], samples: Iterable[MetricSample]) -> dict[str, Any]:
-    """Return the counts of a proxy with those of the listeners of its children, from their metrics."""
+    """Return the counts of a proxy plus those of its children's listeners, from their metrics."""
     more = totals_of(samples)
     return {key: _added(value, more[key]) if key in more else value for key, value in own.items()}
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The interval at which an actor reads the metrics of its child.
 METRICS_S = 1.0
-#: The metrics that the actor counts itself.
+#: The metrics that the actor itself counts.
 ACTORS_OWN = frozenset(
     {
         "deployment_health_check_failures",
@@ -64,7 +64,7 @@ async def keep_asking_for_metrics(
         except ActorLostError:
             return
         except TimeoutError:
-            pass  # the child is busy; its health probe decides whether that is a failure
+            pass  # the child is busy; the health probe decides whether that is a failure
         except Exception as error:
             error_log.log(error, "The metrics of the process of %s could not be read", replica_tag)
 
@@ -79,7 +79,7 @@ class ReportedMetrics:
     failed: int = 0
     queued: int = 0
     continuous: Mapping[str, Any] | None = None
-    #: How many requests from its own listeners run in the child, and how many have ended.
+    #: The number of requests from the child's own listeners that run, and that have ended.
     direct: Sequence[int] = (0, 0)
 
     def brief(self, ongoing: int, waiting: int, handled: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from daskserve.telemetry.tracing.process import disable
 
 #: The timeout for the export of the last spans before the process ends.
 LAST_SPANS_S = 1.0
-#: The import path of the listeners, which belong to a higher layer; only replicas that listen import it.
+#: The import path of the listeners, which belong to a higher layer; imported only by replicas that listen.
 LISTENERS = "daskserve.proxies.replica_listener:ReplicaListeners"
 
 
@@ -56,7 +56,7 @@ class ChildReplica(Replica):
         super().__init__(context)
         self.slots.on_free = self._note_free
         self._shared = context.cluster.shared
-        #: The requests within `respond`, by number, each with a future for its end.
+        #: The requests in `respond`, by number, each with a future for its end.
         self._inside: dict[int, asyncio.Future[None]] = {}
         self._left: deque[asyncio.Future[None]] = deque()
 
@@ -99,7 +99,7 @@ class ChildReplica(Replica):
 
     def _note_free(self) -> None:
         if self._left:
-            # Not at once: a request that is about to leave `respond` frees its slot first.
+            # Deferred, because a request that is about to leave `respond` frees its slot first.
             asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
@@ -169,7 +169,7 @@ class ReplicaServer:
         """Create the replica from its start message, start it, and return its facts."""
         view = self._view = ChildView(instance, load_bytes(access), payload.buffers)
         spec = ActorSpec(ActorKind.REPLICA, name, incarnation, instance, bytes(payload.data))
-        # User code only sees the parts of the view that handles and clients need.
+        # User code only uses the parts of the view that handles and clients need.
         context = ContextWith(
             spec,
             view,
@@ -191,7 +191,7 @@ class ReplicaServer:
 
     @verb
     async def listen(self, wanted: Mapping[str, Any]) -> None:
-        """Accept connections as `daskserve.data.replica.process.listening` describes."""
+        """Accept connections; see `daskserve.data.replica.process.listening`."""
         if self._listeners is None:
             if not wanted["listeners"]:
                 return

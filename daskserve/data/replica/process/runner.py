@@ -25,7 +25,7 @@ logger = logging.getLogger("daskserve.replica")
 class ChildRun(CodeRun):
     """One request in the child, whose messages pass through the task that awaits `drive`.
 
-    The cancellation of that task cancels the request, whose code may end later.
+    Cancelling that task cancels the request; its code may end later.
     """
 
     __slots__ = ("_runner",)
@@ -61,7 +61,7 @@ class ChildRun(CodeRun):
         except ActorLostError as error:
             lost = error
         except BaseException as error:
-            # The caller has left, or the deadline has passed; code may still run in the child.
+            # If the caller has left or the deadline has passed, code may still run in the child.
             if is_broken or isinstance(error, (asyncio.CancelledError, RequestTimeoutError)):
                 self._runner.settle(number, self)
                 raise
@@ -82,7 +82,7 @@ class ChildRun(CodeRun):
         pass  # the task is cancelled together with the run, which cancels the request
 
     def settled(self) -> None:
-        """Note that the child's code has ended."""
+        """Record that the child's code has ended."""
         self._end(None, None)
 
 
@@ -114,7 +114,7 @@ class ChildRunner:
     ) -> ChildRun:
         """Prepare a request to the child; see `daskserve.data.replica.execution.runner`.
 
-        ``function`` is `ChildProcess.request`. An error of user code ends the run, packed.
+        ``function`` is `ChildProcess.request`. An error of user code ends the run; it is passed on packed.
         """
         run = ChildRun(self, function, args, context, on_end)
         self.runs.add(run)
@@ -132,6 +132,6 @@ class ChildRunner:
         try:
             await self._child.call("ended", number=number)
         except ServeError:
-            pass  # the child has ended, and its code with it
+            pass  # the child and its code have ended
         finally:
             run.settled()

@@ -36,8 +36,8 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 def accept_batch(callable_: CallableT) -> CallableT:
     """Mark a function, a method or a class that takes a list of requests.
 
-    Its ``max_batch_size`` and ``batch_wait_timeout`` are options of the backend. It must return a list of as
-    many results, in order; a result that is an exception fails that request alone.
+    ``max_batch_size`` and ``batch_wait_timeout`` are options of the backend. The function must return one
+    result per request, in order; a result that is an exception fails only its request.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class BatchItem:
     scope: MutableMapping[str, Any] | None = None
     body: bytes = b""
     payload: Payload | None = None
-    #: The span of its wait and its batch, if it is sampled.
+    #: The span of the item's wait and its batch, if the request is sampled.
     span: RecordedSpan | None = None
 
     def request(self, receive: Receive) -> HTTPRequest | ServeRequest | Any:
@@ -75,7 +75,7 @@ ItemOutcome = ConvertedResponse | Unfinished | Payload | Exception
 
 
 class Batch:
-    """The user's side of one batch: its requests and their outcomes."""
+    """One batch in user code: its requests and their outcomes."""
 
     def __init__(self, name: str, items: Sequence[BatchItem]) -> None:
         self._name = name
@@ -87,12 +87,12 @@ class Batch:
         for index, item in enumerate(items):
             try:
                 self.requests.append(item.request(nothing_to_receive))
-            except Exception as error:  # an argument that cannot be read fails its own request only
+            except Exception as error:  # an argument that cannot be read fails only its own request
                 self._failed[index] = _failed(item, error)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count the code within as one batch; if it raises, the error is the outcome of all requests."""
+        """Count the code in the block as one batch; its error becomes the outcome of all requests."""
         try:
             with counted_batch() as results:
                 yield
@@ -128,7 +128,7 @@ class Batch:
             return dump_result(
                 self._name, result, (item.head.get("facts") or {}).get("response_serialization", "")
             )
-        except Exception as error:  # a result that cannot be serialized fails its own request only
+        except Exception as error:  # a result that cannot be serialized fails only its own request
             return _failed(item, error)
 
 

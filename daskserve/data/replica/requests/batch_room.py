@@ -1,6 +1,6 @@
 """Limits the requests of batch jobs that a replica runs at a time, for the sake of live requests. Pure code.
 
-Problem: a batch job fills every slot that it may have. If user code waits, as for an accelerator, one free
+Problem: a batch job fills every slot that it can get. If user code waits, as for an accelerator, one free
 slot is enough for live requests. If it computes, the requests in all slots share a processor: eight full
 slots make a live request eight times as slow, although the job gains nothing from more than one slot. Choice:
 the replica measures how many requests of batch jobs end per second. It halves their limit as long as this
@@ -21,12 +21,12 @@ ENOUGH_SHARE = 0.8
 #: A measurement has at least this many answers, twice as many as the limit, and this duration.
 MIN_ANSWERS = 6
 MIN_S = 1.0
-#: The pause between two searches. It doubles after each search that finds nothing better.
+#: The pause between two searches. It doubles after each search without an improvement.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 #: The pause is at least this many times as long as a measurement.
 PAUSE_FACTOR = 20
-#: How long the first replica is kept free after a live request. And the time without a request of a batch job
-#: after which it takes one in any case, because the other replicas may not have started.
+#: How long the first replica is kept free after a live request. Then, how long it may go without a request of
+#: a batch job before it takes one in any case, because the other replicas may not have started.
 LIVE_S, STARVED_S = 30.0, 30.0
 
 
@@ -37,7 +37,7 @@ class RateMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again with the next answer."""
+        """Restart the measurement with the next answer."""
         self._began: float | None = None
         self._answers = self._refusals = 0
         self.took_s = 0.0
@@ -66,7 +66,7 @@ class RateMeter:
 
 
 class BatchLimit:
-    """The limit of requests of batch jobs, at most ``most``, which measurements determine."""
+    """The limit of requests of batch jobs, determined by measurements; at most ``most``."""
 
     def __init__(self, most: int) -> None:
         self.most = self.limit = most
@@ -96,7 +96,7 @@ class BatchLimit:
         """Record the end of one of ``ongoing`` requests; this may change the limit."""
         if self.most <= 1 or now < self._resumes_at:
             return
-        if ongoing > self.limit:  # they began before the limit was lowered
+        if ongoing > self.limit:  # some began before the limit was lowered
             self._meter.restart()
             return
         rate = self._meter.answered(self.limit, now)
@@ -181,7 +181,7 @@ class BatchRoom:
         rank, *_, replicas = rank_info
         is_first = rank == 0 and replicas > 1
         has_live = now < self._live_at + LIVE_S and now < self._began_at + STARVED_S
-        # With two slots, one is free in any case, and nothing is measured.
+        # With two slots, one is always free, and no measurement is needed.
         return is_first and has_live and self._limit.found == 1 and self._concurrency != 2
 
     def note_live(self, ongoing: int, now: float) -> None:
@@ -194,7 +194,7 @@ class BatchRoom:
             self._fit()
 
     def _forget_live(self, now: float) -> None:
-        """Begin a new period if the present one is over."""
+        """Begin a new period of counting live requests if the present one is over."""
         if now >= self._period_began + LIVE_S:
             is_next = now < self._period_began + 2 * LIVE_S
             self._most_live_before = self._most_live if is_next else 0
@@ -202,12 +202,12 @@ class BatchRoom:
             self._fit()
 
     def began(self, now: float) -> None:
-        """Record that a request has taken a slot."""
+        """Record that a request of a batch job has taken a slot."""
         self.ongoing += 1
         self._began_at = now
 
     def ended(self, now: float, *, are_waiting: bool) -> None:
-        """Record that a request has freed its slot, and whether others wait for a slot."""
+        """Record that a request of a batch job has freed its slot, and whether others wait for one."""
         if are_waiting:
             self._limit.refused()
         self._limit.ended(self.ongoing, now)

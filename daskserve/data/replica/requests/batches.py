@@ -41,7 +41,7 @@ class BatchResult(RunResult):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Functions that release the slots of its requests.
+        #: Functions that release the slots of the batch's requests.
         self.releases: list[Callable[[], None]] = []
 
     def run_ended(self, value: Any, error: Exception | None) -> None:
@@ -83,7 +83,7 @@ class ReplicaBatches:
         return sum(queue.queued() for queue in list(self.queues.values())) if self.queues else 0
 
     def reconfigure(self, max_batch_size: int | None, wait_s: float) -> None:
-        """Change the limits, also for the requests that wait already."""
+        """Change the limits, even for requests that are already waiting."""
         self._limits.max_batch_size = max_batch_size or 1
         self._limits.wait_s = wait_s
         for queue in self.queues.values():
@@ -93,7 +93,7 @@ class ReplicaBatches:
         """Return the outcome of a request; it holds its slot until its whole batch has ended."""
         queue = self.queues.get(method.name)
         if queue is None:
-            # A plain function runs one batch at a time, while further requests collect.
+            # A plain function runs one batch at a time; meanwhile, further requests are collected.
             counts = self._metrics.batches_of(method.name)
             name = f"{method.name} in replica {short_tag(self._slots.replica_tag)}"
             queue = self.queues[method.name] = BatchQueue(
@@ -108,7 +108,7 @@ class ReplicaBatches:
         try:
             return await queue.submit((item, hold), model_named_in(item.head), priority)
         finally:
-            if item.span is not None:  # of a request that left before its batch ran
+            if item.span is not None:  # the span of a request that left before its batch ran
                 item.span.end()
 
     async def _run(self, method: Method, entries: list[tuple[BatchItem, HoldSlot]]) -> list[ItemOutcome]:
@@ -124,7 +124,7 @@ class ReplicaBatches:
             run = executor.start(method.is_async, answer, parts, context, result)
             result.releases = [hold() for _, hold in entries]
             outcomes: list[ItemOutcome] = await result.wait(run)
-        except PackedError as error:  # one that would have ended the thread or the loop
+        except PackedError as error:  # an error that would have ended the thread or the loop
             outcomes = [error] * len(items)
         finally:
             spans.end()
@@ -144,5 +144,5 @@ class ReplicaBatches:
                 if id(outcome) == number
             ]
             executor.context.copy().run(self._failures.log, error, *ids)
-            error.error = None  # it refers to the user's object
+            error.error = None  # the error refers to the user's object
         return [packed.get(id(each), each) for each in outcomes]

@@ -1,4 +1,4 @@
-"""Calls by a handle at their replica: with one result, or with a stream of items."""
+"""Handle calls in their replica: with one result, or with a stream of items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from daskserve.data.replica.user_code.responses import Unfinished
 from daskserve.errors import ServeError, StreamOptionError
 from daskserve.telemetry.tracing.batches import span_of_item
 
-#: The status in the access log of a call whose caller left.
+#: The status in the access log for a call whose caller left.
 CANCELLED = 499
 
 
@@ -175,19 +175,19 @@ class _PreparedRequest(LocalRequest):
             return await self.code.fill(payload, self.envelope.head["values"])
         except ServeError:
             raise
-        except Exception as error:  # of a task of Dask
+        except Exception as error:  # a Dask task may have failed with any error
             executor = self.code.executor
             raise await executor.packers.pack(error, executor.context) from None
 
 
 class PreparedCallRequest(_PreparedRequest, CallRequest):
-    """A call with one result."""
+    """A prepared call with one result."""
 
     __slots__ = ()
 
 
 class PreparedStreamRequest(_PreparedRequest, StreamRequest):
-    """A streaming call."""
+    """A prepared streaming call."""
 
     __slots__ = ()
 

@@ -22,7 +22,7 @@ async def filled(
     find_connection: Callable[[], ClusterConnection],
     instance: str,
 ) -> FilledPayload:
-    """Return arguments that include the values which their caller sent by reference.
+    """Return arguments that include the values that the caller sent by reference.
 
     Raises
     ------

@@ -35,7 +35,7 @@ class ObservedRequest(ActorRequest):
 
     def _answered(self, on_answer: OnAnswer, message: Message | None, rest: Any) -> None:
         if rest is self._request:
-            rest = self  # it needs a task
+            rest = self  # the request needs a task
         else:
             self.note_end(message, rest if isinstance(rest, Exception) else None)
         on_answer(message, rest)
@@ -68,7 +68,7 @@ class CountedRequest(ObservedRequest):
         return await sent(call, self._request.envelope, receive, send, self._ended)
 
     def _ended(self, has_failed: bool) -> None:
-        context = getattr(self._request, "context", None)  # there is none until user code begins
+        context = getattr(self._request, "context", None)  # no context exists until user code begins
         request = None if context is None else context.get(current_request)
         if request is not None and request.drawn:
             duration_s = None if is_socket(self._request.envelope) else stopwatch() - self._began

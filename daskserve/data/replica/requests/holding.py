@@ -1,6 +1,6 @@
 """Requests that hold the multiplexed models that their code uses, until the code has ended.
 
-Only replicas with multiplexed functions make these kinds of requests.
+Only replicas with multiplexed functions create these kinds of requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HoldingRequest(LocalRequest):
 
 def _give_back(request: LocalRequest) -> None:
     """Release the models of a request that has ended."""
-    context: Any = getattr(request, "context", None)  # there is none until user code begins
+    context: Any = getattr(request, "context", None)  # no context exists until user code begins
     present = None if context is None or request.state != DONE else context.get(current_request)
     # Without `held`, code that still runs holds no further models.
     held = None if present is None else vars(present).pop("held", None)

@@ -1,4 +1,4 @@
-"""HTTP requests and WebSockets at their replica."""
+"""HTTP requests and WebSockets in their replica."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _request_context(envelope: Envelope) -> RequestContext:
 class LocalHTTPRequest(LocalRequest):
     """An HTTP request or a WebSocket.
 
-    User code in the request's task needs no `MessagePipe` as long as its response is whole.
+    If user code runs in the request's task, it needs no `MessagePipe` unless it streams its response.
     """
 
     __slots__ = ("_receive", "_scope", "_send")
@@ -89,7 +89,8 @@ class LocalHTTPRequest(LocalRequest):
         self._method = method
         is_websocket = scope["type"] == "websocket"
         if method.is_asgi if code.on_disconnect is None else code.on_disconnect == "disconnect":
-            self.survives_caller = True
+            # The server gives the code of a WebSocket some time after the disconnect, and then cancels it.
+            self.survives_caller = not is_websocket
             if not is_websocket:
                 scope["asgi"] = _ASGI_OF_UVICORN
         self.runs_in_task = runs_in_task = (
@@ -105,7 +106,7 @@ class LocalHTTPRequest(LocalRequest):
             return self._prepare(method, receive, send)
         set_context(self)
         if runs_in_task and method.is_async and not (method.is_asgi or self.is_traced):
-            # There is no body, and no thread to cross: user code gets the caller's `receive`.
+            # User code gets the caller's `receive`, because there is no body and no thread to cross.
             parts = (method, scope, receive, b"")
             self.run = code.executor.enter(servable.answer_http, parts, self.context, self)
         else:
@@ -115,7 +116,8 @@ class LocalHTTPRequest(LocalRequest):
     def go_on(self, unfinished: Unfinished) -> None:
         pipe = self.pipe or _open_pipe(self, None)
         if unfinished.is_stream:
-            self.survives_caller = False  # it may be endless, and cannot receive a disconnect
+            # the response may be endless, and the code cannot receive a disconnect
+            self.survives_caller = False
         if unfinished.needs_thread:
             start_next(self, False, finish_in_thread, unfinished.result, pipe)
         else:
@@ -187,7 +189,7 @@ class LocalHTTPRequest(LocalRequest):
             self._begin(body, first)
 
     def _begin(self, body: bytes | None, first: Message | None) -> None:
-        """Start user code with the whole body, or else with the first part of it, if it was read."""
+        """Start user code with the whole body, or with its first part if that was read."""
         servable, method, scope = self.code.servable, self._method, self._scope
         if method.is_async and not method.is_asgi and body is not None and self.runs_in_task:
             self.start_code(True, servable.answer_http, method, scope, self._receive, body)

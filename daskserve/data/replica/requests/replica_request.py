@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class InvalidRequestTransition(ServeError):
-    """An event does not fit the state of a request, which is a bug in the replica."""
+    """An event is not allowed in a request's state, which is a bug in the replica."""
 
 
 class ReplicaRequest:
@@ -109,7 +109,7 @@ class ReplicaRequest:
         self.unfinished: Unfinished | None = None
         #: Why the caller gets no answer.
         self.error: Exception | None = None
-        #: The run of its user code, which holds the slot.
+        #: The run of the request's user code, which holds the slot.
         self.run: CodeRun | None = None
         #: The result of user code.
         self.value: Any = None
@@ -155,7 +155,7 @@ class ReplicaRequest:
         slots = self.slots
         try:
             if self.state == WAITING:
-                # Full replicas take broadcasts, too.
+                # Full replicas also accept broadcasts.
                 envelope = self.envelope
                 takes = envelope.queue_timeout is None and (
                     slots.take_beyond() if "broadcast" in envelope.head else slots.take_nowait(envelope)
@@ -209,7 +209,7 @@ class ReplicaRequest:
 
     def release(self) -> None:
         """Release the resources of the request; its caller gets no more messages."""
-        pipe, self.pipe = self.pipe, None  # it refers to this object
+        pipe, self.pipe = self.pipe, None  # the pipe refers to this object
         if pipe is not None:
             pipe.close()
 
@@ -217,7 +217,7 @@ class ReplicaRequest:
 
     def granted(self) -> None:
         """The request has its slot."""
-        if self.state == WAITING:  # `_move`, without a call for each request
+        if self.state == WAITING:  # the same as `_move`, without an additional call per request
             self.state = GRANTED_STATE
         else:
             self._move(GRANTED)
@@ -255,7 +255,7 @@ class ReplicaRequest:
 
     def answered(self) -> None:
         """The caller has the whole answer."""
-        if self.state in OPEN_STATES:  # `_move`, without a call for each request
+        if self.state in OPEN_STATES:  # the same as `_move`, without an additional call per request
             self.state = ANSWERED_STATE
         else:
             self._move(ANSWERED)
@@ -285,7 +285,7 @@ class ReplicaRequest:
     # ---- for the kinds of request
 
     def hold(self) -> Callable[[], None]:
-        """Keep the slot for another run than the request's; return a function that ends this."""
+        """Keep the slot for another run than the request's own; return a function that releases it."""
         self.holds += 1
         return self._unhold
 
@@ -333,7 +333,7 @@ class ReplicaRequest:
             pipe is not None and pipe.missing_bytes == 0
         )
         if self.run is not None and not is_left_to_run:
-            self.run.cancel()  # first: code that reads must be cancelled, not receive a disconnect
+            self.run.cancel()  # first, because code that reads must be cancelled, not receive a disconnect
         self.release()
         self._free_if_ended()
 
@@ -350,7 +350,7 @@ async def _settle(request: ReplicaRequest) -> None:
         if pipe is not None and pipe.outbox:
             try:
                 await pipe.flush()
-            except OSError:  # of the caller's connection
+            except OSError:  # raised by the caller's connection
                 request.leave()
                 raise
         elif request.error is not None:
@@ -378,7 +378,7 @@ def _raise_error(request: ReplicaRequest) -> NoReturn:
     try:
         raise error
     finally:
-        del error  # else the traceback holds this frame, and this frame the error
+        del error  # otherwise the traceback refers to this frame, and this frame to the error
 
 
 def _changed(request: ReplicaRequest) -> None:
@@ -399,7 +399,7 @@ def _changed(request: ReplicaRequest) -> None:
         if request.error is not None:
             _raise_error(request)
         message = request.message(request.value)
-    except Exception as error:  # the caller gets it
+    except Exception as error:  # the caller gets the error
         request.fail()
         request._on_answer = None
         on_answer(None, error)
@@ -413,20 +413,19 @@ class LocalRequest(ReplicaRequest):
 
     __slots__ = ("_method", "code", "context", "runs_in_task")
 
-    #: Whether it has a trace context: see `daskserve.data.replica.requests.traced`.
+    #: Whether the request has a trace context; see `daskserve.data.replica.requests.traced`.
     is_traced = False
-    #: Its span, if it is sampled.
+    #: The request's span, if it is sampled.
     span: RecordedSpan | None = None
 
-    # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would be one more call for
-    # each request.
+    # Set by `daskserve.data.replica.local_code.LocalCode.handle`: a constructor would add a call to each
+    # request.
     code: ServingCode
     #: Returns whether an error of user code is for the log.
     is_failure: Callable[[PackedError], bool] = staticmethod(is_failure)
     #: Returns the `RequestContext` of user code.
     request_context: Callable[[Envelope], RequestContext]
-    # Known when user code begins.
-    #: Whether async code runs in the task that responds, on the worker's loop.
+    # Whether async code runs in the task that responds, on the worker's loop. Set when user code begins.
     runs_in_task: bool
     context: Context
     _method: Method
@@ -438,16 +437,16 @@ class LocalRequest(ReplicaRequest):
             if self.is_failure(value):
                 log = self.code.failures.logs_for(self.context.get(current_request))
                 self.context.copy().run(log, value, request_id_of(self.envelope.head))
-            value.error = None  # it refers to the user's object
+            value.error = None  # the error refers to the user's object
 
     def start_code(self, is_async: bool, function: Callable[..., Any], *args: Any) -> None:
-        """Start user code, or the next step of it."""
+        """Start user code or its next step."""
         executor = self.code.executor
         if is_async and self.runs_in_task:
             self.run = executor.enter(function, args, self.context, self)
         elif is_async or executor.is_closed:
             self.run = executor.start(is_async, function, args, self.context, self)
-        else:  # as `start` does, without one more call per request
+        else:  # the same as `start`, without an additional call per request
             self.run = executor.threads.start(function, args, self.context, self)
 
 

@@ -15,7 +15,7 @@ from daskserve.telemetry.payloads.events import CALLER_GONE, TOO_LATE, Sample
 
 
 class SampledRequest(ObservedRequest):
-    """A request of which a sample is taken.
+    """A request that is sampled.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class SampledRequest(ObservedRequest):
         kind = "call" if envelope.kind is EnvelopeKind.CALL else envelope.head["type"]
         self._sample = Sample(time, max_bytes, kind, envelope.head)
         if kind == "call" and "values" not in envelope.head and envelope.payload is not None:
-            # Before user code can change it.
+            # Copied before user code can change the payload.
             self._sample.request.add_payload(envelope.payload)
 
     def note_end(self, message: Message | None, error: Exception | None) -> None:
@@ -66,7 +66,7 @@ class SampledRequest(ObservedRequest):
         def pass_on(message: Message) -> Awaitable[None]:
             sample.sent(message)
             if SOCKET_PLACE in message:
-                # Keep the messages of a WebSocket here.
+                # Keep the messages of a WebSocket in this pipe, so that they can be sampled.
                 place = message[SOCKET_PLACE]
                 place.give_up()
                 message = {name: value for name, value in message.items() if name != SOCKET_PLACE}
@@ -90,7 +90,7 @@ class SampledRequest(ObservedRequest):
         sample = self._sample
         envelope = self._local.envelope
         if sample.kind == "call" and not sample.request.size and envelope.payload is not None:
-            # The arguments arrived, or were fetched, after the request had begun.
+            # Added only now, because the arguments arrived or were fetched after the request had begun.
             sample.request.add_payload(envelope.payload)
             sample.head = envelope.head
         if error is not None:

@@ -44,7 +44,7 @@ class ServingCode:
         self._reservations: set[asyncio.Future[None]] = set()
         #: The option ``method_header``: whether a header of an HTTP request may name the method to call.
         self.has_method_header = False
-        #: Returns a call's arguments with the values that the caller took out of them.
+        #: Returns a call's arguments with the values that the caller sent separately.
         self.fill: Callable[[Payload, Any], Awaitable[Payload]]
         #: The description of the replica for callers that choose it; see `daskserve.ReplicaSelection`.
         self.place: Mapping[str, Any] = {}
@@ -52,7 +52,7 @@ class ServingCode:
         self.templates: ReplicaTemplates | None = None
         #: The option ``on_disconnect``.
         self.on_disconnect: str | None = None
-        #: Writes the end of a call to the access log; None without one.
+        #: Writes the end of a call to the access log; None if there is none.
         self.note_call: Callable[[str, str, int, float], None] | None = None
 
     def configure(self, config: Any, note_call: Callable[[str, str, int, float], None] | None) -> None:
@@ -62,7 +62,7 @@ class ServingCode:
         self.note_call = note_call
 
     async def arguments_of(self, receive: Receive) -> Message:
-        """Return the message with the arguments of a reserved call; raise if the replica stops before."""
+        """Return the message with the arguments of a reserved call; raise if the replica stops first."""
         stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         arriving: asyncio.Future[Message] = asyncio.ensure_future(receive())
         self._reservations.add(stopping)

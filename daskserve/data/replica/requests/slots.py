@@ -44,8 +44,8 @@ class SlotQueue:
     """Requests that wait for a slot, by priority and then by their time of waiting."""
 
     def __init__(self) -> None:
-        #: For each request: its negated priority; when it would have begun without interruptions of its wait;
-        #: a number for ties; and a future for whether it gets a slot.
+        #: For each request: its negated priority; the time at which it would have begun to wait without
+        #: interruptions; a number for ties; and a future for whether it gets a slot.
         self.places: list[Place] = []
         self._numbers = itertools.count()
 
@@ -93,7 +93,7 @@ class SlotQueue:
         return -self.places[0][0] if self.places else None
 
     def pass_on(self) -> None:
-        """Give a slot to the first request. Call `next_priority` before."""
+        """Give a slot to the first request. Call `next_priority` first."""
         self.places.pop(0)[-1].set_result(True)
 
     def reject_all(self, error: Callable[[], Exception]) -> None:
@@ -115,7 +115,7 @@ class Slots:
 
     def __init__(self, replica_tag: str, concurrency: int, metrics: ReplicaMetrics) -> None:
         self.concurrency = concurrency
-        #: How many slots are taken.
+        #: Number of slots that are taken.
         self.ongoing = 0
         self.is_open = False
         #: Called whenever a slot becomes free.
@@ -125,14 +125,14 @@ class Slots:
         self.replica_tag = replica_tag
         #: Returns how many requests have a slot and wait for their batch.
         self.count_batched: Callable[[], int] | None = None
-        #: The rank of the replica, and how many there are.
+        #: The rank of the replica, and the number of replicas.
         self.rank_info: RankInfo = (0, 0, 0, 1)
         self._metrics = metrics
         self._waiters = SlotQueue()
         #: Created by the first request of a batch job.
         self._batch_room: BatchRoom | None = None
         self._idle: asyncio.Event | None = None  # created by `wait_until_idle`
-        #: Within `quiet`: an event that is set at its end.
+        #: During `quiet`: an event that is set at the end of its block.
         self._resumed: asyncio.Event | None = None
 
     @property
@@ -142,7 +142,7 @@ class Slots:
 
     @property
     def has_room(self) -> bool:
-        """Whether a request that arrives now gets a slot at once, unless it is of a batch job."""
+        """Whether a request that arrives now gets a slot at once, unless it belongs to a batch job."""
         return self.ongoing < self.concurrency and self.is_open and self._resumed is None
 
     def load(self) -> Load:
@@ -187,7 +187,7 @@ class Slots:
         return True
 
     def take_beyond(self) -> bool:
-        """Take a slot even if none is free; return False if the replica is not open, or pauses."""
+        """Take a slot even if none is free; return False if the replica is not open or is paused."""
         takes = self.is_open and self._resumed is None
         self.ongoing += takes
         return takes
@@ -204,7 +204,7 @@ class Slots:
         """
         queue_timeout = envelope.queue_timeout
         if self._resumed is not None and "broadcast" in envelope.head:
-            await self._resumed.wait()  # no other replica can take it
+            await self._resumed.wait()  # no other replica can take the request
             if self.take_beyond():
                 return
         if not self.is_open:
@@ -298,7 +298,7 @@ class Slots:
             self._idle.set()
 
     def _is_kept_free(self, envelope: Envelope) -> bool:
-        """Return whether this request belongs to a batch job and the replica is kept free of those."""
+        """Return whether this request is of a batch job, and the replica is kept free of such requests."""
         room = self._batch_room
         return room is not None and is_of_batch(envelope) and room.is_kept_free(self.rank_info, stopwatch())
 
@@ -309,7 +309,8 @@ class Slots:
 
 def is_of_batch(envelope: Envelope) -> bool:
     """Return whether a request belongs to a batch job, which leaves a slot to live requests."""
-    if envelope.queue_timeout is not None:  # the router has read the priority, also from a header or a name
+    # the router has already read the priority, even from a header or a name
+    if envelope.queue_timeout is not None:
         return envelope.queue_timeout.priority <= BATCH_PRIORITY
     facts = envelope.head.get("facts")
     priority = facts.get("priority") if facts else None

@@ -1,10 +1,10 @@
-"""Streaming calls: a caller by handle gets the items of user code's generator one by one.
+"""Streaming calls: the caller gets the items of user code's generator one by one.
 
 A call with ``head["stream"]`` requests a stream, and each item is one ``call.item`` message. Items cross the
 thread boundary like the messages of an HTTP response
 (`daskserve.data.replica.execution.message_pipe.MessagePipe`): up to a limit they are buffered, then the
 generator waits for its caller. Async generators run on the user's loop, plain ones in one of the user's
-threads. When the caller leaves, the generator is closed where it next waits or yields.
+threads. When the caller leaves, the generator is closed at its next ``await`` or ``yield``.
 
 All of these functions run on the user's side of the executor.
 """
@@ -26,14 +26,14 @@ from daskserve.errors import StreamOptionError
 async def stream(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call an async method and send its items, as `finish_stream` does."""
+    """Call an async method and send its items, like `finish_stream`."""
     return await finish_stream(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
 def stream_in_thread(
     servable: Servable, method: Method, head: Mapping[str, Any], payload: Payload | None, pipe: MessagePipe
 ) -> Unfinished | None:
-    """Call a plain method and send its items, as `finish_stream_in_thread` does."""
+    """Call a plain method and send its items, like `finish_stream_in_thread`."""
     return finish_stream_in_thread(servable.describe(method), _call(servable, method, head, payload), pipe)
 
 
@@ -43,7 +43,7 @@ def _call(servable: Servable, method: Method, head: Mapping[str, Any], payload: 
 
 
 async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished | None:
-    """Send the items of an async generator; return a plain generator, which needs a thread.
+    """Send the items of an async generator; return a plain generator unchanged, because it needs a thread.
 
     Raises
     ------
@@ -57,7 +57,7 @@ async def finish_stream(name: str, result: Any, pipe: MessagePipe) -> Unfinished
     _check(name, result)
     try:
         async for item in result:
-            if inspect.isawaitable(item):  # a response, as a method may return it
+            if inspect.isawaitable(item):  # a response, which a method may also return
                 item = await item
             await pipe.send(_item(name, item))
     finally:

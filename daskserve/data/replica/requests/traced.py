@@ -1,7 +1,7 @@
 """Requests with a trace context, which make the spans of the replica and of user code.
 
-`daskserve.data.replica.local_code.LocalCode.handle` makes these kinds only for a head with the key `TRACE`,
-so other requests have no costs.
+`daskserve.data.replica.local_code.LocalCode.handle` creates these kinds only for a head with the key `TRACE`,
+so other requests have no overhead.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class TracedRequest(LocalRequest):
     is_traced = True
 
     carrier: Carrier
-    #: The span of the routing, if this replica makes it.
+    #: The span of the routing, if this replica creates it.
     way: RecordedSpan | None = None
-    #: The attributes of the span of its wait for a slot; None if it need not wait.
+    #: The attributes of the span of the request's wait for a slot; None if it need not wait.
     wait: dict[str, Any] | None = None
-    #: The value of ``error.type`` of its user code.
+    #: The value of ``error.type`` for the request's user code.
     error_type = ""
-    #: When its user code was started; it may still wait for a thread or a loop.
+    #: When the request's user code was started; the code may still wait for a thread or a loop.
     ready_at = 0.0
-    #: The span of its user code between two steps.
+    #: The span of the request's user code between two steps.
     unfinished_code: RecordedSpan | None = None
 
     def granted(self) -> None:
@@ -162,7 +162,7 @@ def _begin_code(request: TracedRequest, awaited: str) -> RecordedSpan:
     enter(request.carrier, code)
     scope = getattr(request, "_scope", None)
     if scope is not None:
-        # Frameworks read this header, and so does code that forwards headers.
+        # Frameworks, and code that forwards headers, read this header.
         others = [each for each in scope["headers"] if each[0] != TRACEPARENT]
         others.append((TRACEPARENT, code.traceparent.encode()))
         scope["headers"] = others
@@ -208,11 +208,11 @@ def traced_request(
     if envelope.kind is EnvelopeKind.CALL:
         method = head.get("method") or "__call__"
     text = carrier[0] if carrier else ""
-    if text == NEW:  # its caller makes no spans, so the span of the routing begins here
+    if text == NEW:  # the caller creates no spans, so the span of the routing begins here
         request.way = _begin_way(serving, tracing, head, method)
         request.carrier = carrier = [request.way.traceparent, "", ""]
         text = carrier[0]
-    # As `parent_in`, in a third of the time.
+    # The same as `parent_in`, in a third of the time.
     if len(text) == LENGTH and int(text[53:], 16) & SAMPLED:
         templates = serving.templates or _templates_of(serving)
         template = templates.requests.get(method, _request_template, templates)

@@ -22,7 +22,7 @@ MOST_CHARACTERS = 100
 
 
 def checked(answer: Any) -> tuple[dict[str, float], str]:
-    """Return the valid values of a hook's result, and the problem of the others; see `Hook.checked`."""
+    """Return the valid values of a hook's result, and the problem with the others; see `Hook.checked`."""
     if not isinstance(answer, Mapping):
         if inspect.iscoroutine(answer):
             answer.close()
@@ -57,7 +57,7 @@ AUTOSCALING = Hook(HOOK, period_s=0.0, limit_s=LIMIT_S, kept_s=KEPT_S, checked=c
 
 
 def autoscaling_metrics(recorder: StatsRecorder) -> dict[str, Any]:
-    """Return the newest values as ``{"custom": ...}``; empty without any."""
+    """Return the newest values as ``{"custom": ...}``; empty if there are none."""
     values = recorder.values()
     return {"custom": values} if values else {}
 
@@ -74,7 +74,7 @@ class ChildStats:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the values were read lately."""
+        """Whether the values were read recently."""
         return self._clock.now() - self._wanted_at <= KEPT_S
 
     def record(self, values: Mapping[str, float]) -> None:
@@ -82,6 +82,6 @@ class ChildStats:
         self._values, self._recorded_at = values, self._clock.now()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the newest values, as `StatsRecorder.metrics` does."""
+        """Return the newest values, like `StatsRecorder.metrics`."""
         now = self._wanted_at = self._clock.now()
         return {"custom": dict(self._values)} if self._values and now - self._recorded_at <= KEPT_S else {}

@@ -8,8 +8,8 @@ constructor on, the names of the application and its routers refer to the copies
 the routes that it adds.
 
 FastAPI's public interface does not suffice. ``self = Depends(current_object)`` in a copied signature would
-bind the methods, and ``include_router`` would copy their routes to another application. But it copies neither
-middlewares, exception handlers, mounted applications, a changed ``openapi`` nor the routes of Starlette. It
+bind the methods, and ``include_router`` would copy their routes to another application. But it does not copy
+middlewares, exception handlers, mounted applications, a changed ``openapi``, or the routes of Starlette. It
 also changes the target application, which other classes and replicas of the process use. And
 ``app.add_api_route`` in a constructor would affect all replicas.
 """
@@ -68,7 +68,7 @@ class Builder:
 
 
 class _AppClass:
-    """Serves an ASGI application; keeps the arguments of its constructor for it."""
+    """Serves an ASGI application; keeps the constructor's arguments for the application."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -76,7 +76,7 @@ class _AppClass:
 
 
 class IngressDecorator:
-    """Decorates a class, or makes one that only serves the application; see `ingress`."""
+    """Decorates a class, or returns a class that only serves the application; see `ingress`."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -93,7 +93,8 @@ class IngressDecorator:
             attributes = {"__module__": __name__, "__doc__": _AppClass.__doc__}
             cls = type("ASGIIngressDeployment", (_AppClass,), attributes)
         _check_class(cls)
-        # The class is changed, not derived from: `super()` and `isinstance` keep their meaning.
+        # The class is modified in place instead of subclassed, so that `super()` and `isinstance` keep
+        # working.
         setattr(cls, APP, self._app)
         setattr(cls, CALL, _answer)
         if isinstance(self._app, (Starlette, Router)):
@@ -106,10 +107,11 @@ def ingress(app: Any) -> IngressDecorator:
     """Give a class the routes of an ASGI application; use it as a decorator.
 
     Methods that are endpoints of the application (``@app.get("/items/{id}")``) and their dependencies get
-    ``self``, the object of the replica. All public methods stay callable by handle. Each replica has the
+    ``self``, the object of the replica. All public methods stay callable by handle. Each replica gets the
     application as it is when the replica starts, and may add routes, routers and applications to it: in the
     constructor, in ``reconfigure`` or later. Add middlewares and exception handlers in the constructor at the
-    latest: Starlette takes no more once it has started. The lifespan runs after the constructor.
+    latest, because Starlette does not accept them once it has started. The lifespan runs after the
+    constructor.
 
     ``ingress(app)()`` returns a class that only serves the application.
 
@@ -157,7 +159,7 @@ def ingress(app: Any) -> IngressDecorator:
 
 
 def is_asgi_app(value: Any) -> bool:
-    """Return whether a value is an ASGI application, and not a class of them."""
+    """Return whether a value is an ASGI application, and not a class of ASGI applications."""
     if inspect.isclass(value) or not callable(value) or hasattr(type(value), REMEDY):
         return False
     return inspect_definition(value).is_asgi_app
@@ -188,7 +190,7 @@ class ObjectApp:
             self._build = found
         elif isinstance(found, (Starlette, Router)):
             copier = _copier(_Binding(cls))
-            # It shares the parts again, because the class may have got others since it was decorated.
+            # The parts are shared again, because the class may have got new ones since it was decorated.
             made, self.copies = copier.copied(*_share_parts(cls, found))
             self.app = copier.app_for(made) if isinstance(made, Router) else made
         else:
@@ -205,12 +207,12 @@ class ObjectApp:
         if self._build is not None:
             app = self._build.app()
             self.app = _copier(lambda endpoint: endpoint).app_for(app) if isinstance(app, Router) else app
-        object.__setattr__(made, APP, self)  # not by the class's own __setattr__
+        object.__setattr__(made, APP, self)  # bypasses the class's own __setattr__
 
 
 @contextmanager
 def constructing(cls: type[Any]) -> Iterator[Callable[[Any], None]]:
-    """Make an object of a class; meanwhile the names of its application refer to the object's own.
+    """Construct an object of a class; meanwhile, the names of its application refer to the object's copy.
 
     Yields a function that gives the object its application. The constructor's block calls it, because the
     lifespan protocol hides errors of the application.
@@ -240,7 +242,7 @@ def forget_endpoints() -> None:
 
 
 def enter_app(made: Any) -> None:
-    """Let the names of an application refer to the object's copy, in the current context from now on."""
+    """Let the names of an application refer to the object's copy, from now on in the current context."""
     found = getattr(made, "__dict__", {}).get(APP)
     if isinstance(found, ObjectApp):
         current_copies.set(found.copies)
@@ -248,7 +250,7 @@ def enter_app(made: Any) -> None:
 
 async def _answer(self: Any, scope: Message, receive: Receive, send: Send) -> None:
     own: ObjectApp | None = vars(self).get(APP)
-    if own is None:  # the object was not made by a replica
+    if own is None:  # the object was not created by a replica
         own = ObjectApp(type(self))
         own.join(self)
     scope[OBJECT] = self
@@ -262,14 +264,14 @@ def current_object(connection: HTTPConnection) -> Any:
 
 
 def current_class(connection: HTTPConnection) -> Any:
-    """Return the class of that object."""
+    """Return the class of the object whose application answers a request."""
     return type(connection.scope[OBJECT])
 
 
 def _required_parameters(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some builtins have none
+    except ValueError:  # some builtins have no signature
         return []
     return [
         each.name
@@ -292,11 +294,11 @@ def _check_class(cls: Any) -> None:
 
 
 def _copier(change: Callable[[Any], Any]) -> AppCopier:
-    if "fastapi" not in sys.modules:  # then no application can be one of FastAPI
+    if "fastapi" not in sys.modules:  # without it, no application can be from FastAPI
         return AppCopier(change)
     from daskserve.internals.fastapi import FastAPICopier, encode_types
 
-    encode_types(array_types(), plain)  # as for results of plain methods
+    encode_types(array_types(), plain)  # the same as for results of plain methods
     return FastAPICopier(change)
 
 
@@ -307,7 +309,7 @@ def _share_parts(cls: type[Any], app: Any) -> list[Any]:
     """Share an application, and those that the methods of a class refer to, among the class's objects."""
     functions = [_function(value) for each in cls.__mro__ for value in vars(each).values()]
     found = [app, *(each for function in functions for each in _apps_of(function))]
-    # With the paths, because classes that `ingress` makes have one name.
+    # The paths are included, because all classes that `ingress` creates have the same name.
     paths = ",".join(str(getattr(each, "path", "")) for each in routes_of(app))
     share(found, f"{cls.__module__}.{cls.__qualname__} {paths}")
     return found
@@ -323,13 +325,13 @@ def _apps_of(function: Any) -> list[Any]:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
     values = [function.__globals__[name] for name in sorted(names) if name in function.__globals__]
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not assigned yet
+        with suppress(ValueError):  # the variable is not assigned yet
             values.append(cell.cell_contents)
     return [each for each in values if isinstance(each, (Starlette, Router))]
 
 
 def _mark_methods(cls: type[Any], app: Any) -> None:
-    """Note which functions are methods of a class, for the routes of other classes."""
+    """Mark the functions that are methods of a class, for the routes of other classes."""
     for name, value in vars(cls).items():
         function = _function(value)
         if isinstance(function, FunctionType) and function.__qualname__ == f"{cls.__qualname__}.{name}":
@@ -347,7 +349,7 @@ def without_others(cls: type[Any], substitution: Callable[[], Substitute] | None
 
     def reduce(value: Any) -> Any:
         if isinstance(value, BaseRoute):
-            if hasattr(value, "original_router"):  # without the routes that it keeps
+            if hasattr(value, "original_router"):  # pickled without the routes that it caches
                 return type(value), (value.original_router, value.include_context)  # type: ignore[attr-defined]
             owner = getattr(_function(getattr(value, "endpoint", None)), OWNER, cls)
             if owner not in cls.__mro__:
@@ -366,7 +368,7 @@ def _owner(cls: type[Any], endpoint: Any) -> type[Any] | None:
         return owner
     name = (endpoint.__module__, endpoint.__qualname__.rpartition(".")[0])
     for each in cls.__mro__:
-        # A name that the class has given to several methods is that of its last one.
+        # If the class has given a name to several methods, the name refers to the last one.
         if name == (each.__module__, each.__qualname__) or any(
             _function(value) is endpoint for value in vars(each).values()
         ):
@@ -381,8 +383,8 @@ def _function(attribute: Any) -> Any:
 class _Binding:
     """Replaces the methods of a class by functions that find their object in the request.
 
-    Methods bound to the object would not do: FastAPI keeps the endpoints that it has analyzed, so the object,
-    with its model, would outlive its replica.
+    Methods bound to the object would not work: FastAPI keeps the endpoints that it has analyzed, so the
+    object, with its model, would outlive its replica.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -414,5 +416,6 @@ class _Binding:
 
 
 def _code(attribute: Any) -> Any:
-    # Another replica in this process may have given the class new functions, with equal code.
+    # Compare the code, because another replica in this process may have given the class new functions with
+    # equal code.
     return getattr(_function(attribute), "__code__", None)

@@ -11,7 +11,7 @@ from daskserve.data.replica.user_code.servable import Servable
 
 
 class Stage(NamedTuple):
-    """A stage of a replica's start: its description, and that of its failure."""
+    """A stage of a replica's start: its description, and the description of its failure."""
 
     doing: str
     failed: str
@@ -79,7 +79,7 @@ class Construction:
         assert self.servable is not None
         return self.servable
 
-    # ---- on the user's side
+    # ---- run by the executor
 
     def _make(self) -> None:
         servable = self.servable = self._load()
@@ -92,7 +92,7 @@ class Construction:
     def _try_to_make(self) -> None:
         try:
             self._make()
-        except BaseException as error:  # SystemExit, too, because this thread runs the loop next
+        except BaseException as error:  # even SystemExit, because this thread runs the loop next
             self._error = error
 
     def _belongs_on_loop(self) -> bool:
@@ -107,7 +107,7 @@ class Construction:
             try:
                 raise error
             finally:
-                del error  # else the traceback holds this frame, and this frame the error
+                del error  # otherwise the traceback refers to this frame, and this frame to the error
         servable = self.servable
         assert servable is not None
         if _is_made_on_loop(self._executor, servable):
@@ -119,7 +119,7 @@ class Construction:
 
 
 async def destruct(executor: UserExecutor, servable: Servable) -> None:
-    """Destruct the user's object, now or once it is made; raise the errors of its destructor."""
+    """Destruct the user's object, now or once it is constructed; raise the errors of its destructor."""
     servable.is_ending = True
     if servable.must_be_closed_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop):
         await executor.run_async(servable.close)
@@ -128,6 +128,6 @@ async def destruct(executor: UserExecutor, servable: Servable) -> None:
 
 
 def _is_made_on_loop(executor: UserExecutor, servable: Servable) -> bool:
-    # On its own loop if it has async code, whose constructor may create tasks there; on the worker's loop
-    # only if the constructor is async.
+    # Constructed on its own loop if the object has async code, because the constructor may create tasks
+    # there; on the worker's loop only if the constructor is async.
     return servable.must_be_made_on_loop or (servable.is_async_at_all and not executor.is_on_worker_loop)

@@ -70,11 +70,11 @@ class CallableFacts:
     ignores_bodies: bool = False
     docs_path: str = ""
     methods: Mapping[str, Method] = field(default_factory=dict)
-    #: The queue of tasks that it consumes: a `daskserve.data.tasks.decorator.ConsumerSpec`.
+    #: The queue of tasks that the class consumes: a `daskserve.data.tasks.decorator.ConsumerSpec`.
     consumer: Any = None
 
     def rare(self) -> dict[str, Any]:
-        """Return the facts that few definitions have, by name; others are left out."""
+        """Return the facts that only few definitions have, by name, if they differ from the defaults."""
         names = ("ignores_bodies", "docs_path")
         return {name: value for name in names if (value := getattr(self, name))}
 
@@ -106,7 +106,7 @@ def inspect_definition(
         methods = {}
     call = methods.get(CALL)
     answering = [call] if call else [each for each in methods.values() if each.name not in HOOKS]
-    # A class may do all of its work in the constructor and in threads.
+    # A class need not have methods, because it may do all of its work in the constructor and in threads.
     if not answering and not inspect.isclass(definition):
         raise TypeError(
             "Backend definition must be a function, a class, an ASGI application or an import path, "
@@ -124,7 +124,7 @@ def inspect_definition(
 
 
 def _docs_path(app: Any) -> str:
-    """Return where a FastAPI application describes itself, below its route; empty if it does not."""
+    """Return the path of a FastAPI application's documentation, below its route; empty if it has none."""
     is_fastapi = any(each.__module__.partition(".")[0] == "fastapi" for each in type(app).__mro__)
     found = getattr(app, "docs_url", "") if is_fastapi else ""
     return found if isinstance(found, str) else ""
@@ -176,13 +176,13 @@ def _method(name: str, function: Any, owner: Any, skip: int = 0) -> Method:
 def _positional_parameters(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some builtins have none; assume they take the request
+    except (ValueError, TypeError):  # some builtins have no signature; assume that they take the request
         return ["request"]
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     names = []
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            # One remains, even if the first is skipped as ``self``.
+            # Add two, so that one remains even if the first is skipped as ``self``.
             names += [f"{parameter.name}{index}" for index in range(2)]
         elif parameter.kind not in kinds:
             names.append(parameter.name)

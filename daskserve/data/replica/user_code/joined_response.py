@@ -3,9 +3,9 @@
 An application sends the start of a response, then its body. Most responses have one body message. Then both
 messages cross to the worker's loop, and to another process, as one `daskserve.common.types.WHOLE_RESPONSE`.
 
-The first part of a stream may come much later than its start, which its client may wait for: the ``onopen``
-of an ``EventSource`` is an example. So the start of a response without a ``content-length`` is delayed until
-the next iteration of the loop only. With a ``content-length``, the body follows at once, and needs no
+The first part of a stream may come much later than its start, for which the client may wait, as the
+``onopen`` of an ``EventSource`` does. So the start of a response without a ``content-length`` is delayed only
+until the next iteration of the loop. With a ``content-length``, the body follows at once, and needs no
 callback.
 
 If no code handles an error, Starlette answers with 500 and raises the error again. This answer is delayed in
@@ -29,14 +29,14 @@ MAX_ROUTE = 200
 class ResponseSink(Protocol):
     """Takes the messages of a response; see `daskserve.data.replica.execution.message_pipe.MessagePipe`."""
 
-    #: Whether it has received any.
+    #: Whether it has received any message.
     is_started: bool
 
     def send(self, message: Message) -> Awaitable[None]:
         """Take a message."""
 
     def send_nowait(self, *messages: Message) -> Awaitable[None] | None:
-        """Take messages from a callback; return what to await before the next message."""
+        """Take messages from a callback; return an awaitable to await before the next message."""
 
 
 class JoinedResponse:
@@ -86,7 +86,7 @@ class JoinedResponse:
                 message = _with_repeatable_headers(message)
             if self._sink.is_started or message["type"] != "http.response.start":
                 return self._sink.send(message)
-            # A new dictionary, because the application may use its own again.
+            # A new dictionary, because the application may reuse its own.
             route = getattr(self._scope.get("route"), "path", None)
             if type(route) is str:
                 message = {**message, MATCHED_ROUTE: route[:MAX_ROUTE]}

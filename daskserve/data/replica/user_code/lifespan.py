@@ -1,8 +1,8 @@
 """The lifespan protocol of ASGI applications: their start-up and shutdown.
 
-asgi-lifespan 2.1 (2023, its latest release) does not replace this module. It waits for its timeout (5 s) if
-an application answers ``startup.failed``, whose message it drops, or returns without an answer. It raises for
-an application without lifespan, and its scope lacks ``asgi``, which the specification requires.
+asgi-lifespan 2.1 (2023, its latest release) does not replace this module. If an application answers
+``startup.failed`` or returns without an answer, it waits for its timeout (5 s), and drops the message. It
+raises for an application without lifespan, and its scope lacks ``asgi``, which the specification requires.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Lifespan:
     async def open(self, app: Callable[..., Awaitable[None]]) -> None:
         """Return when the application is ready; raise `ServeError` if it reports a failure.
 
-        An application that raises without an answer is served without a lifespan, as under uvicorn. If it
-        had received the message before, the error is logged: it was more likely a mistake.
+        An application that raises without an answer is served without a lifespan, as under uvicorn. If it had
+        already received the start-up message, the error is logged, because it is more likely a mistake.
         """
         self._task = asyncio.create_task(self._run(app))
         answer = await self._ask("lifespan.startup")
@@ -69,7 +69,7 @@ class Lifespan:
         self._to_app.put_nowait({"type": kind})
         answer = await self._from_app.get()
         if kind == "lifespan.shutdown" and answer["type"].startswith("lifespan.startup"):
-            answer = await self._from_app.get()  # that was the answer to a start-up which was cancelled
+            answer = await self._from_app.get()  # skip the answer to a start-up that was cancelled
         return answer
 
     async def _run(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -80,7 +80,7 @@ class Lifespan:
             packed = await asyncio.to_thread(pack_all, error)
             if not self._has_received:
                 logger.debug("The ASGI application does not support the lifespan protocol: %r", packed)
-            elif not self._has_reported_failure:  # which already says why
+            elif not self._has_reported_failure:  # the failure already says why
                 log_error(packed, "The lifespan of the ASGI application ended with an error")
         finally:
             self._from_app.put_nowait({"type": "lifespan.gone"})

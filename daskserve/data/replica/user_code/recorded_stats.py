@@ -31,7 +31,7 @@ logger = logging.getLogger("daskserve.replica")
 
 #: The method that is called once, after the constructor.
 METADATA = "record_replica_metadata"
-#: The maximum size of its result, and of routing statistics, as JSON.
+#: Maximum size of the result of `METADATA`, and of routing statistics, as JSON.
 MOST_CHARACTERS = 4096
 
 Parts = Callable[[], tuple[UserExecutor, Servable]]
@@ -69,7 +69,7 @@ def checked_plain(answer: Any) -> tuple[dict[str, Any], str]:
     try:
         text = json.dumps(dict(answer))
         values: dict[str, Any] = json.loads(text)
-        msgpack.packb(values)  # the format of messages, which excludes large numbers
+        msgpack.packb(values)  # the format of messages, which does not allow large numbers
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         return {}, f"returned what cannot be sent as JSON: {error}"
     if len(text) > MOST_CHARACTERS:
@@ -94,7 +94,7 @@ def routing_hook(options: Any) -> Hook:
         return ROUTING
     from daskserve.options.routing.request_router import (
         RequestRouterConfig,
-    )  # few child processes need pydantic
+    )  # imported here, because few child processes need pydantic
 
     router = RequestRouterConfig(**options) if isinstance(options, Mapping) else options
     return replace(
@@ -113,7 +113,7 @@ def _record_in_thread(target: Any, hook: Hook) -> tuple[dict[str, Any], str]:
 
 
 class StatsRecorder:
-    """Calls a hook of a replica's user code, if it has it.
+    """Calls a hook of a replica's user code, if the hook exists.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class StatsRecorder:
         except ActorLostError:
             return
         self._began, target = now, servable.target
-        # From its class, because user code such as ``__getattr__`` must not run here.
+        # Looked up in the class, because user code such as ``__getattr__`` must not run here.
         hook = inspect.getattr_static(type(target), self._hook.name, None)
         hook = getattr(hook, "__func__", hook)
         if not servable.is_class or not callable(hook):
@@ -169,7 +169,8 @@ class StatsRecorder:
 
     def _give_up(self, run: CodeRun) -> None:
         self._complain("late", f"has not returned within {shown(self._hook.limit_s)} s")
-        # A thread cannot be stopped, and an abandoned one would count as a lost slot.
+        # Only async code has a timeout: a thread cannot be stopped, and would count as a lost slot if
+        # abandoned.
         if self._is_async:
             run.cancel()
 
@@ -185,7 +186,7 @@ class StatsRecorder:
         if error is not None:
             packed = packed_here(error)
             self._complain(name_of(packed.kind), f"raised {packed.summary}", packed.text)
-            packed.error = None  # it refers to the user's object
+            packed.error = None  # the error refers to the user's object
         elif self._is_late(now):
             self._complain("late", f"took {now - self._began:.1f} s, more than {shown(self._hook.limit_s)}")
         else:

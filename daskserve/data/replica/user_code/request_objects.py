@@ -1,7 +1,7 @@
 """The request objects of user code.
 
-`HTTPRequest` is Starlette's request, which plain functions can read too. For a call by a handle, a classic
-backend gets a `ServeRequest` instead, so that the same code serves both.
+`HTTPRequest` is Starlette's request, which plain functions can read too. For a handle call, a classic backend
+gets a `ServeRequest` instead, so that the same code serves both.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class HTTPRequest(Request):
 
     A plain (not ``async``) callable cannot ``await request.json()``. So the whole body is read before the
     call, and in the thread of the callable these methods return values: ``json()``, ``body()``, ``form()``,
-    ``is_disconnected()`` and ``close()``. On an event loop they return awaitables, as Starlette's do, also in
-    a coroutine that a plain callable returns. `body_bytes` and `body_json` are the same everywhere, once the
+    ``is_disconnected()`` and ``close()``. On an event loop they return awaitables, as in Starlette, even in a
+    coroutine that a plain callable returns. `body_bytes` and `body_json` are the same everywhere, once the
     body has been read.
 
-    Code can pass it to another deployment by a handle. The copy has the plain items of the scope, and the
-    body.
+    You can pass the request to another deployment through a handle. The copy has the plain items of the
+    scope, and the body.
     """
 
     #: The whole body, once it has been read; set at once if it arrived with the request.
@@ -62,21 +62,21 @@ class HTTPRequest(Request):
         form = super().form
         if running_loop() is not None:
             return form(**limits)
-        if self._form is not None:  # it has been read
+        if self._form is not None:  # the form has already been read
             return self._form
 
         async def parse() -> FormData:
             return await form(**limits)
 
         self.body_bytes  # noqa: B018 - raises if it has not been read
-        return asyncio.run(parse())  # large files are written by threads, which only a loop can wait for
+        return asyncio.run(parse())  # parsing writes large files in threads, for which only a loop can wait
 
     def is_disconnected(self) -> Any:
         """Return whether the client has disconnected; an awaitable of it on an event loop."""
         return super().is_disconnected() if running_loop() is not None else self.has_disconnected()
 
     def close(self) -> Any:
-        """Close the files of the form; return an awaitable that does it on an event loop."""
+        """Close the files of the form; on an event loop, return an awaitable that does so."""
         closing = super().close()
         return closing if running_loop() is not None else asyncio.run(closing)
 
@@ -125,12 +125,12 @@ class HTTPRequest(Request):
 
     @property
     def body_json(self) -> Any:
-        """The whole body parsed as JSON, as `body_bytes`."""
+        """The whole body parsed as JSON; see `body_bytes`."""
         return parse_json(self.body_bytes)
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the value of a JSON text, as `json.loads` does.
+    """Return the value of a JSON text, like `json.loads`.
 
     The parser of pydantic takes an eighth of the time of `json` for 1,000 floats, and a third for 64
     integers. Texts that it does not accept, such as UTF-16 or lone surrogates, are left to `json`, and so are
@@ -152,7 +152,7 @@ def rebuild_request(scope: dict[str, Any], body: bytes | None, form: PlainForm |
 
 
 async def _receive_nothing() -> Message:
-    """Wait for ever: the copy of a request has no connection."""
+    """Wait forever, because the copy of a request has no connection."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
@@ -181,7 +181,7 @@ class _Chunks(AsyncIterator[bytes], Iterator[bytes]):
 
 
 class QueryParams(dict[str, Any]):
-    """The keyword arguments of a call by a handle, as the query of a URL."""
+    """The keyword arguments of a handle call, in the form of a URL's query."""
 
     def getlist(self, key: str) -> list[Any]:
         """Return all values of ``key``: a list or tuple as a list, anything else as its only item."""
@@ -192,7 +192,7 @@ class QueryParams(dict[str, Any]):
 
 
 class ServeRequest:
-    """The argument of a classic backend that is called by a handle: ``handle.remote(body, **kwargs)``.
+    """The argument of a classic backend that is called through a handle: ``handle.remote(body, **kwargs)``.
 
     All keyword arguments are its `query_params`. Without a positional argument, the body is the keyword
     argument ``request_data`` or ``data``, if there is one.
@@ -280,7 +280,7 @@ def legacy_argument(head: Mapping[str, Any], args: Sequence[Any], kwargs: Mappin
             f"{len(args)}; pass the others by name, and read them from request.query_params."
         )
     found = args[0] if args else next((kwargs[name] for name in BODY_NAMES if name in kwargs), None)
-    if isinstance(found, (Request, ServeRequest)):  # of another call
+    if isinstance(found, (Request, ServeRequest)):  # the request object of another call
         return found
     return ServeRequest(
         found, kwargs, headers=head.get("http_headers"), method=head.get("http_method") or "GET"

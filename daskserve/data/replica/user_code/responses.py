@@ -1,6 +1,6 @@
 """Converts the results and errors of user code to HTTP responses.
 
-All functions run on the user's side of the executor, because writing a large data frame as JSON takes long.
+All functions run where user code runs, because writing a large data frame as JSON takes long.
 
 =====================================  =================================================
 ``None``                               empty, ``text/plain``
@@ -50,7 +50,7 @@ JSON = b"application/json"
 
 @dataclass(slots=True)
 class ConvertedResponse:
-    """A whole response; its message is None if it was sent already."""
+    """A whole response; its message is None if it has already been sent."""
 
     message: Message | None = None
     is_failure: bool = False
@@ -64,7 +64,7 @@ class Unfinished:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a generator."""
+        """Whether the result is a generator."""
         return isinstance(self.result, (Generator, AsyncGenerator))
 
     @property
@@ -73,7 +73,7 @@ class Unfinished:
         return isinstance(self.result, Generator)
 
 
-# Always the same tuples, because the server caches what it writes for them.
+# Always the same tuple objects, because the server caches the bytes that it writes for them.
 _PLAIN_HEADERS: Mapping[bytes, tuple[tuple[bytes, bytes], ...]] = {
     kind: ((b"content-type", kind),) for kind in (OCTETS, TEXT, EMPTY, JSON)
 }
@@ -103,7 +103,7 @@ def to_answer(result: Any) -> ConvertedResponse | Unfinished:
         content_type, body = encode(result)
         return _whole(200, _PLAIN_HEADERS[content_type], body)
     if isinstance(result, Response):
-        # Subclasses that only render differently are whole responses; others send themselves.
+        # Subclasses that only render differently are whole responses; other subclasses send themselves.
         if type(result).__call__ is not Response.__call__ or result.background is not None:
             return Unfinished(result)
         body = bytes(result.body)
@@ -136,11 +136,11 @@ async def finish(
     try:
         raise failure
     finally:
-        del failure  # else the traceback holds this frame, and this frame the error
+        del failure  # otherwise the traceback refers to this frame, and this frame to the error
 
 
 async def _stream(chunks: AsyncIterator[Any], pipe: MessagePipe) -> None:
-    # The first chunk is computed before the start: an error until then can still be answered.
+    # The first chunk is computed before the start: an error up to that point can still be answered.
     chunk = await anext(chunks, _END)
     try:
         await pipe.send(_stream_start())

@@ -1,8 +1,8 @@
 """One interface for user code of all forms, which answers requests.
 
 A *definition* is a function, a class, an ASGI application or an import path of one of these.
-`inspect_definition` inspects it without running it. `load_definition` and `Servable` run on the user's side
-of the executor, where imports, constructors and handlers may block.
+`inspect_definition` inspects it without running it. `load_definition` and `Servable` run where user code
+runs, so that imports, constructors and handlers may block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from daskserve.common.formatting import capitalized
 from daskserve.common.types import Payload, Receive
 from daskserve.data.multiplexing.unloading import silence_destructor
 from daskserve.data.replica.errors.log import NOT_FAILURES, is_refusal
-from daskserve.data.replica.execution.message_pipe import MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientGoneError, MessagePipe
 from daskserve.data.replica.user_code.class_app import as_definition, constructing, forget_endpoints
 from daskserve.data.replica.user_code.definitions import CALL, Method, inspect_definition
 from daskserve.data.replica.user_code.joined_response import JoinedResponse
@@ -56,7 +56,7 @@ def load_definition(
 ) -> Servable:
     """Return the servable in `daskserve.options.start_messages.ReplicaStart.code`, not yet constructed.
 
-    ``parts`` are those of the parcel, if there is one. Errors contain the ``display_name``. With
+    ``parts`` are the parts of the parcel, if there is one. Errors contain the ``display_name``. With
     ``is_exact``, the files of an import path must be those that were deployed.
     """
     try:
@@ -100,11 +100,11 @@ class Servable:
         self.facts = inspect_definition(definition, init_args, init_kwargs)
         self.methods = self.facts.methods
         self.is_debug = is_debug
-        #: The user's object once it is made.
+        #: The user's object, once it is constructed.
         self.target: Any = None
         #: Whether the replica stops, so that an object is destructed right after its constructor.
         self.is_ending = False
-        # The first to acquire it calls the destructor.
+        # The first caller that acquires this lock calls the destructor.
         self._claim = threading.Lock()
         self._definition = definition
         self._init_args = init_args
@@ -125,7 +125,7 @@ class Servable:
 
     @property
     def is_async_at_all(self) -> bool:
-        """Whether any of its methods runs on an event loop, where the object is then constructed, too."""
+        """Whether any of its methods runs on an event loop, on which the object is then also constructed."""
         return any(method.is_async for method in self.methods.values()) or self.must_be_made_on_loop
 
     @property
@@ -155,7 +155,7 @@ class Servable:
         return self._bound[method.name]
 
     def describe(self, method: Method) -> str:
-        """Name a method in an error."""
+        """Return the description of a method for an error."""
         return self._descriptions[method.name]
 
     def hook(self, name: str) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ class Servable:
         return callable(getattr(hook, "__func__", hook))
 
     def check_batching(self, max_batch_size: int | None) -> None:
-        """Raise `BadRequestError` if the size requires batches and the callable does not take them."""
+        """Raise `BadRequestError` if the batch size requires batches, but the callable takes none."""
         if max_batch_size is not None and max_batch_size > 1 and not self.facts.accepts_batches:
             raise BadRequestError(
                 f"max_batch_size is {max_batch_size}, but the callable does not take batches: mark it with "
@@ -196,13 +196,13 @@ class Servable:
         self.construct_in_thread()
         if self.is_ending:  # the constructor has blocked the loop
             with suppress(asyncio.CancelledError):
-                await pause()  # the destructor must not get it
+                await pause()  # takes up the cancellation, which the destructor must not get
             await self.close()
 
     async def _construct(self) -> None:
         with constructing(self._definition) as join:
             made = self._definition.__new__(self._definition, *self._init_args, **self._init_kwargs)
-            self.target = made  # its destructor runs if the replica is stopped now
+            self.target = made  # from here on, stopping the replica runs the object's destructor
             try:
                 await made.__init__(*self._init_args, **self._init_kwargs)
             except Exception:
@@ -262,7 +262,8 @@ class Servable:
         """Let an ASGI application answer."""
         scope["state"] = self._lifespan.state.copy()
         if scope["type"] != "http":
-            await self._bound[CALL](scope, pipe.receive, pipe.send)
+            with suppress(ClientGoneError):
+                await self._bound[CALL](scope, pipe.receive, pipe.send)
             return ConvertedResponse()
         response = JoinedResponse(pipe, scope)
         try:
@@ -283,7 +284,7 @@ class Servable:
         try:
             raise failure
         finally:
-            del failure  # else the traceback holds this frame, and this frame the error
+            del failure  # otherwise the traceback refers to this frame, and this frame to the error
 
     async def answer_http(
         self, method: Method, scope: MutableMapping[str, Any], receive: Receive, body: bytes | None
@@ -323,7 +324,7 @@ class Servable:
         if type(result) is not CoroutineType:
             return await self.finish_call(method, result)
         value = await result
-        if hasattr(type(value), "__await__"):  # a Dask future, as from a plain method
+        if hasattr(type(value), "__await__"):  # a Dask future, which plain methods may also return
             return await self.finish_call(method, value)
         return dump_result(self.describe(method), value)
 

@@ -1,1 +1,1 @@
-"""What keeps tasks: a file of SQLite, Redis, or the instance itself."""
+"""The stores of tasks: an SQLite file, Redis, or the instance itself."""

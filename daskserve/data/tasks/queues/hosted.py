@@ -1,4 +1,4 @@
-"""The queues of an instance where they are kept: in the process that has its store."""
+"""The task queues of an instance, in the process that has the instance's store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daskserve.data.tasks.queues.protocol import Lease, QueueStats
 from daskserve.data.tasks.queues.sqlite import SqliteQueue
 from daskserve.data.tasks.states import Task
 
-#: Time for consumers to renew their leases after the scheduler was replaced.
+#: Time in which consumers renew their leases after the scheduler was replaced.
 GRACE_S = 15.0
 
 
@@ -45,7 +45,7 @@ class HostedQueues:
         if method != "add":
             raise ValueError(f"queues of tasks have no method {method!r}")
         added = self._queue.add([task_of(each) for each in items], *others)
-        # The caller has those that are new.
+        # The caller already has the new tasks.
         return [None if is_new else plain_task(task) for task, is_new in added]
 
     def close(self) -> None:

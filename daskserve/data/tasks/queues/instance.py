@@ -1,7 +1,7 @@
 """A queue of tasks that the instance itself keeps, in the process that has its store.
 
-Each call is one message to that process. It works wherever programs, replicas and Dask tasks reach the
-scheduler, whatever the machine.
+Each call is one message to that process. It works on any machine from which programs, replicas and Dask tasks
+reach the scheduler.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from daskserve.data.tasks.queues.protocol import Change, Lease, QueueStats
 from daskserve.data.tasks.states import Task, TaskState
 from daskserve.errors import ClosedError, InstanceError, NotRunningError, UnavailableError
 
-#: How long the scheduler may take to answer; it may be about to be replaced.
+#: How long the scheduler may take to answer; because it may be being replaced.
 REPLY_S = 5.0
 #: How long an idle consumer waits for a task before it asks again.
 WAIT_S = 10.0
-#: The instance may be about to come back after these errors.
+#: Errors after which the instance may come back.
 _UNREACHABLE = (OSError, InstanceError, ClosedError, UnavailableError)
 
 
 class InstancePlace(NamedTuple):
-    """An instance, as a process reaches it."""
+    """A process's connection to an instance."""
 
     connection: ClientConnection
     instance: InstanceName
@@ -47,7 +47,7 @@ class InstanceQueue:
         self._place: InstancePlace | None = None
 
     def join(self, connection: ClientConnection, instance: InstanceName) -> None:
-        """Use an instance."""
+        """Use this instance from now on."""
         self._place = InstancePlace(connection, instance)
 
     def _found(self) -> InstancePlace:
@@ -58,7 +58,7 @@ class InstanceQueue:
                     "The queue is kept by an instance, and this code runs in no replica of one; make the "
                     "adapter with serve.tasks.instantiate_adapter_from_config(config, client=serve.connect())"
                 )
-            # In a child process, its own client connects here.
+            # In a child process, this connects the process's own client.
             self._place = InstancePlace(replica.cluster.connection, replica.instance)
         return self._place
 
@@ -75,7 +75,7 @@ class InstanceQueue:
         self._call("open")
 
     def close(self) -> None:
-        """Do nothing: the connection is that of the process."""
+        """Do nothing: the connection belongs to the process."""
 
     def add(self, tasks: Sequence[Task], max_waiting: int, now: float) -> list[tuple[Task, bool]]:
         kept = self._call("add", self._synchronous, [plain_task(each) for each in tasks], max_waiting, now)

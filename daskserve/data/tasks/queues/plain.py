@@ -1,4 +1,4 @@
-"""Tasks as plain values, as they travel between a process and the queues of its instance."""
+"""Tasks as plain values, for messages between a process and the queues of its instance."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def plain_task(task: Task) -> list[Any]:
 
 
 def task_of(values: Sequence[Any]) -> Task:
-    """Return the task of plain values."""
+    """Return the task for plain values."""
     changed = list(values)
     changed[STATE] = TaskState(values[STATE])
     return Task(*changed)
 
 
 def plain_change(change: Change) -> list[Any]:
-    """Return a change as plain values, without what no transition changes and may be large."""
+    """Return a change as plain values, without large fields that no transition changes."""
     values = plain_task(change.task)
     values[PAYLOAD], values[PROGRESS] = b"", None
     return [values, None if change.letter is None else plain_task(change.letter)]
 
 
 def change_of(values: Sequence[Any]) -> Change:
-    """Return the change of plain values."""
+    """Return the change for plain values."""
     task, letter = values
     return Change(task_of(task), None if letter is None else task_of(letter))

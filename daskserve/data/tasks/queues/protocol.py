@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A task that a consumer still has."""
+    """The right of a consumer to run a task, until the lease ends."""
 
     id: str
     attempts: int
@@ -78,7 +78,7 @@ class TaskQueue(Protocol):
         """Assign up to ``limit`` due tasks to a consumer, ordered by priority and due time."""
 
     def renew(self, queue: str, owner: str, ids: Iterable[str], until: float) -> None:
-        """Renew those leases that the consumer still has."""
+        """Renew the leases that the consumer still has."""
 
     def held(self, queue: str, owner: str) -> list[Lease]:
         """Return the tasks that a consumer still has."""
@@ -110,7 +110,7 @@ class WaitingQueue(Protocol):
     """A queue that wakes idle consumers, which otherwise poll."""
 
     async def wait(self, queue: str, interval_s: float) -> None:
-        """Return once there may be a task; tasks that become due are looked up every ``interval_s``.
+        """Return once there may be a task; checks every ``interval_s`` for tasks that become due.
 
         Raises
         ------

@@ -1,12 +1,12 @@
 """A queue of tasks in Redis, for the processes of any number of machines.
 
-Each task is a hash; sorted sets by queue have the ids of those that wait for their time, could run, run, or
-have ended. A script changes a task and the sets in one step, if the task has the expected revision. To claim
-tasks, a script moves ids to those that run, which no other consumer sees then; the tasks themselves change
-in a second step. If the consumer is killed in between, their leases end.
+Each task is a hash; for each queue, sorted sets contain the ids of tasks that wait for their time, are ready,
+run, or have ended. A script changes a task and the sets in one step, if the task has the expected revision.
+To claim tasks, a script moves their ids to the set of running tasks, so that no other consumer gets them; the
+tasks themselves change in a second step. If the consumer is killed in between, their leases end.
 
-All keys have one hash tag, so that a cluster of Redis keeps them together. What a crash of Redis itself loses
-depends on its persistence: with ``appendonly yes`` and ``appendfsync everysec``, the last second.
+All keys have one hash tag, so that a cluster of Redis keeps them together. How much a crash of Redis itself
+loses depends on its persistence: with ``appendonly yes`` and ``appendfsync everysec``, one second.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class RedisQueue:
             ) from None
 
     def _key(self, kind: str, queue: str, more: str = "") -> str:
-        if more:  # as `PRELUDE` quotes it
+        if more:  # quoted as in `PRELUDE`
             queue = queue.replace("%", "%25").replace(":", "%3A")
         return f"{self._prefix}:{kind}:{queue}{more}"
 
@@ -371,7 +371,8 @@ class RedisQueue:
 
 def _values(task: Task) -> tuple[Any, ...]:
     """Return the values of a task for `PRELUDE`'s ``put``."""
-    # By priority, then by time in milliseconds: less than 53 bits, so exact as a score.
+    # Ordered by priority, then by time in milliseconds. This takes less than 53 bits, so it is exact as a
+    # score.
     rank = (100 - task.priority) * 2**42 + int(task.due_at * 1000)
     held = f"{task.attempts}:{int(task.is_cancelled)}"
     value = msgpack.packb([getattr(task, each) for each in FIELDS])

@@ -1,8 +1,8 @@
 """A queue of tasks in an SQLite file, for the processes of one machine.
 
 Each method is one transaction, under SQLite's own lock, so any number of processes may share the file. With a
-write-ahead log and ``synchronous=FULL``, what was accepted survives a power loss; without the sync it
-survives the end of any process. The log needs shared memory: the file cannot be on a network file system.
+write-ahead log and ``synchronous=FULL``, accepted tasks survive a power loss; without the sync, they survive
+the end of any process. The log needs shared memory, so the file cannot be on a network file system.
 
 Large payloads are in a separate table, because SQLite writes the whole row at each change of state.
 Triggers count the tasks, because the length of a queue is checked each time that something is submitted.
@@ -24,11 +24,11 @@ from daskserve.data.tasks.states import CHANGED, ENDED, FIXED, WAITING, Task, Ta
 
 #: How long a transaction waits for another process.
 BUSY_TIMEOUT_S = 10.0
-#: Payloads above this size have a row of their own.
+#: Payloads above this size are stored in a separate row.
 INLINE_BYTES = 2000
 FORMAT = 1
 
-#: Where a task is: it waits for its time, could run, runs, or has ended.
+#: The place of a task: it waits for its time, is ready, runs, or has ended.
 DELAYED, READY, RUNNING, OVER = range(4)
 
 COLUMNS = (*FIXED, *CHANGED, "progress")
@@ -123,7 +123,7 @@ class SqliteQueue:
         if connection is not None and self._pid == os.getpid():
             return connection
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.touch(mode=0o600, exist_ok=True)  # the arguments are for this user
+        self.path.touch(mode=0o600, exist_ok=True)  # other users must not read the arguments
         connection = sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
@@ -199,7 +199,8 @@ class SqliteQueue:
 
     def claim(self, queue: str, owner: str, limit: int, now: float, lease_s: float) -> list[Task]:
         with self._reading() as connection:
-            if not _has_due(connection, queue, now):  # without a lock: most consumers are idle
+            # checked without a lock, because most consumers are idle
+            if not _has_due(connection, queue, now):
                 return []
         with self._transaction() as connection:
             connection.execute(
@@ -236,7 +237,7 @@ class SqliteQueue:
 
     def write(self, changes: Sequence[Change]) -> list[bool]:
         with self._transaction() as connection:
-            # Those that wait are promoted once they are due.
+            # Waiting tasks are promoted once they are due.
             written = [_update(connection, change.task, 0.0) for change in changes]
             for (_, letter), is_written in zip(changes, written, strict=True):
                 if is_written and letter is not None and _find(connection, letter.queue, letter.id) is None:
@@ -375,6 +376,6 @@ def _insert(connection: sqlite3.Connection, task: Task, now: float) -> None:
 
 
 def _update(connection: sqlite3.Connection, task: Task, now: float) -> bool:
-    """Write a task after a transition, if its revision is the one before it."""
+    """Write a task after a transition, if the stored revision is the previous one."""
     values = [*_values(task, CHANGED), _place(task, now), task.queue, task.id, task.revision - 1]
     return connection.execute(UPDATE, values).rowcount == 1

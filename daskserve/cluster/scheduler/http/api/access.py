@@ -1,7 +1,7 @@
 """Calls to the controllers of the running instances, for requests over HTTP.
 
-If a controller dies or hangs during the request, it is replaced and the call is retried at the newest one.
-This is safe, because every verb is idempotent, given the id of the request.
+If a controller dies or hangs during the request, it is replaced, and the call is retried at the newest one.
+This is safe because verbs are idempotent for the same request id.
 """
 
 from __future__ import annotations

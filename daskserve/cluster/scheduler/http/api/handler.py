@@ -37,7 +37,7 @@ MAX_STREAMS = 50
 FLUSH_S = 60.0
 #: Longest silence of a stream. After it, a comment is sent, so that reverse proxies keep the connection open.
 SILENCE_S = 15.0
-#: Characters of a client's own name that are recorded.
+#: Maximum length of the client's name that is recorded.
 NAME_LENGTH = 60
 #: A comment, which keeps a stream open.
 SILENT = ":\n\n"
@@ -133,7 +133,7 @@ class ApiHandler(GuardedHandler):
         operation.check(query)
         agent = self.request.headers.get("User-Agent", "")[:NAME_LENGTH]
         if agent.startswith("Mozilla/"):
-            agent = "a browser"  # all browsers name this one, followed by a long list
+            agent = "a browser"  # all browsers begin with this name, followed by a long list
         return Asked(
             path,
             query,
@@ -144,7 +144,7 @@ class ApiHandler(GuardedHandler):
         )
 
     def _expected(self) -> int | None:
-        """Return the version in ``If-Match``; None without it, and for ``*``."""
+        """Return the version in ``If-Match``; None if it is missing or ``*``."""
         given = self.request.headers.get("If-Match", "*").strip()
         if given == "*":
             return None
@@ -185,7 +185,7 @@ class ApiHandler(GuardedHandler):
                         await self.flush()
                     number = await feed.after(number)
             except (StreamClosedError, ServeError, TimeoutError):
-                pass  # as in `_send_rows`
+                pass  # the client has left; see `_send_rows`
             finally:
                 self.finish()
 
@@ -204,7 +204,7 @@ class ApiHandler(GuardedHandler):
         message.pop("wait_s", None)  # the stream begins at once, even if there is nothing to send yet
         found = await self._api.access.call(instance, verb, message, takes_s)
         self._begin_stream()
-        message.pop("since_s", None)  # of the first answer
+        message.pop("since_s", None)  # applies to the first answer only
         try:
             while True:
                 self.write(_event_texts(found) if verb == "events" else _log_texts(found))
@@ -219,7 +219,7 @@ class ApiHandler(GuardedHandler):
                     found = {"events": [], "records": [], "next": message["after"]}
                     await asyncio.sleep(RETRY_AFTER_S)
         except (StreamClosedError, ServeError, TimeoutError):
-            pass  # the client has left, or reads nothing, or the instance has ended
+            pass  # the client has left or does not read, or the instance has ended
         finally:
             self.finish()
 
@@ -235,7 +235,7 @@ class ApiHandler(GuardedHandler):
             return
         if status == UnavailableError.http_status:
             self.set_header("Retry-After", str(RETRY_AFTER_S))
-        self.set_etag_header()  # Tornado does so for GET only
+        self.set_etag_header()  # Tornado sets it for GET only
         super().answer(status, body)
 
     def compute_etag(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Profiles and stacks of replicas over HTTP: parameters, and the forms of the answer. Pure."""
+"""Profiles and stacks of replicas over HTTP: parameters, and the formats of the answer. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daskserve.errors import BadRequestError
 from daskserve.telemetry.profiling.flame import flame_page, flame_svg, page_policy
 from daskserve.telemetry.profiling.report import text
 
-#: Default length of a profile, and the additional time for a profile of the memory of a large process.
+#: Default length of a profile, and the additional time for profiling the memory of a large process.
 SECONDS, MEMORY_S = 5.0, 35.0
 _NUMBER = re.compile(r"[0-9]{1,4}(?:\.[0-9]{1,6})?")
 QUERY: Mapping[str, tuple[str, str]] = {
@@ -20,7 +20,7 @@ QUERY: Mapping[str, tuple[str, str]] = {
     "memory": ("boolean", "Find the lines that hold memory instead; not as svg."),
 }
 _SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-#: By format: the content type, the function that writes it, and the policy.
+#: For each format: the content type, the function that writes it, and the content security policy.
 _FORMS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str], str]] = {
     "svg": ("image/svg+xml", flame_svg, _SVG_POLICY),
     "html": ("text/html", flame_page, page_policy()),

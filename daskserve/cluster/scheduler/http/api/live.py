@@ -55,13 +55,13 @@ class LiveFeed:
             self._tasks.spawn(self._run(), "live-metrics")
 
     def leave(self) -> None:
-        """Stop asking once the last watcher has left."""
+        """Stop querying once the last watcher has left."""
         self.watchers -= 1
         if not self.watchers:
             self._tasks.cancel()
 
     async def after(self, seen: int) -> int:
-        """Return the newest answer's number, once it is higher than ``seen``; slow watchers skip answers.
+        """Wait for an answer newer than number ``seen``; return its number. Slow watchers skip answers.
 
         Raises
         ------

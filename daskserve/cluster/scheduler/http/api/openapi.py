@@ -13,7 +13,7 @@ from daskserve.options.fields.bounds import KEY
 PAGE_PATH = "/daskserve/api"
 DOCUMENT_PATH = "/daskserve/openapi.json"
 SCHEMA_PATH = "/api/serve/schema"
-#: Ray Serve's REST client asks for this first.
+#: Ray Serve's REST client requests this first.
 RAY_VERSION_PATH = "/api/ray/version"
 #: The release of Ray whose paths and schemas the API follows.
 RAY_VERSION = "2.60.0"

@@ -69,7 +69,7 @@ class Operation:
     is_stream: bool = False
 
     def check(self, query: Mapping[str, str]) -> None:
-        """Raise `BadRequestError` for an unknown parameter of a change, which may be meant to limit it."""
+        """Raise `BadRequestError` for an unknown parameter of a change, which might limit the change."""
         unknown = [each for each in query if each not in self.query]
         if unknown and self.changes:
             wrong = unknown[0][:MAX_SHOWN]
@@ -78,7 +78,7 @@ class Operation:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes applications, or imports code, as a plan does."""
+        """Whether the operation changes applications, or imports code, as a plan does."""
         return self.method != "GET"
 
     @property
@@ -110,7 +110,7 @@ def _put(asked: Asked) -> tuple[str, Message]:
 
 
 def _change(verb: str, *names: str) -> Callable[[Asked], tuple[str, Message]]:
-    """Return a function for a verb that changes what is named in the path, once for each request."""
+    """Return a function for a verb that changes the object in the path, once for each request."""
 
     def message(asked: Asked) -> tuple[str, Message]:
         found: Message = {name: asked.path[name] for name in names}

@@ -1,6 +1,6 @@
 """The page about the REST API, made from the table of operations. Pure.
 
-It has no scripts, and the colours of the page of the instance, whose style sheet it uses.
+It has no scripts, and uses the style sheet of the instances' page.
 """
 
 from __future__ import annotations

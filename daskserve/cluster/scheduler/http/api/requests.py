@@ -10,9 +10,9 @@ from typing import Any
 
 from daskserve.errors import BadRequestError
 
-#: A number in a request, which fits into 64 bits.
+#: Pattern of a number in a request that fits into 64 bits.
 NUMBER = re.compile("[0-9]{1,18}")
-#: Characters of a wrong value that an error shows.
+#: Maximum number of characters of an invalid value that an error shows.
 MAX_SHOWN = 40
 
 
@@ -33,7 +33,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request.
+    """A parsed request.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Asked:
         return value in ("true", "1", "")
 
     def number(self, name: str) -> int | None:
-        """Return a parameter that is a number; None without it."""
+        """Return a parameter that is a number; None if it is missing."""
         value = self.query.get(name)
         if value is None:
             return None

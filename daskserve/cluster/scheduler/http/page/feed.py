@@ -74,7 +74,7 @@ class Feed:
                 async with asyncio.timeout(WAIT_S + late_s):
                     present = await self._access.find(self._instance)
                     if entry is not None and entry is not present:
-                        return  # another instance of the same name, whose numbers start again
+                        return  # a new instance of the same name, whose event numbers start at the beginning
                     entry = present
                     found = await self._access.call(self._instance, "next_overview", message)
             except NotFoundError:
@@ -99,7 +99,7 @@ class Feed:
                 number = 0
                 while True:
                     number = await feed.after(number)
-                    if feed.found is not None:  # if not, the overview says why
+                    if feed.found is not None:  # otherwise the overview shows the reason
                         self._set_live(feed.found)
         except ServeError:
             pass  # the instance has ended, or its controller is of an older version

@@ -28,7 +28,7 @@ from daskserve.cluster.scheduler.http.route import GuardedHandler, SchedulerRout
 from daskserve.cluster.scheduler.http.site_guard import SiteGuard
 from daskserve.common.types import InstanceName
 
-#: The page in the menu of Dask's dashboard, whose addresses are relative.
+#: Address of the page in the menu of Dask's dashboard, which uses relative addresses.
 _MENU = "daskserve"
 #: Path of the page, below the scheduler's URL prefix.
 PATH = f"/{_MENU}"
@@ -110,7 +110,7 @@ class _Handler(GuardedHandler):
         super().set_default_headers()
         self.set_header("Content-Security-Policy", POLICY)
         self.set_header("Referrer-Policy", "no-referrer")
-        # Browsers ask again each time, so that the files of one page are of one version.
+        # Browsers revalidate each time, so that all files of a page have the same version.
         self.set_header("Cache-Control", "no-cache")
 
 
@@ -122,7 +122,7 @@ class PageHandler(_Handler):
             return
         body = (files(__package__) / (name or "index.html")).read_bytes()
         if not name:
-            # Relative, because a reverse proxy may have put any path before this one.
+            # Relative, because a reverse proxy may have added a path prefix.
             base = "" if self.request.path.endswith("/") else f"{_MENU}/"
             body = body.replace(_BASE.encode(), base.encode())
         self.set_header("Content-Type", _FILES.get(name, "text/html; charset=utf-8"))
@@ -134,7 +134,7 @@ class PageHandler(_Handler):
 class InstancesHandler(_Handler):
     """Answers with the data that a page needs before its stream.
 
-    These are the names of the instances and of the common one, the version of daskserve, and whether the
+    The data are the names of all instances and of the shared one, the version of daskserve, and whether the
     limit of streams is reached.
     """
 
@@ -172,7 +172,7 @@ class StreamHandler(_Handler):
         try:
             await self._send(feed)
         except (StreamClosedError, TimeoutError):
-            pass  # the browser has left, or reads nothing
+            pass  # the browser has left or does not read
         finally:
             feeds.leave(instance)
             self.finish()

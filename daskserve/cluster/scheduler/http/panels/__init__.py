@@ -1,1 +1,1 @@
-"""Panels about instances in Dask's own dashboard; bokeh is imported only where that has imported it."""
+"""Panels about instances in Dask's own dashboard; bokeh is imported only if the dashboard has imported it."""

@@ -23,9 +23,9 @@ from daskserve.cluster.scheduler.http.panels.series import PATH, SHOWN_S
 from daskserve.loops.event_loop import running_loop
 
 COLOURS: Sequence[str] = Category10[10]
-#: The path of each panel: those of JupyterLab begin with "individual-".
+#: Prefix of the path of each panel; paths of panels in JupyterLab begin with "individual-".
 PANEL = "/individual-daskserve-"
-#: How long a thread waits for the event loop, which may end meanwhile.
+#: How long a thread waits for the event loop, which may have ended.
 _FILLED_S = 30.0
 
 
@@ -141,7 +141,7 @@ def _factors(columns: Mapping[str, list[Any]]) -> list[str]:
     return sorted(set(columns["worker"]), reverse=True)
 
 
-#: The panels by the end of their path.
+#: The panels by the last part of their path.
 PANELS: Mapping[str, Callable[..., Any]] = {
     "replicas": partial(ReplicaPanel, title="daskserve: replicas by worker"),
     "requests": partial(
@@ -169,8 +169,8 @@ PANELS: Mapping[str, Callable[..., Any]] = {
 def documents(feed: PanelFeed, extra: Mapping[str, Any]) -> dict[str, Callable[[Any], None]]:
     """Return the functions that fill the documents, by path.
 
-    They can be called in any thread: bokeh 3.10 calls them in one of their own. The work is done on the event
-    loop that runs now, where the metrics change.
+    They can be called in any thread; bokeh 3.10 calls them in a separate thread. They work on the event loop
+    that runs now, because the metrics change there.
 
     Parameters
     ----------

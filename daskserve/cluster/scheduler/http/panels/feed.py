@@ -73,4 +73,4 @@ class PanelFeed:
         try:
             return await self._clock.wait_for(self._ask(name), ANSWER_S)
         except (ServeError, OSError, TimeoutError):
-            return None  # its controller is being replaced, or it ends
+            return None  # the controller is being replaced, or the instance ends

@@ -74,10 +74,11 @@ class Panels:
         server = server_among(self._scheduler.http_application.applications)
         if server is None:
             return
-        self._feed = self._make_feed()  # a new one, because old sessions still call `leave` of theirs
+        # a new feed, because old sessions still call `leave` on the previous one
+        self._feed = self._make_feed()
         pages = documents(self._feed, {"prefix": server.prefix or "/", **variables})
         self._pages = AddedPages(server, pages)
-        # One list for all pages of the scheduler: its menu.
+        # All pages of the scheduler share this list: the menu.
         for path in pages:
             name = "Daskserve" if path == PATH else " ".join(path.strip("/").split("-")[1:]).title()
             plot = {"url": path.strip("/"), "name": name}

@@ -13,9 +13,9 @@ PATH = "/daskserve-panels"
 #: Length of the time axis in seconds, and maximum number of lines in a panel. The busiest deployments have
 #: lines; the others are summed up.
 SHOWN_S, MAX_LINES = 300, 9
-#: Workers in a panel.
+#: Maximum number of workers in a panel.
 MAX_WORKERS = 60
-#: Characters of a name in a legend.
+#: Maximum number of characters of a name in a legend.
 MAX_LABEL = 28
 #: A longer pause between two values is a gap in a line.
 GAP_S = 5.0
@@ -31,7 +31,7 @@ class Series:
         self._answers: deque[Mapping[str, Any]] = deque(maxlen=SHOWN_S)
 
     def add(self, time: float, answers: Mapping[str, Mapping[str, Any] | None]) -> None:
-        """Add the live metrics of the instances, by name; None if one has not answered."""
+        """Add the live metrics of the instances, by name; None for an instance that has not answered."""
         is_one = len(answers) <= 1
         deployments: dict[str, Mapping[str, Any]] = {}
         replicas: list[tuple[str, str]] = []
@@ -81,7 +81,7 @@ class Series:
     def columns(
         self, metrics: Sequence[tuple[str, str]], colours: Sequence[str], *, adds_up: bool
     ) -> Columns:
-        """Return the lines of some metrics, each with the style of its line, as columns."""
+        """Return the lines of some metrics as columns. Each metric comes with its line style."""
         data: Columns = {name: [] for name in ("xs", "ys", "name", "label", "what", "colour", "dash", "last")}
         for metric, dash in metrics:
             for number, (name, (xs, ys)) in enumerate(self.lines(metric, adds_up=adds_up).items()):

@@ -24,10 +24,11 @@ SPARE_KNOWN = 16
 
 
 class ModelRouting:
-    """Chooses replicas by the models that they have."""
+    """Chooses replicas by the models that they have loaded."""
 
     def __init__(self, note_new: Callable[[ReplicaTag], object] = bool) -> None:
-        #: How long a request waits for a slot at a replica with its model, although other replicas have one.
+        #: How long a request waits for a slot at a replica with its model, even if other replicas have free
+        #: slots.
         self.matching_timeout_s = settings.routing().model_matching_timeout_s
         #: Called with a replica that is about to load a model.
         self._note_new = note_new
@@ -59,7 +60,7 @@ class ModelRouting:
     ) -> PooledReplica | None:
         open_ = [each for each in entries if each.index >= 0]
         near = [each for each in open_ if each.route is not Reachability.SCHEDULER] or open_
-        # One that is full with requests of other processes: this one queues there.
+        # If all are full with requests of other processes, this request queues at one of them.
         free = [each for each in near if not each.is_full] or near
         if not free:
             return None

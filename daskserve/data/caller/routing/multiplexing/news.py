@@ -1,8 +1,8 @@
 """Reports to the controller that replicas are about to load models, so that all processes soon know.
 
 Problem: the controller polls replicas every second. Until then, other processes would send requests for the
-same model to other replicas, which would load it, too. Choice: a process that sends a request for a model to
-a replica without it reports this, and the controller polls that replica until the model is loaded.
+same model to other replicas, which would then also load it. Choice: a process that sends a request for a
+model to a replica without it reports this, and the controller polls that replica until the model is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from daskserve.errors import ServeError
 
 logger = logging.getLogger("daskserve.router")
 
-#: How long replicas are gathered for one call, and how long that may take.
+#: How long replicas are collected for one call, and the time limit of that call.
 GATHER_S = 0.03
 TIMEOUT_S = 5.0
-#: The greatest number of replicas in a call.
+#: Maximum number of replicas in one call.
 MAX_TOLD = 1000
 
 
 class ModelNews:
-    """Reports replicas to the controller, one call at a time, without retries: it polls them later anyway."""
+    """Reports replicas to the controller, one call at a time, without retries: it polls them later."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
@@ -34,7 +34,7 @@ class ModelNews:
         self._task: asyncio.Task[None] | None = None
 
     def note(self, tag: ReplicaTag) -> None:
-        """Note that a replica is about to load a model."""
+        """Record that a replica is about to load a model."""
         if len(self._replicas) < MAX_TOLD:
             self._replicas.add(tag)
         if self._task is None:

@@ -13,8 +13,8 @@ hashing).
    of all requests justifies another copy. A quarter of the requests justifies one of four replicas.
 3. If no replica with the model has a free slot: no replica for a while, then one without the model.
 4. If no replica has the model: the replica with the fewest models if one has room for it, else the least
-   loaded one; among equals the first in order. Each load takes the room of a model, so several loads at one
-   replica would push out popular models there while rare ones stay elsewhere.
+   loaded one; among equals the first in order. Each load may push out another model. Several loads at one
+   replica would push out popular models there, while rare ones stay at other replicas.
 
 Pure: the load of replicas and the time are arguments.
 """
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from daskserve.data.caller.choice import hash_of
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 
-#: A replica is overloaded if it has at least so many requests, this share of its slots, and this multiple of
-#: the mean load.
+#: A replica is overloaded if its number of requests is at least this number, this share of its slots, and
+#: this multiple of the mean load.
 LEAST_LOAD = 2
 SLOTS_SHARE = 0.25
 MEAN_FACTOR = 2.0
@@ -47,17 +47,17 @@ class KnownModels:
     #: The models that the replica has published as loaded, and as loading.
     loaded: frozenset[str] = frozenset()
     coming: frozenset[str] = frozenset()
-    #: How many it may hold; None for no limit, or while that is not known.
+    #: How many models the replica may hold; None for no limit, or while the limit is unknown.
     capacity: int | None = None
     #: The models that are assumed because a request was sent, each with the time when this ends.
     assumed: dict[str, float] = field(default_factory=dict)
 
     def has(self, key: str, now: float) -> bool:
-        """Return whether the replica has a model, or is about to."""
+        """Return whether the replica has a model or is about to have it."""
         return key in self.loaded or key in self.coming or self.assumed.get(key, 0.0) > now
 
     def count(self, now: float) -> int:
-        """Return how many models it has, or is about to."""
+        """Return how many models the replica has or is about to have."""
         known = self.loaded | self.coming
         return len(known) + sum(until > now and key not in known for key, until in self.assumed.items())
 

@@ -1,7 +1,7 @@
 """The requests of one process that wait for a replica of a backend, and the choice of a replica for each.
 
 Most go to any replica. A request that names a model waits for a replica that has the model, and a request
-router may choose certain replicas, too. While it waits, later requests may overtake it.
+router may also select certain replicas. While it waits, later requests may overtake it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from daskserve.errors import ActorLostError, ReplicaBusyError
 #: Maximum number of waiting requests, and of models, that are considered when a slot becomes free.
 CONSIDERED = 4096
 MAX_MODELS = 256
-#: Number of requests for which a router may find no replica in one round, and the time until the next round.
+#: Maximum number of requests for which a router finds no replica in one round, and the pause until the next
+#: round.
 MAX_ASKED = 32
 ROUND_S = 0.02
 
 Served: TypeAlias = "list[tuple[asyncio.Future[PooledReplica], PooledReplica]]"
-#: Releases the replica of a request that has left meanwhile.
+#: Releases the replica of a request that has left in the meantime.
 Unused: TypeAlias = Callable[[PooledReplica, Envelope], None]
 Release: TypeAlias = Callable[[PooledReplica, Load | Exception | None], None]
-#: Watches the models or the statistics that are published of the replicas; None ends the watch.
+#: Watches the published models or statistics of the replicas; None ends the watch.
 WatchFacts: TypeAlias = Callable[[str, Callable[[Any], None] | None], object]
 
 
@@ -77,14 +78,14 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._watch = watch
         self._here: str = getattr(cluster, "here", "")
         self._news = ModelNews(cluster, clock)
-        #: Chooses by model; made by the first request that names one.
+        #: Chooses replicas by model; created by the first request that names a model.
         self.models: ModelRouting | None = None
         #: Chooses replicas if an option names a router.
         self.routing: RequestRouting | None = None
-        #: Sends requests that take long once more, if an option says so.
+        #: Sends slow requests to a second replica, if an option enables that.
         self.hedging: Hedging | None = None
         self._order = Order()
-        #: Whether replicas cannot tell the priorities of requests without their order.
+        #: Whether priorities are names, which replicas cannot compare without the published order.
         self._names_priorities = False
         #: Whether no option chooses, orders or hedges, so that requests take replicas from the pool itself.
         self.is_plain = True
@@ -99,7 +100,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         self._all_at = 0.0
 
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
-        """Use the request router that the controller has published, or no longer any."""
+        """Use the published request router, or none if None is published."""
         setup = None if published is None else Setup(**published)
         present = self.routing
         if setup == (None if present is None else present.setup):
@@ -119,7 +120,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 report()
 
     def hedge_by(self, published: Mapping[str, Any] | None) -> None:
-        """Hedge requests as the controller has published, or no longer."""
+        """Hedge requests with the published options, or stop if None is published."""
         if published != (None if self.hedging is None else self.hedging.setup):
             self.hedging = None if published is None else Hedging(**published)
             self.is_plain = _is_plain(self)
@@ -143,11 +144,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         A request that may have killed a process, according to ``apart``, gets no second try.
         """
         hedging = self.hedging
-        if hedging is None:  # the options have changed before this began
+        if hedging is None:  # the options changed before this began
             return await send_to(envelope, receive, send)
         envelope.routed = Sent()
 
-        outcome: Load | Exception | None = None  # of the second try
+        outcome: Load | Exception | None = None  # the outcome of the second try
 
         async def try_again(replica: PooledReplica, send: Send) -> None:
             nonlocal outcome
@@ -175,7 +176,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
 
         def pick(entries: Sequence[PooledReplica]) -> PooledReplica | None:
             others = [each for each in entries if each.index >= 0 and not each.is_full and each.tag != tag]
-            if model_id and self.models is not None:  # a second replica must not load it, too
+            if model_id and self.models is not None:  # a second replica must not also load the model
                 others = [each for each in others if self.models.has_loaded(each.tag, model_id)]
             return choose(others, now, self._rng) if others else None
 
@@ -220,7 +221,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
             self._ranked.put(waiter, self._order.priority_of(envelope), envelope.deadline)
 
     def lower_than(self, envelope: Envelope) -> asyncio.Future[PooledReplica] | None:
-        """Return the last of the requests with the lowest priority, if that is lower than a request's."""
+        """Return the last request of the lowest priority, if that is below a given request's priority."""
         priority = self._order.priority_of(envelope)
         if self._ranked is None:
             last = next(reversed(self)) if priority > 0 and self else None
@@ -300,7 +301,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 waiter = next(iter(self))
             envelope, _ = self.pop(waiter)
             _give(waiter, replica, envelope, release)
-        self._ranked = None  # until a request has a priority again
+        self._ranked = None  # created again by the next request with a priority
         return False
 
     def _serve_selectively(self, release: Unused) -> None:
@@ -318,12 +319,12 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                     self._ranked.note_served(self._order.priority_of(envelope))
                 _give(waiter, replica, envelope, release)
             if not self:
-                self._ranked = None  # until a request has a priority again
+                self._ranked = None  # created again by the next request with a priority
 
     def _in_order(self, now: float) -> Iterable[asyncio.Future[PooledReplica]]:
         """Return the requests to consider: usually the first ones, and all of them from time to time.
 
-        Many requests of one session or model may be before others, and most of them cannot be served.
+        At the front, there may be many requests of one session or model that cannot be served now.
         """
         found = self if self._ranked is None else self._ranked.first()
         if len(self) <= CONSIDERED:
@@ -339,7 +340,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
         passed: set[str] = set()
         for waiter in self._in_order(now):
             if len(passed) == MAX_MODELS or not has_room(self._pool, now):
-                break  # until a request ends
+                break  # nothing changes until a request ends
             envelope, since = self[waiter]
             model_id = envelope.model_id
             if model_id in passed:
@@ -354,7 +355,7 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
                 self._wake_at(until if now < until else None)
 
     def _ask(self, routing: RequestRouting, served: Served) -> None:
-        """Ask the request router for replicas; each round asks for other requests, until all had a turn."""
+        """Ask the request router for replicas; each round covers other requests, until all had a turn."""
         passed: set[str] = set()
         left, has_skipped = MAX_ASKED, False
         routing.ask_again_at = None
@@ -393,7 +394,7 @@ def _is_plain(waiting: WaitingRequests) -> bool:
 
 
 def _plain_pick(waiting: WaitingRequests, envelope: Envelope, now: float, since: float | None) -> Pick | None:
-    """Return the choice of the replica for a request without a router; None for its load alone."""
+    """Return the choice of the replica for a request without a router; None to choose by load only."""
     if envelope.model_id:
         return waiting._known_models().picker(envelope.model_id, now, since)
     return None if envelope.places is None else near(waiting._pool, envelope.places, now, waiting._rng)

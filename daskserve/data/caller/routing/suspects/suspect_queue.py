@@ -19,7 +19,7 @@ from daskserve.data.caller.routing.replay import Replay
 from daskserve.data.caller.routing.suspects.suspects import Suspects, SuspectTrial, target_of
 from daskserve.errors import ActorLostError, ReplicaBusyError
 
-#: After this many requests in a row that find no replica, `serve` stops: thousands may wait.
+#: `serve` stops after this many consecutive requests without a replica, because thousands may wait.
 MISSES = 16
 
 
@@ -44,7 +44,7 @@ class SuspectQueue:
         #: The requests that wait.
         self.waiters: dict[asyncio.Future[PooledReplica], SuspectTrial] = {}
         self.suspects = suspects
-        #: The backend's option.
+        #: The backend's option ``max_crash_retries``.
         self.max_crash_retries = 0
         self._availability = availability
         self._pool = pool
@@ -67,7 +67,7 @@ class SuspectQueue:
         self._listen_no_longer()
 
     def take(self, trial: SuspectTrial) -> PooledReplica | None:
-        """Return a replica that a request may have, counting one more in flight; None if none has room."""
+        """Return a replica that a request may use, counting one more in flight; None if none has room."""
         now = self._clock.now()
         pick = partial(trial.pick, now=now) if trial.must_keep_apart(now) else None
         replica = self._pool.take(now, self._rng, pick)
@@ -93,8 +93,8 @@ class SuspectQueue:
         self._listen_no_longer()
 
     def next_at(self) -> float | None:
-        """Return when the first request may go to any replica; None if all of them may already."""
-        if not self.waiters:  # as almost always
+        """Return when the first request may go to any replica; None if all requests already may."""
+        if not self.waiters:  # the usual case
             return None
         now = self._clock.now()
         times = [each.isolated_until for each in self.waiters.values() if each.isolated_until > now]
@@ -112,7 +112,7 @@ class SuspectQueue:
             self.suspects.on_free.discard(self._on_free)
 
     def may_repeat(self, envelope: Envelope) -> bool:
-        """Return whether a request may have a second try beside the first; calls say that themselves."""
+        """Return whether a request may have a concurrent second try; for calls, an option says so."""
         if envelope.kind is not EnvelopeKind.HTTP:
             return True
         target = target_of(self._availability.name, envelope.head)
@@ -121,7 +121,7 @@ class SuspectQueue:
     def note_lost(
         self, envelope: Envelope, replica: PooledReplica, error: ReplicaBusyError | ActorLostError
     ) -> None:
-        """Note that a process was lost under the second try of a request."""
+        """Record that a process was lost during the second try of a request."""
         is_loss = isinstance(error, ActorLostError) and error.begun and not error.is_planned
         if is_loss and envelope.kind is EnvelopeKind.HTTP:
             target = target_of(self._availability.name, envelope.head)
@@ -137,7 +137,7 @@ class SuspectQueue:
     ) -> SuspectTrial | None:
         """Prepare a request for another replica, or raise the error if it must not be retried.
 
-        Returns its trial if it may be the reason why a replica was lost.
+        Returns the request's trial if the request may have caused the loss of a replica.
         """
         lost = error if isinstance(error, ActorLostError) and error.begun else None
         if lost is None if replay is None else replay.rewind(begun=lost is not None):

@@ -1,15 +1,15 @@
 """Requests under which a process died or hung: where they are retried, and which are refused.
 
 Problem: a request that kills or blocks its process does the same to the next replica, and the requests that
-run there are lost, too. When a process dies, all requests on it are suspects. Nearly all of them are
-innocent, and must not fail because they were retried beside the guilty one.
+run there are also lost. When a process dies, all requests on it are suspects. Nearly all of them are
+innocent, and must not fail because they were retried next to the guilty one.
 
 Choice: a suspect is retried at most ``max_crash_retries`` times, on a worker that runs no suspects of other
 targets (a *trial*), if possible without proxies and controller, and on another host. So if a second process
-dies, the target on trial there is guilty. A target is one URL of a backend: its method, path and query. It is
-nothing coarser, because one URL must not make a whole endpoint unavailable. The requests of a target are on
-trial together, and an answer to one of them clears the target. If retries of a target end two processes
-within `WINDOW_S` and none is answered in between, its requests are refused for `REFUSAL_S`.
+dies, the target on trial there is guilty. A target is one URL of a backend: its method, path and query.
+Targets are not coarser than this, because one URL must not make a whole endpoint unavailable. The requests of
+a target are on trial together, and an answer to one of them clears the target. If retries of a target end two
+processes within `WINDOW_S` and none is answered in between, its requests are refused for `REFUSAL_S`.
 
 A suspect waits at most `TRIAL_WAIT_S` for its own worker: after the loss of a worker with many slow
 requests, latency matters more.
@@ -33,16 +33,16 @@ from daskserve.errors import QuarantinedError, RequestTimeoutError
 #: How long the loss of a process is remembered, and how often old losses are removed.
 WINDOW_S = 60.0
 SWEEP_S = 10.0
-#: How many processes the retries of a target may end within that time.
+#: Number of processes that retries of a target end within that time before the target is refused.
 MAX_KILLS = 2
 #: How long the requests of a target are refused after that.
 REFUSAL_S = 10.0
 #: How long a suspect waits for a worker without suspects of other targets.
 TRIAL_WAIT_S = 1.0
-#: Losses of one worker within this time are one: it had several replicas.
+#: Losses of one worker within this time count as one, because it may have had several replicas.
 SAME_LOSS_S = 0.5
 
-#: How much of a URL messages show.
+#: Maximum number of characters of a URL in messages.
 SHOWN_CHARS = 200
 
 #: The name of a backend in messages, and the method, path and query of a request.
@@ -100,11 +100,11 @@ class SuspectTrial:
         self.worker: WorkerAddress | None = None
 
     def must_keep_apart(self, now: float) -> bool:
-        """Return whether only `pick` may choose the replica; otherwise any replica will do."""
+        """Return whether only `pick` may choose the replica; otherwise any replica may be used."""
         return self.retries > 0 or now < self.isolated_until
 
     def pick(self, usable: Sequence[PooledReplica], now: float) -> PooledReplica | None:
-        """Return the least loaded replica in the best kind of place; None if there is no room there."""
+        """Return the least loaded replica on the best kind of worker; None if those have no room."""
         best = min(map(self._rank, usable), default=0)
         free = [
             each
@@ -120,7 +120,7 @@ class SuspectTrial:
         )
 
     def _rank(self, entry: PooledReplica) -> int:
-        """Return the risk of a replica's place: beside a proxy or the controller, or on a host with losses.
+        """Return the risk of a replica's worker: it has a proxy or the controller, or its host had losses.
 
         When a machine dies, its workers are lost one after the other.
         """
@@ -143,7 +143,7 @@ class SuspectTrial:
         self._suspects.clear(self.target)
 
     def failed(self, error: Exception) -> None:
-        """Record that the request ended with an error; one of user code is an answer, too."""
+        """Record that the request ended with an error; an error of user code also counts as an answer."""
         if not isinstance(error, RequestTimeoutError):
             self.passed()
 
@@ -152,7 +152,7 @@ class Suspects:
     """The suspect targets of one process's requests to one instance, and their trials."""
 
     def __init__(self) -> None:
-        #: The suspect targets; empty as long as no process dies.
+        #: The suspect targets; empty unless a process has died.
         self.known: dict[RequestTarget, Suspicion] = {}
         #: The workers with proxies or the controller.
         self.system_workers: frozenset[WorkerAddress] = frozenset()
