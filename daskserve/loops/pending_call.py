@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -71,6 +72,11 @@ class PendingCall(Generic[T]):
         """Block this thread until the call has ended, up to ``timeout_s``; return whether it has."""
         if self._ends:
             return True
+        if timeout_s is not None:
+            given: Any = timeout_s
+            if not isinstance(given, Real):
+                raise TypeError(f"timeout_s must be a number of seconds, or None; got {given!r}.")
+            timeout_s = min(float(given), threading.TIMEOUT_MAX)  # locks refuse more, such as infinity
         ended = threading.Event()
 
         def wake(_: PendingCall[Any]) -> None:

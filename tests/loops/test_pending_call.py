@@ -201,3 +201,17 @@ def test_among_many_threads_one_ends_the_call_and_each_callback_runs_once() -> N
         for each in threads:
             each.join(10)
         assert (ended.count(True), sorted(called)) == (1, [0, 1, 2])
+
+
+@each_case("timeout_s", [float("inf"), 1e300, threading.TIMEOUT_MAX * 2])
+def test_a_wait_may_be_longer_than_a_lock_allows(timeout_s: float) -> None:
+    call: PendingCall[str] = PendingCall()
+    ending = threading.Timer(0.01, call.set_result, ["done"])
+    ending.start()
+    assert call.wait(timeout_s)
+    ending.join()
+
+
+def test_a_timeout_that_is_no_number_is_named() -> None:
+    with pytest.raises(TypeError, match="timeout_s must be a number of seconds, or None; got '3'"):
+        PendingCall[str]().wait("3")  # type: ignore[arg-type]

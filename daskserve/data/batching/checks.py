@@ -27,7 +27,8 @@ def check_seconds(name: str, value: Any, *, may_be_zero: bool = False) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not 0 <= value < math.inf or not (value or may_be_zero):
-        raise ValueError(f"{name} must be {'at least' if may_be_zero else 'more than'} 0 s, got {value}")
+        bound = "at least" if may_be_zero else "more than"
+        raise ValueError(f"{name} must be {bound} 0 s and finite, got {value}")
     return value
 
 

@@ -8,7 +8,7 @@ item only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from daskserve.data.batching.checks import check_seconds, check_whole
@@ -135,7 +135,9 @@ def batch(
     return decorate if _func is None else decorate(_func)
 
 
-def _check_preferred(values: Sequence[int], most: int) -> tuple[int, ...]:
+def _check_preferred(values: Any, most: int) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"preferred_batch_sizes must be a list of whole numbers; got {values!r}")
     sizes = tuple(sorted(check_whole("preferred_batch_sizes", each) for each in values))
     if sizes and sizes[-1] > most:
         raise ValueError(f"preferred_batch_sizes has {sizes[-1]}, but max_batch_size is {most}")

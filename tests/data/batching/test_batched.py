@@ -973,3 +973,11 @@ def test_functions_of_a_module_registered_for_pickling_by_value_are_pickled_by_v
     finally:
         del sys.modules["by_value_module"]
     assert asyncio.run(pickle.loads(data)(2)) == 6
+
+
+def test_a_refused_option_of_a_batch_says_what_it_may_be() -> None:
+    with pytest.raises(ValueError, match="at least 0 s and finite, got inf"):
+        batch(batch_wait_timeout_s=float("inf"))
+    for sizes in (3, "8"):
+        with case(sizes), pytest.raises(TypeError, match="must be a list of whole numbers; got"):
+            batch(preferred_batch_sizes=sizes)  # type: ignore[call-overload]
