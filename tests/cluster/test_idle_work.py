@@ -6,7 +6,7 @@ import dask.config
 import dask.utils
 import distributed  # noqa: F401 - its defaults
 
-from daskserve.cluster.dask.idle_work import QUIET, quiet_config
+from daskserve.cluster.dask.idle_work import QUIET, quiet_config, without_nanny_defaults
 
 
 def test_every_option_is_one_of_dasks_and_slower_than_its_default() -> None:
@@ -27,3 +27,12 @@ def test_an_option_that_was_changed_stays() -> None:
         assert quiet_config() == {
             path: value for path, value in QUIET.items() if path != "distributed.admin.tick.interval"
         }
+
+
+def test_a_variable_that_a_nanny_of_this_process_has_set_is_left_out() -> None:
+    """Dask's nannies set them in the process that starts them, too."""
+    given = {"MALLOC_TRIM_THRESHOLD_": "65536", "PATH": "/bin", "OMP_NUM_THREADS": "1"}
+    assert without_nanny_defaults(given, QUIET) == {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
+    assert without_nanny_defaults(given, {}) == given
+    by_user = {"MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert without_nanny_defaults(by_user, QUIET) == by_user

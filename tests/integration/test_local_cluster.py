@@ -30,7 +30,8 @@ def client() -> Iterator[serve.Client]:
         "daskserve.local-cluster": {"n-workers": 2, "threads-per-worker": 3},
         "distributed.nanny.environ.OF_THE_WORKERS": "yes",
     }
-    with dask.config.set(options):
+    with dask.config.set(options), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")  # as a nanny that the program started before does
         client = serve.start(http_options={"port": 0}, dashboard=False)
     started = [each for each in psutil.Process().children(recursive=True) if each not in before]
     with client:

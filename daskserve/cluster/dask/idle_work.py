@@ -15,6 +15,8 @@ from typing import Any
 
 import dask.config
 
+_PRE_SPAWN = "distributed.nanny.pre-spawn-environ"
+
 #: The Dask options, and their values in a cluster that serves.
 QUIET: Mapping[str, Any] = {
     "distributed.worker.profile.enabled": False,
@@ -22,7 +24,7 @@ QUIET: Mapping[str, Any] = {
     "distributed.worker.memory.monitor-interval": "500ms",
     "distributed.admin.system-monitor.interval": "2s",
     # Dask leaves out a variable that is None.
-    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
+    f"{_PRE_SPAWN}.MALLOC_TRIM_THRESHOLD_": None,
 }
 
 
@@ -34,3 +36,16 @@ def quiet_config() -> dict[str, Any]:
         for path, value in QUIET.items()
         if dask.config.get(path, None) == dask.config.get(path, None, config=defaults)
     }
+
+
+def without_nanny_defaults(variables: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables without those that ``config`` leaves out and that have Dask's default.
+
+    Dask's nannies set their default variables in the program that starts them, and its later child processes
+    would inherit them. A variable with another value comes from the user, and stays.
+    """
+    defaults = dask.config.get(_PRE_SPAWN, config=dask.config.merge(*dask.config.defaults))
+    left_out = {
+        name: str(value) for name, value in defaults.items() if config.get(f"{_PRE_SPAWN}.{name}", ...) is None
+    }
+    return {name: value for name, value in variables.items() if left_out.get(name) != value}

@@ -104,7 +104,7 @@ class _Subprocess:
         stdin, self._lifeline = os.pipe()
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=stdin, env={**environment(), **variables}, start_new_session=True
+                *self._command, stdin=stdin, env=dict(variables), start_new_session=True
             )
         except BaseException:
             self._let_go()
@@ -204,7 +204,7 @@ class WorkerKeeper(Nanny):
                 config={**self._config, "daskserve.scheduler.grace-s": 0},
             )
             self.process = _Subprocess(line, str(self.name), self._note_exit)
-        started: Status = await self.process.start(self.env)
+        started: Status = await self.process.start({**environment(self._config), **self.env})
         return started
 
     @property

@@ -235,7 +235,7 @@ async def _start_detached(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=environment(),
+                env=environment(config),
                 start_new_session=True,
             )
         )

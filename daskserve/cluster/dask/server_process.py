@@ -15,6 +15,7 @@ from typing import Any
 
 import dask.config
 
+from daskserve.cluster.dask.idle_work import without_nanny_defaults
 from daskserve.cluster.distributed_internals import config_variables
 from daskserve.common.settings import process_variables
 from daskserve.loops.event_loop import uses_uvloop
@@ -51,11 +52,15 @@ def _event_loop() -> str:
     return "uvloop" if configured == "tornado" and uses_uvloop() else configured
 
 
-def environment() -> dict[str, str]:
+def environment(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables of a process of the cluster, with the changes of `dask.config.set` in this one.
 
     This passes certificates and all other settings of these sections to the cluster. Other sections may hold
     objects such as thread pools, which must stay in this process.
+
+    The variables do not include those that ``config``, of the same process, leaves out and that a nanny in
+    this process has set.
     """
     sections = {name: dask.config.get(name, default={}) for name in ("distributed", "daskserve")}
-    return {**process_variables(), **config_variables(sections)}
+    variables = without_nanny_defaults(process_variables(), config)
+    return {**variables, **config_variables(sections)}
