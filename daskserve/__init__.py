@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         run_many_async,
     )
     from daskserve.client.functions.deployment import deployment
-    from daskserve.client.functions.finding import connect, connect_async
+    from daskserve.client.functions.discovery import connect, connect_async
     from daskserve.client.functions.history import (
         events,
         events_async,

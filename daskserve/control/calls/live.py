@@ -48,5 +48,5 @@ class LiveVerbs:
         return self._made
 
     def _look(self) -> None:
-        self._core.observed.live.look(self._core.clock.now())
+        self._core.observed.live.check(self._core.clock.now())
         self._core.news.notify({LIVE_METRICS: True})  # `WorkerWatch` removes the value later

@@ -71,7 +71,7 @@ class OverviewVerbs:
         instance = {
             "instance": core.cluster.instance,
             "epoch": core.epoch,
-            "owns_store": core.cluster.store.hold.is_ours,
+            "owns_store": core.cluster.store.ownership.is_ours,
             "http_urls": views.http_urls(core.state, core.observed),
             "actors": views.system_actors(core.state, core.observed, core.cluster.instance, core.process),
             "workers": len(core.observed.workers),

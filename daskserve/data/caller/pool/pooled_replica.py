@@ -13,7 +13,7 @@ from daskserve.common.types import (
     ReplicaTag,
     WorkerAddress,
 )
-from daskserve.data.caller.batch_turns import BatchTurns
+from daskserve.data.caller.deferred_requests import DeferredRequests
 
 #: Load reports older than this are ignored.
 REPORT_S = 1.0
@@ -28,10 +28,10 @@ class PooledReplica:
 
     __slots__ = (
         "address",
-        "aside",
         "batch_room",
         "busy_since",
         "concurrency",
+        "deferred",
         "handle",
         "has_queued_request",
         "in_flight",
@@ -73,7 +73,7 @@ class PooledReplica:
         self.is_full = False
         self.has_queued_request = False
         #: The requests of batch jobs that wait at the replica for a slot.
-        self.aside = BatchTurns()
+        self.deferred = DeferredRequests()
         #: When the replica last refused a batch request although it had free slots, and how many batch
         #: requests it ran at that time; 0 if it accepts none.
         self.batch_room = NEVER_REFUSED
@@ -104,4 +104,4 @@ class PooledReplica:
         """Return the number of requests at the replica, as far as this process knows."""
         if self.reported > self.in_flight and now - self.reported_at < REPORT_S:
             return self.reported
-        return self.in_flight + self.aside.count
+        return self.in_flight + self.deferred.count
