@@ -120,7 +120,7 @@ __getattr__ = LazyNames(
         "client.functions.classic": " ".join(__all__),
         "client.client": "AsyncClient Client",
         "client.functions.deployment": "deployment",
-        "client.functions.finding": "connect connect_async",
+        "client.functions.discovery": "connect connect_async",
         "client.functions.instances": "shutdown shutdown_async start start_async",
         "context": "get_current_backend_tag get_current_replica_tag get_replica_context",
         "data.batching.decorator": "batch",

@@ -333,8 +333,8 @@ class ReadingVerbs:
 
     @verb
     async def fetch(self, keys: Sequence[str]) -> dict[str, Any]:
-        return self._core.news.fetch(keys)
+        return self._core.long_poll.fetch(keys)
 
     @verb
     async def listen_for_change(self, snapshot_ids: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._core.news.listen_for_change(snapshot_ids)
+        return await self._core.long_poll.listen_for_change(snapshot_ids)

@@ -79,7 +79,7 @@ class ControllerCore:
         self.worker = context.worker
         self.start_message = ControllerStart.decode(context.spec.payload)
         self.http = HTTPOptions(**vars(self.start_message.http))
-        self.news = LongPollHost(self.epoch, self.cluster.publish, self.clock)
+        self.long_poll = LongPollHost(self.epoch, self.cluster.publish, self.clock)
         self.state = State()
         self.observed = Observed(system_workers=tuple(self.http.system_workers))
         self.goal_ended = asyncio.Event()
@@ -207,7 +207,7 @@ class ControllerCore:
             return counts
         me = (self.cluster.instance,)
         counts.append(("store_owned", me, int(self.cluster.store.ownership.is_ours)))
-        counts.append(("long_poll_waiting_calls", me, self.news.waiting))
+        counts.append(("long_poll_waiting_calls", me, self.long_poll.waiting))
         return counts + metrics.states(self.cluster.instance, self.epoch, self.state, self.observed)
 
     async def stop(self, grace_s: float) -> None:
@@ -419,10 +419,10 @@ class ControllerCore:
                 values[key] = endpoint_state.published(self.state.endpoints.get(name))
             else:
                 values[key] = published_backend(self.state, name, self.observed.notes_of(name).unloadable)
-        return self.news.notify(values)
+        return self.long_poll.notify(values)
 
     def _announce_levels(self) -> None:
-        self.news.notify(
+        self.long_poll.notify(
             {
                 SILENT_WORKERS: sorted(self.observed.unresponsive) or None,
                 LIVE_METRICS: self.observed.live.is_watched(self.clock.now()) or None,
@@ -433,7 +433,7 @@ class ControllerCore:
 
     async def barrier(self) -> list[int]:
         """Return the newest snapshot once every proxy that answers has applied it."""
-        epoch, counter = self.news.snapshot_id
+        epoch, counter = self.long_poll.snapshot_id
         # All proxies that may listen, including those that this controller has not observed yet.
         proxies = [
             proxy

@@ -92,7 +92,7 @@ class WorkerWatch:
                 swept_at = began
                 workers |= set(self._observed.workers)
             for worker in sorted(workers & self._observed.workers.keys()):
-                self._tasks.spawn(self._look(worker), "watch")
+                self._tasks.spawn(self._check(worker), "watch")
             self._forget_workers()
             if self._observed.live.end(began):
                 self._announce()
@@ -108,7 +108,7 @@ class WorkerWatch:
     async def _follow(self, worker: WorkerAddress) -> None:
         try:
             for count in range(FOLLOWED):
-                await self._look(worker)
+                await self._check(worker)
                 tags = [each.tag for each in self._state.replicas_on(worker)]
                 if count > 1 and not any(map(self._observed.multiplexed.is_loading, tags)):
                     return
@@ -121,7 +121,7 @@ class WorkerWatch:
         """Cancel the queries in progress."""
         await self._tasks.close(timeout_s=2)
 
-    async def _look(self, worker: WorkerAddress) -> None:
+    async def _check(self, worker: WorkerAddress) -> None:
         if worker in self._asking:
             return
         self._asking.add(worker)

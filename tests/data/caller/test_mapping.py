@@ -18,7 +18,7 @@ from daskserve.data.caller.mapping.backlogs import backlogs
 from daskserve.data.caller.mapping.rules import MAX_LOSSES, Attempts, Retry, Rules
 from daskserve.data.caller.mapping.target import room_of
 from daskserve.data.caller.mapping.window import Item, Window
-from daskserve.data.caller.pool.pooled_replica import ROOM_S
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S
 from daskserve.data.caller.pool.replica_pool import ReplicaPool
 from daskserve.errors import (
     ActorLostError,
@@ -181,7 +181,7 @@ def test_a_job_sends_what_the_replicas_take_and_one_more_for_each() -> None:
     assert room_of(routers, "e", 0.0) == (2, 8)
     pool.note_busy(pool.entries()["a"], 1, 5.0, was_queued=False, priority=-50)  # although it has four slots
     assert room_of(routers, "e", 6.0) == (2, 6)
-    assert room_of(routers, "e", 5.0 + ROOM_S) == (2, 8)
+    assert room_of(routers, "e", 5.0 + BATCH_REFUSAL_S) == (2, 8)
 
 
 # ---- with an instance

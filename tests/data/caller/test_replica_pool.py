@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tables import each_case
 
 from daskserve.common.types import ActorAddress, Envelope, EnvelopeKind, Load, Reachability
-from daskserve.data.caller.pool.pooled_replica import REPORT_S, ROOM_S, PooledReplica
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S, REPORT_S, PooledReplica
 from daskserve.data.caller.pool.replica_pool import ReplicaPool, defer, end_deferral
 from daskserve.data.caller.routing.queued_request import place_in_queue
 from daskserve.options.fields.priority import BATCH_PRIORITY
@@ -114,7 +114,7 @@ def test_a_batch_request_goes_past_a_replica_that_is_kept_free() -> None:
     pool.suspend(b, 9.0)
     assert take_all(pool) == [a]
     assert place(batch, lambda _: BATCH_PRIORITY) == (a, True, True)
-    assert place(batch, lambda _: BATCH_PRIORITY, now=ROOM_S) == (a, False, False)
+    assert place(batch, lambda _: BATCH_PRIORITY, now=BATCH_REFUSAL_S) == (a, False, False)
 
 
 @each_case("what", ["an answer", "a long time", "a new one"])

@@ -334,7 +334,7 @@ async def test_a_message_to_a_websocket_whose_client_has_left_is_an_error() -> N
     pipe = open_socket_pipe(executor, envelope, receive, send, None)
     await pipe.send({"type": "websocket.accept"})
     await pipe.send({"type": "websocket.send", "text": "hi"})
-    pipe._place.take_socket(Gone())  # type: ignore[attr-defined]
+    pipe._receiver.take_socket(Gone())  # type: ignore[attr-defined]
     await tell(pipe)
     far = open_socket_pipe(executor, replace(envelope, is_direct=False), receive, send, None)
     await far.send({"type": "websocket.accept"})

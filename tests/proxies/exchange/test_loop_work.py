@@ -1,4 +1,4 @@
-"""How connections with much to do share the turns of an event loop."""
+"""How connections with much to do share an event loop."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class ManualLoop:
 class Client:
     """Does a number of slices."""
 
-    def __init__(self, turns: LoopWork, loop: ManualLoop, slices: int, slice_s: float = 0.0) -> None:
-        self.turns, self.loop, self.left, self.slice_s = turns, loop, slices, slice_s
+    def __init__(self, loop_work: LoopWork, loop: ManualLoop, slices: int, slice_s: float = 0.0) -> None:
+        self.loop_work, self.loop, self.left, self.slice_s = loop_work, loop, slices, slice_s
 
     def work(self) -> int:
         self.left -= 1
         self.loop.now += self.slice_s
         if self.left:
-            self.turns.add(self.work)
+            self.loop_work.add(self.work)
         return SLICE_BYTES
 
 
@@ -67,14 +67,14 @@ def loop() -> ManualLoop:
 
 
 @pytest.fixture
-def turns(loop: ManualLoop) -> LoopWork:
+def loop_work(loop: ManualLoop) -> LoopWork:
     return LoopWork(loop, loop.note_full)  # type: ignore[arg-type]
 
 
-def test_a_turn_has_a_budget_of_bytes_that_all_share_evenly(turns: LoopWork, loop: ManualLoop) -> None:
-    clients = [Client(turns, loop, 100) for _ in range(4)]
+def test_a_turn_has_a_budget_of_bytes_that_all_share_evenly(loop_work: LoopWork, loop: ManualLoop) -> None:
+    clients = [Client(loop_work, loop, 100) for _ in range(4)]
     for client in clients:
-        turns.add(client.work)
+        loop_work.add(client.work)
     loop.turn()
     assert [client.left for client in clients] == [100 - TURN_BYTES // SLICE_BYTES // 4] * 4
     assert len(loop.posted) == 1
@@ -84,16 +84,16 @@ def test_a_turn_has_a_budget_of_bytes_that_all_share_evenly(turns: LoopWork, loo
     assert loop.full == 4 * 100 * SLICE_BYTES // TURN_BYTES
 
 
-def test_a_turn_has_a_budget_of_time(turns: LoopWork, loop: ManualLoop) -> None:
-    client = Client(turns, loop, 100, slice_s=TURN_S / 3)
-    turns.add(client.work)
+def test_a_turn_has_a_budget_of_time(loop_work: LoopWork, loop: ManualLoop) -> None:
+    client = Client(loop_work, loop, 100, slice_s=TURN_S / 3)
+    loop_work.add(client.work)
     loop.turn()
     assert client.left == 97
 
 
-def test_less_is_done_while_the_rest_of_a_turn_takes_long(turns: LoopWork, loop: ManualLoop) -> None:
-    client = Client(turns, loop, 1000)
-    turns.add(client.work)
+def test_less_is_done_while_the_rest_of_a_turn_takes_long(loop_work: LoopWork, loop: ManualLoop) -> None:
+    client = Client(loop_work, loop, 1000)
+    loop_work.add(client.work)
     done = []
     for rest_s in (2 * BUSY_S, 2 * BUSY_S, 0, 0, *[2 * BUSY_S] * 9):
         loop.now += rest_s
@@ -105,26 +105,26 @@ def test_less_is_done_while_the_rest_of_a_turn_takes_long(turns: LoopWork, loop:
     assert done[-1] == 1
 
 
-def test_what_arrives_is_done_at_once_until_it_is_much(turns: LoopWork, loop: ManualLoop) -> None:
-    clients = [Client(turns, loop, 1) for _ in range(2 * TURN_BYTES // SLICE_BYTES)]
+def test_what_arrives_is_done_at_once_until_it_is_much(loop_work: LoopWork, loop: ManualLoop) -> None:
+    clients = [Client(loop_work, loop, 1) for _ in range(2 * TURN_BYTES // SLICE_BYTES)]
     for client in clients:
-        turns.do(client.work)
+        loop_work.do(client.work)
     assert sum(client.left for client in clients) == TURN_BYTES // SLICE_BYTES
     loop.now += WINDOW_S
-    late = Client(turns, loop, 1)
-    turns.do(late.work)
+    late = Client(loop_work, loop, 1)
+    loop_work.do(late.work)
     assert late.left == 0
     loop.turn()
     assert sum(client.left for client in clients) == 0
 
 
-def test_work_that_fails_does_not_stop_the_rest(turns: LoopWork, loop: ManualLoop) -> None:
+def test_work_that_fails_does_not_stop_the_rest(loop_work: LoopWork, loop: ManualLoop) -> None:
     def fail() -> int:
         raise ValueError("broken")
 
-    client = Client(turns, loop, 2)
-    turns.add(fail)
-    turns.add(client.work)
+    client = Client(loop_work, loop, 2)
+    loop_work.add(fail)
+    loop_work.add(client.work)
     with pytest.raises(ValueError, match="broken"):
         loop.turn()
     loop.turn()
@@ -132,10 +132,10 @@ def test_work_that_fails_does_not_stop_the_rest(turns: LoopWork, loop: ManualLoo
 
 
 async def test_a_turn_that_nobody_waits_for_any_more_is_skipped() -> None:
-    all_turns = WorkByLoop(lambda: None)
-    turns = all_turns.here()
-    assert turns is all_turns.here()
-    given_up, kept = turns.turn(1), turns.turn(1)
+    by_loop = WorkByLoop(lambda: None)
+    loop_work = by_loop.current()
+    assert loop_work is by_loop.current()
+    given_up, kept = loop_work.turn(1), loop_work.turn(1)
     given_up.cancel()
     await kept
 
@@ -162,10 +162,10 @@ async def test_forty_clients_do_no_more_in_a_turn_than_the_budgets() -> None:
             done += 1
             yield SLICE_BYTES
 
-    turns = WorkByLoop(lambda: None).here()
+    loop_work = WorkByLoop(lambda: None).current()
     for _ in range(40):
         stream: Any = StillStream()
-        WebSocketReader(WebSocketInbox(Limits()), parse).start(stream, turns)
+        WebSocketReader(WebSocketInbox(Limits()), parse).start(stream, loop_work)
         stream.receive(b"x")
     most = done
     while done < 40 * 100:
@@ -185,7 +185,7 @@ async def test_a_full_inbox_stops_work_in_the_middle_until_there_is_room() -> No
 
     stream: Any = StillStream()
     reader = WebSocketReader(inbox, parse)
-    reader.start(stream, WorkByLoop(lambda: None).here())
+    reader.start(stream, WorkByLoop(lambda: None).current())
     stream.receive(b"x")
     for _ in range(100):
         assert inbox.is_full is (_ < 98)

@@ -297,7 +297,7 @@ class ReplicaPool:
     ) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         if priority <= BATCH_PRIORITY and ongoing < entry.concurrency:
-            entry.batch_room = (now, ongoing)  # the replica has room for other requests
+            entry.batch_refusal = (now, ongoing)  # the replica has room for other requests
             return
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)

@@ -25,7 +25,7 @@ from daskserve.common.types import (
     Send,
 )
 from daskserve.data.caller.choice import choose
-from daskserve.data.caller.pool.pooled_replica import ROOM_S, PooledReplica
+from daskserve.data.caller.pool.pooled_replica import BATCH_REFUSAL_S, PooledReplica
 from daskserve.data.caller.pool.replica_pool import BUSY_BACKOFF_S, ReplicaPool, defer, end_deferral
 from daskserve.errors import ReplicaBusyError
 from daskserve.options.fields.priority import BATCH_PRIORITY
@@ -49,8 +49,8 @@ def place_in_queue(
 
     This is the replica that was taken for it, unless that replica accepts no requests of batch jobs.
     """
-    refused_at, ongoing = replica.batch_room
-    if now - refused_at >= ROOM_S or priority_of(envelope) > BATCH_PRIORITY:
+    refused_at, ongoing = replica.batch_refusal
+    if now - refused_at >= BATCH_REFUSAL_S or priority_of(envelope) > BATCH_PRIORITY:
         return replica, replica.has_queued_request, False
     if not ongoing and not envelope.model_id and envelope.routed is None:
         others = [each for each in pool.entries().values() if _takes_batches(each, now)]
@@ -65,8 +65,8 @@ def place_in_queue(
 
 
 def _takes_batches(replica: PooledReplica, now: float) -> bool:
-    refused_at, ongoing = replica.batch_room
-    is_kept_free = not ongoing and now - refused_at < ROOM_S
+    refused_at, ongoing = replica.batch_refusal
+    is_kept_free = not ongoing and now - refused_at < BATCH_REFUSAL_S
     return not (is_kept_free or replica.is_suspended or replica.route is Reachability.NONE)
 
 

@@ -283,7 +283,7 @@ class ReplicaSet:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None
             replica = found or await _turn_of(self, self._wait(is_rejected, trial, envelope), span)
             is_queued, is_deferred = replica.has_queued_request, False
-            if replica.batch_room is not NEVER_REFUSED:
+            if replica.batch_refusal is not NEVER_REFUSED:
                 replica, is_queued, is_deferred = place_in_queue(
                     self.pool, replica, envelope, self._waiting.priority_of, self._clock.now(), self._rng
                 )

@@ -182,8 +182,8 @@ class SharedLoopWatch(_Watch):
 class PeriodicThread:
     """A thread that calls a function once per interval between `resume` and `pause`."""
 
-    def __init__(self, look: Callable[[], None], name: str) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], None], name: str) -> None:
+        self._check = check
         self._name = name
         self._thread: threading.Thread | None = None
         self._is_wanted = threading.Event()
@@ -207,4 +207,4 @@ class PeriodicThread:
 
     def _run(self) -> None:
         while self._is_wanted.wait() and not self._is_closed.wait(WATCH_INTERVAL_S):
-            self._look()
+            self._check()

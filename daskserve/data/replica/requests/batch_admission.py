@@ -103,14 +103,14 @@ class BatchLimit:
         if rate is not None:
             took_s = self._meter.took_s
             self._meter.restart()
-            if not self._goes_on(rate):
+            if not self._continue_search(rate):
                 self._end_search(took_s, now)
 
     def paused(self) -> None:
         """Record that there are no requests; this time does not count in a measurement."""
         self._meter.restart()
 
-    def _goes_on(self, rate: float) -> bool:
+    def _continue_search(self, rate: float) -> bool:
         """Choose the next limit to try; return False if the search ends."""
         if self._rate is None:
             self._rate, self._first = rate, self.found
