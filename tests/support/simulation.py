@@ -173,7 +173,7 @@ class Simulation:
         for key in (*keys, "routes"):
             listener.watch(key, lambda value, key=key: self._receive(key, value))
         await self.cluster.start(message.encode())
-        self.reports.enqueue(is_urgent=False)
+        self.reports.report_soon(is_urgent=False)
 
     def run(self, coroutine: Any) -> Any:
         return self.runner.run(coroutine)
@@ -311,7 +311,7 @@ class Simulation:
         """Set the number of waiting requests of a backend."""
         self.queues[tag].waiting = waiting
         self.loaded_at = self.loop.time()
-        self._inside(lambda: self.reports.enqueue(is_urgent=waiting > 0))
+        self._inside(lambda: self.reports.report_soon(is_urgent=waiting > 0))
 
     # ---- workers
 
