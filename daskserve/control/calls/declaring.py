@@ -95,8 +95,8 @@ class DeclaringVerbs(DecidingVerbs):
             logging = set_logging(self._core.state, values, self._core.start_message.start_id)
             await self._core.writer.commit(logging)
         if logging:
-            self._core.loop.tell_replicas()
-        self._core.loop.poke(applied.tags or None)
+            self._core.loop.reconfigure_replicas()
+        self._core.loop.enqueue(applied.tags or None)
         return {"version": applied.number, "deleted": applied.deleted}
 
     @verb
@@ -171,7 +171,7 @@ class DeclaringVerbs(DecidingVerbs):
                 by=by,
             )
             await self._core.writer.commit(outcome.change)
-        self._core.loop.poke(self._core.state.apps.members(application))
+        self._core.loop.enqueue(self._core.state.apps.members(application))
         return {"goal": outcome.goal}
 
     @verb
