@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import psutil
 from http_load import end_on_sigterm, served
 
-from daskserve.cluster.worker.present import default_client
+from daskserve.cluster.worker.current import default_client
 from daskserve.loops.event_loop import new_event_loop
 
 MIB = 1 << 20
