@@ -43,7 +43,7 @@ COMPONENTS = {
     "data/replica/execution": "runs user code in a thread",
     "data/replica/user_code": "calls the user's class",
 }
-#: Rooms of helpers, left out.
+#: Components of helpers, left out.
 HELPERS = {"common", "loops", "telemetry", "payload"}
 BLUE, GREEN, YELLOW, GRAY, TEXT = "#2f6fb3", "#3a7d44", "#d9a404", "#cbd2d9", "#1f2933"
 WIDTH, COLUMN, ROW, MARGIN = 900, 414, 44, 24
