@@ -191,6 +191,8 @@ class DeclaringVerbs(DecidingVerbs):
     ) -> dict[str, Any]:
         """Wait until the applications of a declaration run or have failed, for at most 30 s.
 
+        Then all proxies that answer send requests to the new replicas.
+
         Parameters
         ----------
         version : int
@@ -204,7 +206,9 @@ class DeclaringVerbs(DecidingVerbs):
             ended = core.goal_ended
             found = views.progress(core.state, core.observed, version, names, core.building.waiting)
             left_s = deadline - core.clock.now()
-            if found["is_done"] or left_s <= 0:
+            if found["is_done"]:
+                return {**found, "snapshot": await core.barrier()}
+            if left_s <= 0:
                 return found
             try:
                 await core.clock.wait_for(ended.wait(), left_s)
