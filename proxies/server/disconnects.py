@@ -3,7 +3,8 @@
 While a request is being answered, the end of the client's data does not mean that the client has left: it may
 have shut down only its side of the connection (half-closed), and wait for the response. The end may also be
 unread, behind data that the client has sent early. In both cases, the operating system knows whether the data
-has ended and whether the connection was reset. Connections that wait for a response are polled twice a second.
+has ended and whether the connection was reset. So connections that wait for a response are polled twice per
+second.
 
 To distinguish the two, the server writes a few bytes: if the client has left, its operating system resets the
 connection. See `Exchange.probe_client`. After the end of a client's data, the first checks come sooner, so
