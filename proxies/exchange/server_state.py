@@ -25,7 +25,7 @@ _CAUSES: Mapping[int, str] = {400: MALFORMED, 408: BODY_RATE, 413: BODY_SIZE, 50
 _KEPT_HOST = 255
 
 
-class Ongoing(Protocol):
+class OngoingRequest(Protocol):
     """The request on a connection: a `daskserve.proxies.exchange.exchange.Exchange`."""
 
     @property
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, server_state: ServerState) -> None:
         self.server_state = server_state
-        self.exchange: Ongoing | None = None
+        self.exchange: OngoingRequest | None = None
         #: Whether the client has sent a part of a request's head, or has yet to send its first one.
         self.awaits_head = True
         #: The path of the last request.

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from daskserve.proxies.exchange.limits.limits import BODY_RATE, BUFFERS, BUSY_WRITE_STALL, WRITE_STALL
 from daskserve.proxies.exchange.request.body import NO_MEMORY, SMALL_BYTES, RequestBody
-from daskserve.proxies.exchange.server_state import Connection, Ongoing, ServerState
+from daskserve.proxies.exchange.server_state import Connection, OngoingRequest, ServerState
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -62,7 +62,7 @@ class SlowClientWatch:
         self._period_s = min(PERIOD_S, shortest_s / _CHECKS)
         self._timer: asyncio.TimerHandle | None = None
         server_state.make_room = self.make_room
-        self._bodies: dict[Ongoing, BodyRate] = {}
+        self._bodies: dict[OngoingRequest, BodyRate] = {}
         #: The bytes sent of a response that waits for its client, and since when there were no more.
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
@@ -119,7 +119,7 @@ class SlowClientWatch:
         worst.refuse(*NO_MEMORY)
         return True
 
-    def _check_body(self, exchange: Ongoing, rate: BodyRate | None, now: float) -> None:
+    def _check_body(self, exchange: OngoingRequest, rate: BodyRate | None, now: float) -> None:
         limits, received_bytes = self._limits, exchange.body.received_bytes
         if exchange.body.is_full or not limits.min_body_bytes_per_s:
             return  # it waits for the application

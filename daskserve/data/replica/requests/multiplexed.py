@@ -14,7 +14,7 @@ from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.states import DONE, RequestEvent
 
 
-class HoldingRequest(LocalRequest):
+class MultiplexedRequest(LocalRequest):
     """The common part of these kinds of requests."""
 
     __slots__ = ()
@@ -52,6 +52,6 @@ def _give_back(request: LocalRequest) -> None:
 
 
 @lru_cache(maxsize=32)
-def holding(kind: Any) -> Any:
+def multiplexed_request(kind: Any) -> Any:
     """Return the class of requests of a kind that hold models."""
-    return type(f"Holding{kind.__name__}", (HoldingRequest, kind), {"__slots__": ()})
+    return type(f"Multiplexed{kind.__name__}", (MultiplexedRequest, kind), {"__slots__": ()})
