@@ -92,7 +92,7 @@ class ChunkReader:
             return end
         matched = _CHUNK_LINE.fullmatch(data, start, end)
         if matched is None:
-            raise RefusedRequestError("A chunk does not begin with a valid size.")
+            raise RefusedRequestError("A chunk must begin with its size in hexadecimal digits, and CR LF.")
         self._left = int(matched[1], 16)
         self._is_in_data = self._left > 0
         self._is_in_trailers = not self._is_in_data
