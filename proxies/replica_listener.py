@@ -108,25 +108,25 @@ class ReplicaListeners:
         self._lock = asyncio.Lock()
         self._is_closed = False
 
-    async def listen(self, wanted: Mapping[str, Any]) -> None:
-        """Open the listeners in ``wanted``, and apply its routes and limits to all of them. Idempotent."""
-        self.requests.own = frozenset(wanted["own"])
-        self.requests.rules = {each: (use, limit) for each, (use, limit) in wanted["rules"].items()}
+    async def listen(self, desired: Mapping[str, Any]) -> None:
+        """Open the listeners in ``desired``, and apply its routes and limits to all of them. Idempotent."""
+        self.requests.own = frozenset(desired["own"])
+        self.requests.rules = {each: (use, limit) for each, (use, limit) in desired["rules"].items()}
         for listener in self._listeners.values():
-            self._update(listener, wanted)
+            self._update(listener, desired)
         async with self._lock:
-            for key, start in wanted["listeners"].items():
+            for key, start in desired["listeners"].items():
                 if key not in self._listeners and not self._is_closed:
-                    await self._open(key, ProxyStart.decode(start), wanted)
+                    await self._open(key, ProxyStart.decode(start), desired)
 
-    def _update(self, listener: HTTPListener, wanted: Mapping[str, Any]) -> None:
-        listener.update_routes(wanted["routes"])
-        listener.unready = wanted.get("unready")
-        listener.is_store_taken = bool(wanted.get("is_store_taken"))
-        if "logging" in wanted:
-            listener.configure_logs(wanted["logging"])
+    def _update(self, listener: HTTPListener, desired: Mapping[str, Any]) -> None:
+        listener.update_routes(desired["routes"])
+        listener.unready = desired.get("unready")
+        listener.is_store_taken = bool(desired.get("is_store_taken"))
+        if "logging" in desired:
+            listener.configure_logs(desired["logging"])
 
-    async def _open(self, key: str, start: ProxyStart, wanted: Mapping[str, Any]) -> None:
+    async def _open(self, key: str, start: ProxyStart, desired: Mapping[str, Any]) -> None:
         context = self._context
         name, _, _ = key.rpartition("#")
         listener = HTTPListener(
@@ -138,7 +138,7 @@ class ReplicaListeners:
             rng=context.rng,
             logs=context.logs,
         )
-        self._update(listener, wanted)
+        self._update(listener, desired)
         # If binding fails, the next attempt uses the same sockets.
         if key not in self._sockets:
             self._sockets[key] = self._take_sockets(key)

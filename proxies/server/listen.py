@@ -73,10 +73,10 @@ async def bind_sockets(
 
 def check_ports(options: HTTPOptions) -> None:
     """Raise the error that a proxy on this machine would raise if it listened now; see `bind_sockets`."""
-    wanted = [(options.host, options.port, "port")]
+    requested = [(options.host, options.port, "port")]
     if options.health_port is not None:
-        wanted.append((options.health_host or options.host, options.health_port, "health_port"))
-    for host, port, option in wanted if options.has_proxies else ():
+        requested.append((options.health_host or options.host, options.health_port, "health_port"))
+    for host, port, option in requested if options.has_proxies else ():
         for each in asyncio.run(bind_sockets(host or "", port, option=option)):
             each.close()
 
@@ -110,12 +110,12 @@ def _bind_all(
         sockets: list[socket.socket] = []
         absent: OSError | None = None
         for family, address in addresses:
-            wanted = (address[0], port, *address[2:])
+            bound = (address[0], port, *address[2:])
             try:
                 if reuse_port and claims_port:
-                    with _listening(family, wanted) as trial:
-                        wanted = (address[0], trial.getsockname()[1], *address[2:])
-                sock = _listening(family, wanted, reuse_port=reuse_port)
+                    with _listening(family, bound) as trial:
+                        bound = (address[0], trial.getsockname()[1], *address[2:])
+                sock = _listening(family, bound, reuse_port=reuse_port)
             except OSError as error:
                 if error.errno not in _NO_SUCH_ADDRESS:
                     raise

@@ -71,14 +71,14 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
     """Check a handshake with wsproto; return the subprotocols that the client offers."""
     # Pass only the headers it needs: it requires ASCII or IDNA in paths and hosts, where HTTP allows other
     # bytes.
-    wanted = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
-    keys = [value for name, value in wanted if name == b"sec-websocket-key"]
-    if sum(value.count(b",") + value.count(b";") + 1 for _, value in wanted) > MAX_ELEMENTS:
+    offered = [header for header in headers if header[0] in _HANDSHAKE_HEADERS]
+    keys = [value for name, value in offered if name == b"sec-websocket-key"]
+    if sum(value.count(b",") + value.count(b";") + 1 for _, value in offered) > MAX_ELEMENTS:
         limits.hit(WEBSOCKET_OFFERS)
         raise BadHandshakeError(
             f"A WebSocket handshake may have {MAX_ELEMENTS} offers and parameters; this one has more."
         )
-    for name, value in wanted:
+    for name, value in offered:
         if name == b"sec-websocket-version" and value != b"13":
             raise BadHandshakeError(
                 f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server speaks version 13.",
@@ -86,7 +86,7 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
                 ((name, b"13"),),
             )
     try:
-        protocol.initiate_upgrade_connection([(b"host", b"here"), *wanted], "/")
+        protocol.initiate_upgrade_connection([(b"host", b"here"), *offered], "/")
         request = next(protocol.events())
     except RemoteProtocolError as error:
         hint = error.event_hint

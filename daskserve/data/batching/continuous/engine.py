@@ -347,11 +347,11 @@ def _start_thread(engine: Engine) -> threading.Event:
         while True:
             wake.wait()
             wake.clear()
-            present = ref()
-            if present is None:
+            current = ref()
+            if current is None:
                 return
-            present.run_in_thread()
-            del present
+            current.run_in_thread()
+            del current
 
     start_daemon("daskserve-steps", work)
     return wake

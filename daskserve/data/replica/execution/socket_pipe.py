@@ -96,7 +96,7 @@ class _SocketPipe(MessagePipe):
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
         self._note_turn = envelope.note_turn
-        #: When user code got its present message; 0 if it has none.
+        #: When user code got its current message; 0 if it has none.
         self._turn_began = 0.0
         self._is_direct = envelope.is_direct
         #: Set when user code accepts the WebSocket.

@@ -40,9 +40,9 @@ class MultiplexedRequest(LocalRequest):
 def _give_back(request: LocalRequest) -> None:
     """Release the models of a request that has ended."""
     context: Any = getattr(request, "context", None)  # no context exists until user code begins
-    present = None if context is None or request.state != DONE else context.get(current_request)
+    current = None if context is None or request.state != DONE else context.get(current_request)
     # Without `held`, code that still runs holds no further models.
-    held = None if present is None else vars(present).pop("held", None)
+    held = None if current is None else vars(current).pop("held", None)
     while held:
         try:
             _, give_back = held.popitem()

@@ -141,7 +141,7 @@ class ReplicaRequest:
         return self.leave
 
     async def respond(self, receive: Receive, send: Send) -> Load:
-        """Answer the request from the present task; return once its caller has the whole answer.
+        """Answer the request from the current task; return once its caller has the whole answer.
 
         Raises
         ------
