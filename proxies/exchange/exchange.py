@@ -100,7 +100,9 @@ class Exchange:
             else:
                 path, query = split_target(method, target, host)
                 if method == "CONNECT":
-                    raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
+                    raise RefusedRequestError(
+                        "This server is not a forward proxy: it does not support CONNECT.", 501
+                    )
         except RefusedRequestError as error:
             return self.refuse_head(error)
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
@@ -126,7 +128,7 @@ class Exchange:
             if length == 0:
                 self._open_socket(scope)
             else:
-                self.refuse(400, "The handshake of a WebSocket has no body.")
+                self.refuse(400, "The handshake of a WebSocket must not have a body.")
             return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._server_state.tasks.add(self._task)
@@ -283,7 +285,7 @@ class Exchange:
             raise
         except Exception as error:
             if self._response.is_closed:
-                log.debug("A request failed after its client had gone", exc_info=error)
+                log.debug("A request failed after its client had disconnected", exc_info=error)
                 return
             if not is_logged(error):
                 # Errors of daskserve with a status other than 500 need no traceback.
@@ -292,7 +294,7 @@ class Exchange:
             self._fail()
         else:
             if not self._response.is_whole and not self._response.is_closed:
-                log.error("%s was left without a whole response", _request_line(scope))
+                log.error("%s ended without a complete response", _request_line(scope))
                 self._fail()
         finally:
             # A done callback would cost an iteration of the event loop. If the task never starts,

@@ -426,7 +426,7 @@ class WebSocketConnection:
         if self.is_accepted:
             self.close(1000, "")
         elif not self.is_closing and not self.is_gone:
-            log.error("The application of a WebSocket ended without an answer to its handshake")
+            log.error("The application of a WebSocket ended without answering the handshake")
             self.fail()
 
     def finish(self) -> None:

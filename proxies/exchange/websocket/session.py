@@ -81,7 +81,7 @@ def _read_handshake(protocol: WSConnection, headers: Headers, limits: Limits) ->
     for name, value in offered:
         if name == b"sec-websocket-version" and value != b"13":
             raise BadHandshakeError(
-                f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server speaks version 13.",
+                f"Sec-WebSocket-Version is {value.decode('latin-1')!r}; this server supports version 13.",
                 426,
                 ((name, b"13"),),
             )
