@@ -58,7 +58,7 @@ class RoutingSpan:
             span.end()
 
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
-        """Note that the request is sent to a replica."""
+        """Record that the request is sent to a replica."""
         self._attempts += 1
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
@@ -69,7 +69,7 @@ class RoutingSpan:
         self._span.set_attribute("daskserve.retries", self._attempts)
 
     def finish(self, error: BaseException | None) -> None:
-        """Note the end of the request."""
+        """Record the end of the request."""
         if error is not None:
             note_failure(self._span, error_type(error))
         self._span.end()
@@ -82,7 +82,7 @@ class RecordedRoutingSpan(RecordedSpan, RoutingSpan):
     _called: tuple[str, str | None]
     #: The replica and its worker, once they are known.
     _place: tuple[str, str] | None = None
-    #: Those of all ways of the instance.
+    #: The templates of all such spans of the instance.
     _templates: SpanTemplates
 
     @property

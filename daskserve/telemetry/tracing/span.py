@@ -137,7 +137,7 @@ class RecordedSpan(Span):
             later[0](self, *later[1:])
 
     def fail(self, kind: str) -> None:
-        """Note that the work of the span has failed; ``kind`` is the value of ``error.type``."""
+        """Record that the work of the span has failed; ``kind`` is the value of ``error.type``."""
         self.set_attribute("error.type", kind)
         self.set_status(StatusCode.ERROR, kind)
 
