@@ -177,9 +177,9 @@ class WebSocketSession:
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
-    def leave(self) -> None:
+    def go_away(self) -> None:
         """Close the connection with code 1001 once it is open. Idempotent."""
-        self._call(self.connection.leave)
+        self._call(self.connection.go_away)
 
     def close(self) -> None:
         """End the connection at once, with code 1001 if it is open and this can be sent without waiting."""
@@ -235,7 +235,7 @@ class WebSocketSession:
         try:
             await self._app(self._scope, connection.receive, connection.send)
         except asyncio.CancelledError:
-            self._call(connection.leave)
+            self._call(connection.go_away)
             raise
         except Exception as error:
             if connection.is_gone or connection.is_closing:
