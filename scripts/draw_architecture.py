@@ -15,8 +15,8 @@ from rooms import ROOT, Plan, read_plan
 PICTURE = ROOT / "docs/architecture.svg"
 WIDTH, ROW, BOX_HEIGHT, MARGIN = 1180, 96, 46, 28
 BLUE, GREEN, YELLOW, GRAY = "#dbeafe", "#dcfce7", "#fef3c7", "#f1f5f9"
-#: What each room is for, in a few words, and its color: blue for what users call, green for what decides,
-#: yellow for what carries requests, gray for values.
+#: The purpose of each room in a few words, and its color: blue for what users call, green for decisions,
+#: yellow for the request path, gray for values.
 CAPTIONS: Mapping[str, tuple[str, str]] = {
     "__init__": ("public names", BLUE),
     "__main__": ("python -m daskserve", BLUE),
@@ -69,7 +69,7 @@ class Place:
 
 
 def placed(plan: Plan) -> dict[Node, Place]:
-    """Return the places of all nodes: floors from the bottom up, each node above what it leads to."""
+    """Return the places of all nodes: floors from the bottom up, each node above its imports."""
     floors = plan.floors()
     top_floor = max(floors.values())
     places: dict[Node, Place] = {}
@@ -91,7 +91,7 @@ def placed(plan: Plan) -> dict[Node, Place]:
 
 
 def _next(room: str, other: str, floor: int, floors: Mapping[str, int]) -> Node:
-    """Return where the arrow from ``room`` to ``other`` goes from a floor."""
+    """Return the next node of the arrow from ``room`` to ``other``, seen from a floor."""
     return other if floor - 1 == floors[other] else (room, other, floor - 1)
 
 
@@ -107,7 +107,7 @@ def _width(node: Node) -> float:
 
 
 def arrow(plan: Plan, places: Mapping[Node, Place], room: str, other: str) -> str:
-    """Return one import: a curve that passes the floors between two rooms beside the rooms there."""
+    """Return one import as a curve, which passes beside the rooms of the floors in between."""
     floors = plan.floors()
     node: Node = room
     x, y = places[room].center, places[room].top + BOX_HEIGHT

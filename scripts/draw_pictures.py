@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/: a request's way, a rollout, and the autoscaling of a day.
+"""Draw the pictures of docs/: the path of a request, a rollout, and the autoscaling of a day.
 
-The first is drawn from the modules that a real request enters, the second from what a small cluster does, the
-third from a simulation. Run: ``python scripts/draw_pictures.py``.
+The first is drawn from the modules that a real request enters, the second from a rollout on a small cluster,
+the third from a simulation. Run: ``python scripts/draw_pictures.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from daskserve.simulation.trace import Trace
 from daskserve.testing import local_instance
 
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
-#: What each room does for a request.
+#: The role of each room in a request.
 ROOMS = {
     "proxies/server": "reads and writes the socket",
     "proxies/exchange": "one request and its response",
@@ -39,7 +39,7 @@ ROOMS = {
     "data/replica/execution": "runs user code in a thread",
     "data/replica/user_code": "calls the user's class",
 }
-#: Rooms of helpers, left out.
+#: Rooms with helper modules, which are left out.
 HELPERS = {"common", "loops", "telemetry", "payload"}
 BLUE, GREEN, YELLOW, GRAY, TEXT = "#2f6fb3", "#3a7d44", "#d9a404", "#cbd2d9", "#1f2933"
 WIDTH, COLUMN, ROW, MARGIN = 900, 414, 44, 24
@@ -73,7 +73,7 @@ def rooms_of(process: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
             rooms.setdefault(room, []).append(name.removesuffix(".py"))
     ordered = list(rooms.items())
     starts = [place for place, (room, _) in enumerate(ordered) if room == "proxies/server"]
-    # What the process did last for the request before stands first.
+    # The first entries are the end of the previous request.
     return ordered[starts[0] :] + ordered[: starts[0]] if starts else ordered
 
 
@@ -174,7 +174,7 @@ def bars(seen: Sequence[tuple[float, dict[str, str]]], changed_at: float) -> str
 
 
 def autoscaling_picture() -> str:
-    """Draw a day of load, and what three policies make of it."""
+    """Draw a day of load, and the replicas under three policies."""
     rng, day_s = seeded_rng(7), 24 * 3600
     counts = [
         rng.gauss(1, 0.2) * (40 - 30 * math.cos(2 * math.pi * second / day_s))

@@ -43,7 +43,7 @@ class Source(Protocol):
 
 #: Labels of short-lived objects. Their series end with the object, and no totals are kept.
 SHORT_LIVED = frozenset({"replica", "proxy"})
-#: The label that is derived from the tag of a deployment, or from the endpoint of the same name.
+#: The label of the application, which is derived from the tag of a deployment or from an endpoint's name.
 APPLICATION = "application"
 APPLICATION_OF = frozenset({"deployment", "endpoint"})
 
@@ -75,7 +75,7 @@ class MetricSpec:
 
     @property
     def exported_labels(self) -> tuple[str, ...]:
-        """The labels of the metric's series, including the application that follows from them."""
+        """The labels of the metric's series, including the application."""
         return (*self.labels, APPLICATION) if APPLICATION_OF & set(self.labels) else self.labels
 
     @property

@@ -71,7 +71,7 @@ class Tags(NamedTuple):
 
 
 class Entry:
-    """A log record that is kept."""
+    """A log record kept in memory."""
 
     #: The number of records in this entry.
     count = 1
@@ -253,10 +253,10 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 def message_text(msg: Any, args: Any) -> str:
-    """Return the message of a record; one that cannot be made says so."""
+    """Return the message of a record, or a note that the message cannot be formatted."""
     try:
         return str(msg) % args if args else str(msg)
-    except Exception as error:  # of the arguments, which do not fit the message, or of the message itself
+    except Exception as error:  # raised by arguments that do not fit the message, or by the message itself
         kind = type(error).__name__
         is_text = type(msg) is str
         return (

@@ -1,4 +1,4 @@
-"""The spans of a request's way to a replica: where and why it waited, and which replicas refused it."""
+"""The spans of routing: where and why a request waited, and which replicas rejected it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Way:
-    """One request on its way to a replica of a deployment, and back."""
+    """The routing of one request to a replica of a deployment, until its response ends."""
 
     #: The trace context that the request passes on.
     carrier: Carrier
@@ -28,12 +28,12 @@ class Way:
     @property
     @abstractmethod
     def _span(self) -> Span:
-        """The span of the way."""
+        """The span of the routing."""
 
     async def wait(
         self, turn: Awaitable[T], *, waiting: int, ongoing: int, replicas: int, is_known: bool
     ) -> T:
-        """Return what a wait for a free replica returns."""
+        """Await a free replica within a span, and return the result."""
         attributes = {
             "daskserve.step": "queue",
             "daskserve.queue.place": "router",
@@ -58,7 +58,7 @@ class Way:
             span.end()
 
     def sent(self, replica: str, worker: str, *, is_queued: bool) -> None:
-        """Note that the request is sent to a replica."""
+        """Record that the request is sent to a replica."""
         self._attempts += 1
         if is_queued:
             self._span.add_event("queued at a full replica", {"daskserve.replica": replica})
@@ -69,20 +69,20 @@ class Way:
         self._span.set_attribute("daskserve.retries", self._attempts)
 
     def finish(self, error: BaseException | None) -> None:
-        """Note the end of the request."""
+        """Record the end of the request."""
         if error is not None:
             note_failure(self._span, error_type(error))
         self._span.end()
 
 
 class RecordedWay(RecordedSpan, Way):
-    """A way in a process that serves: it is its own span."""
+    """Routing in a process of the instance; the object itself is the span."""
 
     #: The deployment and the method.
     _called: tuple[str, str | None]
     #: The replica and its worker, once they are known.
     _place: tuple[str, str] | None = None
-    #: Those of all ways of the instance.
+    #: The templates of all routing spans of the instance.
     _templates: SpanTemplates
 
     @property
@@ -106,7 +106,7 @@ class RecordedWay(RecordedSpan, Way):
 
 
 class ProgramWay(Way):
-    """A way in a program that has set up OpenTelemetry itself: the span is one of its SDK."""
+    """Routing in a program that has set up OpenTelemetry itself; the span belongs to the program's SDK."""
 
     _span: Span = None  # type: ignore[assignment]
 
@@ -126,7 +126,7 @@ def _begin_wait(way: Span, carrier: Carrier, attributes: dict[str, Any]) -> Span
 
 
 def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) -> Way | None:
-    """Begin the way of a request whose head has a trace context; None if its trace is not sampled."""
+    """Begin the routing span of a request with a trace context; None if its trace is not sampled."""
     carrier: Carrier = head[TRACE]
     method = None if "type" in head else head.get("method")
     called = deployment, (method or "__call__") if isinstance(method, str) else None
@@ -152,7 +152,7 @@ def way_of(shared: Mapping[str, Any], head: Mapping[str, Any], deployment: str) 
         return None
     way._called = called
     way._templates = tracing.templates
-    # As `traceparent`, without a call.
+    # The same as `traceparent`, inlined for speed.
     way.carrier = [f"{way.trace}{way.span_id:016x}-01", carrier[1], carrier[2]]
     return way
 
