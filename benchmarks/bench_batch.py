@@ -4,9 +4,9 @@
 the model inside the function (created once per worker) and ``handle.map_partitions`` take turns. ``--ray
 python`` adds ``map_batches`` with actors of Ray Data, from an environment that has ``ray[data]``.
 
-``live``: the latency of calls that are sent every 50 ms, with and without a concurrent ``handle.map``. Each call waits
-10 or 100 ms, as if for an accelerator: in 8 slots, in 2 replicas with one slot, and in batches of which 2 run
-at a time. With a single slot, the factor cannot be less than 2.
+``live``: the latency of calls that are sent every 50 ms, with and without a concurrent ``handle.map``. Each
+call waits 10 or 100 ms, as if for an accelerator: in 8 slots, in 2 replicas with one slot, and in batches of
+which 2 run at a time. With a single slot, the factor cannot be less than 2.
 
 ``memory``, only if named: the memory of the
 program that reads a map of ``--items`` items (10 million by default, about 15 minutes).

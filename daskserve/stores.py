@@ -128,7 +128,7 @@ def backup(url: str, path: str | Path, *, instances: Iterable[InstanceName] | No
     """
     found = _read(url)
     if found.lack:
-        raise StoreIncompleteError(f"The store is not whole, and was not backed up: {_lack(found)}")
+        raise StoreIncompleteError(f"The store is incomplete, and was not backed up: {_lack(found)}")
     found = StoreContents(_chosen(url, found, instances))
     archive.write_backup(Path(path), found.instances)
     return _report(url, found)

@@ -50,7 +50,7 @@ class BackendMetadata(Options):
 def _blocks_no_worker(run_sync_in_threadpool: bool, info: ValidationInfo) -> bool:
     if not run_sync_in_threadpool and info.data.get("event_loop") == "worker":
         raise ValueError(
-            "it is given together with event_loop='worker', and plain methods would block everything in the "
+            "it cannot be combined with event_loop='worker', where plain methods would block the whole "
             "worker; leave one out"
         )
     return run_sync_in_threadpool
@@ -324,14 +324,14 @@ class BackendConfig(Options):
         config = self.autoscaling_config
         if config is not None and self.external_scaler_enabled:
             raise ValueError(
-                "external_scaler_enabled=True is given together with autoscaling_config, and only one of "
-                "them can decide how many replicas there are; set autoscaling_config=None to scale from "
+                "external_scaler_enabled=True cannot be combined with autoscaling_config, because only one "
+                "of them can set the number of replicas; set autoscaling_config=None to scale from "
                 "outside, or external_scaler_enabled=False to scale by load"
             )
         if config is not None and "num_replicas" in self.model_fields_set and not config.dry_run:
             raise ValueError(
-                f"num_replicas={self.num_replicas} is given together with autoscaling_config, which decides "
-                "how many replicas there are; leave one out, or set autoscaling_config=None to scale by hand"
+                f"num_replicas={self.num_replicas} cannot be combined with autoscaling_config, which sets "
+                "the number of replicas; leave one out, or set autoscaling_config=None to scale by hand"
             )
         return self
 
@@ -357,8 +357,8 @@ class BackendConfig(Options):
         strategy = self.placement_group_strategy
         if strategy is not None and self.gang_scheduling_config is not None:
             raise ValueError(
-                f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, whose "
-                "gang_placement_strategy says where all bundles of a gang go; leave one out, or set it to "
+                f"placement_group_strategy={strategy!r} is given together with gang_scheduling_config, "
+                "whose gang_placement_strategy places all bundles of a gang; leave one out, or set it to "
                 "None"
             )
         if self.placement_group_bundles is not None and self.max_replicas_per_node is not None:
@@ -377,7 +377,7 @@ class BackendConfig(Options):
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise ValueError(
                 f"placement_group_strategy={self.placement_group_strategy!r} is given without "
-                "placement_group_bundles; give both, or use placement, which says where the replicas go"
+                "placement_group_bundles; give both, or use placement, which places the replicas"
             )
         if self.gang_scheduling_config is not None and self.autoscaling_config is None:
             check_whole(self.num_replicas, self.gang_scheduling_config.gang_size)

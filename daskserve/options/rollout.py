@@ -183,7 +183,9 @@ class RolloutConfig(Options):
     def _rise(cls, value: list[str]) -> list[str]:
         shares = [percent_of(each) for each in value]
         if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
-            raise ValueError(f"the steps {value} do not rise; give each a larger share than the one before")
+            raise ValueError(
+                f"the steps {value} do not increase; give each step a larger share than the one before"
+            )
         return value
 
     @property

@@ -325,7 +325,7 @@ async def test_routes_stay_if_one_of_those_that_swap_them_fails(stage: Stage) ->
     stage.start = boom("broken")
     found = await declare(stage, config("a", route="/y"), config("b", "2", route="/x"))
     assert (found["a"]["status"], found["b"]["status"]) == ("DEPLOY_FAILED", "DEPLOY_FAILED")
-    assert "'b', with which it was to swap routes, keeps its own" in found["a"]["message"]
+    assert "The swap of routes with application 'b' was canceled" in found["a"]["message"]
     assert "broken" in found["b"]["message"]
     assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
     assert versions(stage) == {"a": "1", "b": "1"}
@@ -344,7 +344,7 @@ async def test_a_route_that_is_being_swapped_is_not_given_away(stage: Stage) -> 
     answer = await stage.deploy_apps(*swap)
     await stage.clock.sleep(1.0)
     assert routed(await stage.published("routes")) == {"/x": "a", "/y": "b"}
-    with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to get it"):
+    with pytest.raises(AlreadyRegisteredError, match="application 'b' is about to take it over"):
         await stage.run("a", {"a": ()}, route="/x")
     await stage.crash_controller()
     for pending in answer["goals"].values():

@@ -146,12 +146,12 @@ class NoRouter:
 @each_case(
     ("model", "options", "text"),
     [
-        (PriorityConfig, {"header": "x priority"}, "'x priority' is no name of a header"),
-        (PriorityConfig, {"weights": {"high": 2}}, "'high', which is no number and not in classes (none)"),
+        (PriorityConfig, {"header": "x priority"}, "'x priority' is not a valid name of a header"),
+        (PriorityConfig, {"weights": {"high": 2}}, "'high', which is neither a number nor in classes (none)"),
         (
             PriorityConfig,
             {"classes": {"low": -1, "high": 1}, "weights": {"hi": 2}},
-            "'hi', which is no number and not in classes (high, low)",
+            "'hi', which is neither a number nor in classes (high, low)",
         ),
         (PriorityConfig, {"weights": {"101": 1}}, "weights has 101; priorities are from -100 to 100"),
         (PriorityConfig, {"weights": {"-101": 1}}, "weights has -101; priorities are from -100 to 100"),
@@ -172,7 +172,7 @@ class NoRouter:
         (
             RequestRouterConfig,
             {"request_router_class": "RoundRobin", "request_router_kwargs": {"a": {1}}},
-            "its values must be ones that JSON has: Object of type set",
+            "its values must be JSON values: Object of type set",
         ),
         (
             RequestRouterConfig,

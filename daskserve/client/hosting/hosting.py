@@ -172,7 +172,7 @@ class _Hosting:
         if found:
             raise BadRequestError(
                 f"An instance runs on this cluster already, with other HTTP options: {found}. Leave them "
-                "out, or end the instance first, with all its applications, by daskserve shutdown."
+                "out, or first end the instance and all its applications with daskserve shutdown."
             )
         if not self._stay.is_blocking:
             return

@@ -66,9 +66,9 @@ class StoredCode:
         cluster_connection = self.connection.cluster_connection
         if not asynchronous and cluster_connection.runs_here():
             raise BlockingCallError(
-                f"The code of deployment '{self.deployment}' is large and not here yet, and waiting for it "
-                "would block the event loop that has to fetch it; use `await deployment.deploy_async(...)`, "
-                "or do this in another thread (asyncio.to_thread)."
+                f"The code of deployment '{self.deployment}' is large and not yet fetched, and fetching it "
+                "here would block the event loop; use `await deployment.deploy_async(...)`, or do this in "
+                "another thread (asyncio.to_thread)."
             )
         fetching = cluster_connection.cluster(self.connection.instance).fetch_parcel(self.code_name, parcel)
         try:

@@ -224,7 +224,7 @@ class ActorRegistry:
         if self._is_ending:
             # Without a scheduler, a controller does not know that the worker is ending, and would start new
             # actors here.
-            raise UnavailableError(f"Worker {self.worker} ends and starts no actors any more.")
+            raise UnavailableError(f"Worker {self.worker} is shutting down and starts no more actors.")
         wanted = ActorSpec(**{**spec, "kind": ActorKind(spec["kind"])})
         entry = self.entries.get(wanted.name)
         while entry is not None and entry.spec.incarnation < wanted.incarnation:

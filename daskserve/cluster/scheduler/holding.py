@@ -60,7 +60,7 @@ def _refused(hold: StoreOwnership) -> ServeError:
     if hold in (StoreOwnership.TAKEN, StoreOwnership.REFUSED):
         return StoreTakenError(REFUSAL)
     return UnavailableError(
-        "The instance is still starting or has ended: the store is not its own; try again."
+        "The instance is still starting or has ended, so it does not own the store; try again."
     )
 
 
@@ -196,7 +196,7 @@ class HeldStore:
             try:
                 await self.look()
             except (OSError, ServeError) as error:
-                logger.info("Store %r could not be looked at: %s", self.shared, error)
+                logger.info("Store %r could not be checked: %s", self.shared, error)
 
     async def look(self) -> None:
         """Check the store once: answer queries of other clusters, query the owner, or notice a new owner."""

@@ -196,9 +196,9 @@ class FsspecStore(BlockingStore):
         if reader.missing and not self._repairs:
             raise StoreIncompleteError(
                 f"The store {self.url} cannot be used, because changes of instance {self.instance!r} are "
-                f"missing: {', '.join(reader.missing)}. Is the folder a copy of a part? Copy all of it, or "
-                "restore a backup (daskserve store restore). To go on with what is left: daskserve store "
-                "repair. Nothing was changed."
+                f"missing: {', '.join(reader.missing)}. If the folder is an incomplete copy, copy all of "
+                "it, or restore a backup (daskserve store restore). To continue with the remaining "
+                "records: daskserve store repair. Nothing was changed."
             )
         self.problems.report(reader.problems)
         self._journal = journal

@@ -53,12 +53,12 @@ class StoreProblems:
             if lost:
                 logger.error("Store %s, instance %s is lost: %s", self._url, self._instance, lost)
             else:
-                logger.info("Store %s, instance %s is where it was", self._url, self._instance)
+                logger.info("Store %s, instance %s is available again", self._url, self._instance)
             self.lost = lost
         if lost and must_last:
             raise StoreLostError(
-                f"The store {self._url} is not what the next start would open: {lost}. The change was "
-                "refused. Rewrite the records: client.rewrite_store(), or the command daskserve "
+                f"The next start could not open the records of the store {self._url}: {lost}. The change "
+                "was refused. Rewrite the records with client.rewrite_store(), or the command daskserve "
                 "rewrite-store."
             )
 

@@ -179,6 +179,6 @@ class LogKeeper:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            logger.warning("The log of store %s was not written back: %s", self._url, error)
+            logger.warning("The write-ahead log of store %s was not checkpointed: %s", self._url, error)
             return False
         return True

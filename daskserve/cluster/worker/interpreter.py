@@ -133,7 +133,7 @@ class InterpreterTuning:
 
     def _imported(self, imported: asyncio.Future[ModuleType]) -> None:
         if not imported.cancelled() and (error := imported.exception()):
-            logger.warning("Cannot import %s before user code does: %r.", CLIENT, error)
+            logger.warning("Cannot import %s in advance of user code: %r.", CLIENT, error)
         self._freeze()
 
     def _freeze(self) -> None:

@@ -117,8 +117,8 @@ class SQLiteAdapterConfig(FileOptions):
     def _is_absolute(cls, value: str) -> str:
         if not os.path.isabs(os.path.expanduser(value)):
             raise ValueError(
-                f"path is {value!r}, which is another file in each process, by its working directory; give "
-                "an absolute path, or one that begins with ~"
+                f"path is {value!r}, which depends on the working directory of each process; give an "
+                "absolute path, or one that begins with ~"
             )
         return value
 
@@ -204,11 +204,11 @@ class TaskSchedule(Options):
         if self.cron is not None:
             try:
                 if len(self.cron.split()) != 5:
-                    raise CronSimError("it has not five fields")
+                    raise CronSimError("it does not have five fields")
                 next(CronSim(self.cron, datetime(2000, 1, 1, tzinfo=zone)))
             except (CronSimError, StopIteration) as error:
                 raise ValueError(
-                    f"cron is {self.cron!r}, which never comes ({error}); give minute, hour, day of month, "
+                    f"cron is {self.cron!r}, which never occurs ({error}); give minute, hour, day of month, "
                     'month and weekday, for example "30 8 * * mon-fri"'
                 ) from None
         return self

@@ -86,7 +86,7 @@ def _as_number(value: Any) -> Any:
 def _checked_folder(value: str) -> str:
     if "://" not in value and not value.startswith("/"):
         raise ValueError(
-            f"{masked(value)!r} is a relative path, which means another folder on each worker; give an "
+            f"{masked(value)!r} is a relative path, which may be a different folder on each worker; give an "
             "absolute path or a URL"
         )
     return value

@@ -46,7 +46,7 @@ class PriorityConfig(Options):
     @classmethod
     def _is_a_name(cls, value: str | None) -> str | None:
         if value is not None and not _NAME.fullmatch(value):
-            raise ValueError(f"{value!r} is no name of a header")
+            raise ValueError(f"{value!r} is not a valid name of a header")
         return value
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ class PriorityConfig(Options):
         except ValueError:
             known = ", ".join(sorted(self.classes)) or "none"
             raise ValueError(
-                f"weights has {name!r}, which is no number and not in classes ({known})"
+                f"weights has {name!r}, which is neither a number nor in classes ({known})"
             ) from None
         if abs(number) > MAX_PRIORITY:
             raise ValueError(f"weights has {number}; priorities are from -{MAX_PRIORITY} to {MAX_PRIORITY}")

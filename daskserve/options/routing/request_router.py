@@ -123,7 +123,7 @@ class RequestRouterConfig(Options):
         try:
             text = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"its values must be ones that JSON has: {error}") from None
+            raise ValueError(f"its values must be JSON values: {error}") from None
         if len(text) > MAX_KWARGS_CHARACTERS:
             raise ValueError(f"it has {len(text)} characters as JSON; {MAX_KWARGS_CHARACTERS} are allowed")
         return value

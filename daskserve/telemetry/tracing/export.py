@@ -308,8 +308,8 @@ def _exporter(name: str, variables: Mapping[str, str]) -> SpanExporter:
         made: SpanExporter = point.load()()
         return made
     raise ImportError(
-        f"There is no exporter of traces {name!r} on this worker. pip install 'daskserve[tracing]' has that "
-        "of OTLP by HTTP; OTEL_TRACES_EXPORTER names another one"
+        f"The trace exporter {name!r} is not installed on this worker; pip install 'daskserve[tracing]' for "
+        "OTLP over HTTP, or name another exporter in OTEL_TRACES_EXPORTER"
     )
 
 

@@ -243,7 +243,7 @@ class _Passing:
                 try:
                     span.complete()
                 except Exception:
-                    logger.exception("A span has less attributes than it should have")
+                    logger.exception("Some attributes of a span could not be computed")
             export.put(spans)
 
 

@@ -192,7 +192,7 @@ class _Values:
         large, share = self._large, self._share
         if not isinstance(value, OutOfBand):
             what = "whole number of more than 64 bits" if isinstance(value, int) else type(value).__name__
-            raise TypeError(f"a {what} cannot cross a channel")
+            raise TypeError(f"a {what} cannot be sent over a channel")
         view = memoryview(value.data)
         if view.nbytes < LARGE_BYTES or len(large) + 1 >= MAX_PARTS:
             return msgpack.ExtType(_SMALL, view.tobytes())
@@ -223,7 +223,7 @@ def unpack(
             return memoryview(bytearray(data))
         if code in (_SHARED_BYTES, _SHARED_BUFFER):
             if open_shared is None:
-                raise ValueError("a message refers to shared memory, which was not offered")
+                raise ValueError("a message refers to shared memory that was not offered")
             shared = open_shared(data)
             return bytes(shared) if code == _SHARED_BYTES else shared
         part = parts[int.from_bytes(data, "little")]

@@ -128,8 +128,8 @@ def _chosen(name: str, revisions: Sequence[RevisionRecord], number: int | None) 
     found = found or earlier(list(revisions))
     if found is None:
         raise NotFoundError(
-            f"Application '{name}' has no earlier revision that ran and whose code is kept; see "
-            f"`daskserve history {name}`, and name one to deploy it all the same."
+            f"Application '{name}' has no earlier revision that ran and whose code is still stored. To "
+            f"deploy another revision, choose one from `daskserve history {name}`."
         )
     return found
 

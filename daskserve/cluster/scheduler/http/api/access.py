@@ -84,7 +84,7 @@ class ControllerAccess:
             if known
             else ("Start one with `daskserve start`, or deploy with `daskserve deploy`.")
         )
-        raise NotFoundError(f"No instance is the common one of this cluster. {what}")
+        raise NotFoundError(f"This cluster has no common instance. {what}")
 
 
 class _Finder(FindsController):

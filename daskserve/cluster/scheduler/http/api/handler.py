@@ -150,7 +150,7 @@ class ApiHandler(GuardedHandler):
             return None
         found = _ETAG.fullmatch(given)
         if found is None:
-            raise BadRequestError(f"If-Match: {given!r} must be the ETag of one answer, such as '\"3\"'.")
+            raise BadRequestError(f"If-Match: {given!r} must be the ETag of one response, such as '\"3\"'.")
         return int(found[1])
 
     def _is_allowed(self, operation: Operation) -> bool:
