@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import daskserve as serve
-from daskserve.cluster.worker.present import default_client
+from daskserve.cluster.worker.current import default_client
 
 CHANGES = 200
 BOUND_S = 0.020

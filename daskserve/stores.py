@@ -244,7 +244,8 @@ def _report(place: str | Path, found: StoreContents) -> StoreReport:
 
 def _lack(found: StoreContents) -> str:
     remedy = (
-        "Copy all files of the store, restore a backup, or go on with what is left: daskserve store repair."
+        "Copy all files of the store, restore a backup, or continue with the remaining records: daskserve "
+        "store repair."
     )
     return f"{capitalized(found.lack)}. {remedy}" if found.lack else ""
 

@@ -20,12 +20,12 @@ from daskserve.payload.importing import call_imported
 from daskserve.payload.pickling import load_bytes
 from daskserve.proxies.ingress.access import AccessLog
 from daskserve.proxies.ingress.app import CallBackend, IngressApp, build_app
-from daskserve.proxies.ingress.bodies import BodyGate
+from daskserve.proxies.ingress.bodies import BodyPreparation
 from daskserve.proxies.ingress.forwarded import ForwardedHeaders
 from daskserve.proxies.ingress.routes import RouteTable
 from daskserve.proxies.server.health import health_server
-from daskserve.proxies.server.life import HTTPServer
 from daskserve.proxies.server.listen import can_share_ports
+from daskserve.proxies.server.server import HTTPServer
 from daskserve.proxies.server.tls import server_context
 from daskserve.telemetry.logs.process import ProcessLogs
 from daskserve.telemetry.table import MetricSample
@@ -140,7 +140,7 @@ class HTTPListener:
             dispatch=requests.send,
             rng=self._rng,
             is_direct=not middlewares,
-            bodies=BodyGate(
+            bodies=BodyPreparation(
                 lambda endpoint: requests.body_rules(endpoint, options.max_body_bytes),
                 requests.wait_until_published,
                 requests.check_queue,
@@ -167,7 +167,7 @@ class HTTPListener:
             lambda: max(options.max_body_bytes, requests.largest_body_bytes), self._is_crowded
         )
         if self._access_log is not None:
-            self.server.tell_refused(self._access_log.refused)
+            self.server.on_refused(self._access_log.refused)
         if sockets is not None:
             self.server.adopt(sockets)
             return
@@ -191,7 +191,7 @@ class HTTPListener:
         is_last : bool
             Whether health checks on open connections fail from now on, because nothing listens here any more.
         sends_away : bool
-            As for `daskserve.proxies.server.life.HTTPServer.drain`.
+            As for `daskserve.proxies.server.server.HTTPServer.drain`.
         """
         if self._health is not None:
             # First, so that health checks reach another proxy of this host, or none.

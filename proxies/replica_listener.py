@@ -150,7 +150,7 @@ class ReplicaListeners:
     async def stop(self, key: str, grace_s: float, *, sends_away: bool = True) -> dict[str, Any]:
         """Close one listener, or all of them for good if the key is empty; return their last metrics.
 
-        ``sends_away`` is that of `daskserve.proxies.server.life.HTTPServer.drain`.
+        ``sends_away`` is that of `daskserve.proxies.server.server.HTTPServer.drain`.
         """
         is_left = not key
         self._is_left = self._is_left or is_left

@@ -20,7 +20,7 @@ from tables import each_case
 ROOT = Path(__file__).parent.parent
 
 #: A module may import its own layer and layers with a smaller number. A separate rule keeps control and data
-#: apart, which share a number, and the other rooms of `STRANGERS`.
+#: apart, which share a number, and the other rooms of `INDEPENDENT`.
 LAYERS: Mapping[str, int] = {
     "values": 0,
     "autoscaling": 1,
@@ -71,7 +71,7 @@ EDGE_MODULES = frozenset(
     }
 )
 #: Pairs of rooms that never import each other: they exchange values, like two programs.
-STRANGERS: Sequence[tuple[str, str]] = (
+INDEPENDENT: Sequence[tuple[str, str]] = (
     ("daskserve.control", "daskserve.data"),
     ("daskserve.data.caller", "daskserve.data.replica"),
     ("daskserve.simulation", "daskserve.control"),
@@ -82,7 +82,7 @@ SEAM = frozenset(
     {
         "daskserve.cluster.protocols.base",
         # An unpickled handle has no link, so it must find the link of its process.
-        "daskserve.cluster.worker.present",
+        "daskserve.cluster.worker.current",
         # An isolated replica is no actor: it runs in a child process of the actor.
         "daskserve.cluster.worker.child",
         "daskserve.cluster.worker.child_view",
@@ -212,7 +212,7 @@ def imports_between_strangers(tree: Tree) -> list[str]:
     return [
         f"{each.where}: {each.importer} imports {each.target}"
         for each in imports(tree)
-        for one, other in STRANGERS
+        for one, other in INDEPENDENT
         if (_is_in(each.importer, one) and _is_in(each.target, other))
         or (_is_in(each.importer, other) and _is_in(each.target, one))
     ]

@@ -239,7 +239,7 @@ def test_what_is_missing_is_told_refused_and_given_up_only_if_told(tmp_path: Pat
         (tmp_path / "store" / "default" / "txn" / "00000001-0000000002").unlink()
     report = stores.check(url)
     assert not report.is_sound
-    assert "restore a backup, or go on with what is left: daskserve store repair." in report.lack
+    assert "restore a backup, or continue with the remaining records: daskserve store repair." in report.lack
     with pytest.raises(StoreIncompleteError, match=r"missing.*restore a backup"):
         found_in(url)
     with pytest.raises(StoreIncompleteError, match="not backed up"):

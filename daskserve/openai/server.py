@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from daskserve.common.clock import LoopClock
 from daskserve.context import current_request
 from daskserve.errors import ServeError
-from daskserve.openai.answers import EmbeddingList, ModelCard, ModelList
 from daskserve.openai.completions import (
     ChatFormat,
     CompletionFormat,
@@ -33,6 +32,7 @@ from daskserve.openai.errors import (
     error_body,
 )
 from daskserve.openai.merging import called, merged
+from daskserve.openai.objects import EmbeddingList, ModelCard, ModelList
 from daskserve.openai.requests import ChatBody, CompletionBody, EmbeddingBody
 from daskserve.openai.responses import ResponseBody, ResponseFormat
 

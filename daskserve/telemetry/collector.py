@@ -78,7 +78,7 @@ class ProcessMetrics:
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
         #: Whether another process exports these metrics: a worker exports those of its child processes.
-        self.is_told = False
+        self.is_reported = False
         self._export: OTLPExport | None = None
 
     def add(self, source: Source) -> None:
@@ -129,7 +129,7 @@ class ProcessMetrics:
             self._is_registered = True
             self._registry.register(self)
             if self._own_registry is None and self._export is None:
-                self._export = export_of(self.collect, lambda: self.is_told)
+                self._export = export_of(self.collect, lambda: self.is_reported)
 
     @property
     def _registry(self) -> CollectorRegistry:

@@ -247,7 +247,7 @@ class Exchange:
 
     def _tell_refused(self, method: str, status: int) -> None:
         version = "1.1" if self._response.is_http11 else "1.0"
-        self._server_state.refusals.tell(self._connection.client, method, self._target, version, status)
+        self._server_state.refusals.notify(self._connection.client, method, self._target, version, status)
 
     @property
     def is_begun(self) -> bool:
@@ -300,7 +300,7 @@ class Exchange:
             # `ServerState.cancel` removes it.
             self._server_state.tasks.discard(self._task)
             if body.received_bytes:
-                self._server_state.limits.freed.note(body.received_bytes)
+                self._server_state.limits.trimmer.note(body.received_bytes)
                 body.release()
 
     def _open_socket(self, scope: dict[str, Any]) -> None:

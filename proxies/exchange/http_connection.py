@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from daskserve.proxies.exchange.exchange import LINGER_S, Exchange
 from daskserve.proxies.exchange.limits.limits import LINGER
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, SLOW
+from daskserve.proxies.exchange.request.buffered_body import LEAST_BYTES, BufferedBodyProtocol
 from daskserve.proxies.exchange.request.chunks import ChunkReader
-from daskserve.proxies.exchange.request.filling import LEAST_BYTES, BodyFilling
 from daskserve.proxies.exchange.request.head import RefusedRequestError, RequestHead, read_head
 from daskserve.proxies.exchange.server_state import Connection, ServerState
-from daskserve.proxies.exchange.stream import can_tell_hangups
+from daskserve.proxies.exchange.stream import can_detect_disconnects
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -68,7 +68,7 @@ class HTTPConnection(Connection):
     def eof_received(self) -> bool:
         """Return whether the connection stays open: the client may have closed only its own side."""
         exchange = self.exchange
-        waits = can_tell_hangups() and exchange is not None and exchange.unread is not None
+        waits = can_detect_disconnects() and exchange is not None and exchange.unread is not None
         if self.server_state.tls is not None or not waits:
             return False
         self.server_state.note_end(self)
@@ -228,7 +228,7 @@ class HTTPConnection(Connection):
             is_ended = chunks.is_ended
             if self._rest and not is_ended:
                 self._wait_for(
-                    self.server_state.limits.turns.here().turn(SLOW * SLICE_BYTES)
+                    self.server_state.limits.loop_work.current().turn(SLOW * SLICE_BYTES)
                 )  # there are very many chunks
         if part:
             room = exchange.data_received(part, is_last=is_ended)
@@ -239,7 +239,9 @@ class HTTPConnection(Connection):
             self._is_read = True
             exchange.finish()
         elif self.can_fill and self._left >= LEAST_BYTES and exchange.body.takes_room:
-            self._transport.set_protocol(BodyFilling(self, exchange.body, self._left, self._note_filled))
+            self._transport.set_protocol(
+                BufferedBodyProtocol(self, exchange.body, self._left, self._note_filled)
+            )
 
     def _note_filled(self, size_bytes: int) -> None:
         self._left -= size_bytes

@@ -157,7 +157,7 @@ class HTTPResponse(Response):
         if len(body) <= JOIN_BYTES:
             parts = [b"".join(parts)]
         else:
-            self._server_state.limits.freed.note(len(body))
+            self._server_state.limits.trimmer.note(len(body))
         for part in parts[:-1]:
             self._stream.write(part)
         return self._stream.write(parts[-1])

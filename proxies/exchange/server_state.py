@@ -84,7 +84,7 @@ class Refusals:
         self.causes: Counter[str] = Counter()
         self.bodies: Counter[tuple[str, str]] = Counter()
         #: Called with the client, method, target, version and status of each of them.
-        self.tell: NoteRefused = lambda *refused: None
+        self.notify: NoteRefused = lambda *refused: None
 
     def count_body(self, method: str, status: int, *, is_cut: bool) -> None:
         """Count a request that ends because of its body, with a response of this status or without one."""

@@ -178,9 +178,9 @@ class Stream(asyncio.Protocol):
             self._room.exception()  # retrieved here: it may have no waiter
         self._on_data = None
         # Later, so that a reader of the last bytes sees them before the end.
-        self._loop.call_soon(self._tell)
+        self._loop.call_soon(self._notify_closed)
 
-    def _tell(self) -> None:
+    def _notify_closed(self) -> None:
         callback, self._on_close = self._on_close, None
         if callback is not None:
             callback()
@@ -209,7 +209,7 @@ def duplicate(sock: Any) -> socket.socket:
     return copy
 
 
-def can_tell_hangups() -> bool:
+def can_detect_disconnects() -> bool:
     """Whether the operating system can tell if a client has left, as Linux does.
 
     Elsewhere, the end of a client's data means that it has left.

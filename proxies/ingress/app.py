@@ -22,7 +22,7 @@ from daskserve.loops.deadlines import until
 from daskserve.payload.packed_errors import is_logged, known_of, note_logged
 from daskserve.proxies.asgi import JSON, ASGIApp, Headers, Scope, send_whole
 from daskserve.proxies.ingress.access import AccessLog
-from daskserve.proxies.ingress.bodies import BodyGate, BodyKeeper, is_refused, kept
+from daskserve.proxies.ingress.bodies import BodyMiddleware, BodyPreparation, cancellable, is_refused
 from daskserve.proxies.ingress.errors import reply_to
 from daskserve.proxies.ingress.metrics import READYZ, SYSTEM_ROUTES, IngressMetrics
 from daskserve.proxies.ingress.request import (
@@ -34,7 +34,7 @@ from daskserve.proxies.ingress.request import (
     response_to,
 )
 from daskserve.proxies.ingress.routes import Route, RouteTable, normalize_prefix
-from daskserve.proxies.ingress.traced import begin_trace, end_trace
+from daskserve.proxies.ingress.tracing import begin_trace, end_trace
 from daskserve.telemetry.histogram import cause_of
 from daskserve.telemetry.tracing.carrier import TRACE
 
@@ -96,7 +96,7 @@ class IngressApp:
         Draws the ids of requests that have none.
     is_direct : bool
         Whether the server calls the ingress without middlewares in between, which may keep the scope.
-    bodies : BodyGate, optional
+    bodies : BodyPreparation, optional
         Limits the bodies, and gathers those that their backend needs whole.
     unready : callable, optional
         Returns the names of the backends that should run and have no replica; None if that is not known.
@@ -127,7 +127,7 @@ class IngressApp:
         dispatch: CallBackend,
         rng: random.Random,
         is_direct: bool = False,
-        bodies: BodyGate | None = None,
+        bodies: BodyPreparation | None = None,
         unready: Callable[[], Collection[str] | None] = tuple,
         is_store_taken: Callable[[], bool] = bool,
         access_log: AccessLog | None = None,
@@ -335,8 +335,8 @@ class IngressApp:
         gathering = None
         if request.has_body and not is_socket:
             if self._bodies is not None:
-                gathering = self._bodies.enter(endpoint, receive)
-            receive = kept(receive)
+                gathering = self._bodies.prepare(endpoint, receive)
+            receive = cancellable(receive)
         if timeout_s is not None:
             return self._call_until(request, endpoint, head, receive, timeout_s, gathering)
         envelope = Envelope(EnvelopeKind.HTTP, head, None, None, request.has_body or is_socket)
@@ -468,4 +468,4 @@ def build_app(ingress: ASGIApp, middlewares: Iterable[Middleware] = ()) -> ASGIA
     app = ingress
     for middleware in reversed(list(middlewares)):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    return app if app is ingress else BodyKeeper(app)
+    return app if app is ingress else BodyMiddleware(app)

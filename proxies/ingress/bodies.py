@@ -20,7 +20,7 @@ from daskserve.proxies.exchange.request.body import RequestBody
 _hidden_body: ContextVar[ref[RequestBody] | None] = ContextVar("daskserve_body", default=None)
 
 
-class BodyKeeper:
+class BodyMiddleware:
     """A middleware around all others, of which each may replace ``receive`` and the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -45,7 +45,7 @@ def is_refused(receive: Receive) -> bool:
     return body is not None and body.is_refused
 
 
-class KeptReceive:
+class CancellableReceive:
     """A middleware's ``receive`` whose calls may be cancelled: the next call returns what was then read.
 
     `RequestBody.receive` loses nothing if it is cancelled. A middleware may, and may need that each of its
@@ -71,12 +71,12 @@ def _note_error(reading: asyncio.Future[Message]) -> None:
         reading.exception()
 
 
-def kept(receive: Receive) -> Receive:
+def cancellable(receive: Receive) -> Receive:
     """Return a ``receive`` whose calls may be cancelled."""
-    return receive if isinstance(receive, RequestBody) else KeptReceive(receive)
+    return receive if isinstance(receive, RequestBody) else CancellableReceive(receive)
 
 
-class BodyGate:
+class BodyPreparation:
     """Prepares the bodies of one ingress.
 
     Parameters
@@ -100,7 +100,7 @@ class BodyGate:
         self._wait_for_rules = wait_for_rules
         self._check_queue = check_queue
 
-    def enter(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
+    def prepare(self, endpoint: str, receive: Receive) -> Awaitable[None] | None:
         """Begin a request with a body; return what to wait for before it is sent, with the same errors.
 
         Raises
@@ -115,10 +115,10 @@ class BodyGate:
             return None
         rules = self._rules_of(endpoint)
         if rules is None:
-            return self._enter_when_known(endpoint, body)
-        return self._enter(endpoint, body, *rules)
+            return self._prepare_when_known(endpoint, body)
+        return self._prepare(endpoint, body, *rules)
 
-    def _enter(
+    def _prepare(
         self, endpoint: str, body: RequestBody, use: BodyUse, max_bytes: int
     ) -> Awaitable[None] | None:
         if body.is_ended and body.received_bytes <= max_bytes:
@@ -129,9 +129,9 @@ class BodyGate:
         self._check_queue(endpoint)
         return body.gather(drops=use == "drop")
 
-    async def _enter_when_known(self, endpoint: str, body: RequestBody) -> None:
+    async def _prepare_when_known(self, endpoint: str, body: RequestBody) -> None:
         while (rules := self._rules_of(endpoint)) is None:
             await self._wait_for_rules(endpoint)
-        gathering = self._enter(endpoint, body, *rules)
+        gathering = self._prepare(endpoint, body, *rules)
         if gathering is not None:
             await gathering

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from daskserve.common.types import Receive, Send
 from daskserve.proxies.asgi import ASGIApp, Scope, send_whole
 from daskserve.proxies.ingress.metrics import HEALTHZ, READYZ
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions

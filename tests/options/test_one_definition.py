@@ -32,7 +32,7 @@ from daskserve.options.start_messages import (
     read_config,
 )
 from daskserve.proxies.exchange.server_state import ServerState
-from daskserve.proxies.server.life import HTTPServer
+from daskserve.proxies.server.server import HTTPServer
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = (BackendConfig, ActorOptions, HTTPOptions)

@@ -17,7 +17,7 @@ from distributed import Scheduler
 
 from daskserve.cluster.protocols.base import StoreChange
 from daskserve.cluster.scheduler.controllers import Instance
-from daskserve.cluster.scheduler.holding import HeldStore
+from daskserve.cluster.scheduler.owned_store import OwnedStore
 from daskserve.cluster.store.opening import is_in_memory
 from daskserve.common.types import InstanceName, WorkerAddress
 from daskserve.errors import InstanceError, ServeError
@@ -176,7 +176,7 @@ async def open_records(entry: Instance, url: str, back: KnownInstance | None) ->
     await entry.store.open()
     known = back or KnownInstance()
     await restore(entry, url, known.epoch, known.records)
-    if isinstance(entry.store, HeldStore):
+    if isinstance(entry.store, OwnedStore):
         await entry.store.begin(reconnects=back is not None, epoch=known.epoch, records=known.records)
 
 

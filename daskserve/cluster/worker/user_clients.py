@@ -164,7 +164,7 @@ class UserClients:
         self._clients: dict[asyncio.AbstractEventLoop, UserClient] = {}
         self._holding: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
-    def present(self) -> Client:
+    def current(self) -> Client:
         """Return the client of the running loop; in a thread without a loop, the client for threads."""
         if running_loop() is not None:
             return self._of_running_loop()

@@ -80,7 +80,7 @@ class Scaler:
 
     Parameters
     ----------
-    poke
+    enqueue
         Makes the controller's loop reconcile some backends.
     tasks
         The queues of tasks that the instance keeps.
@@ -91,13 +91,13 @@ class Scaler:
         state: State,
         observed: Observed,
         clock: Clock,
-        poke: Callable[[Iterable[str]], None],
+        enqueue: Callable[[Iterable[str]], None],
         tasks: TaskQueues | None = None,
     ) -> None:
         self._state = state
         self._observed = observed
         self._clock = clock
-        self._poke = poke
+        self._enqueue = enqueue
         self._tasks = tasks
         self._entries: dict[BackendTag, _ScaledBackend] = {}
         self._wake = asyncio.Event()
@@ -193,11 +193,11 @@ class Scaler:
         self._record(snapshot, step)
 
     def _is_pending(self, backend: BackendRecord) -> bool:
-        """Whether the last decision has not been applied yet; if so, poke the loop again."""
+        """Whether the last decision has not been applied yet; if so, enqueue the loop again."""
         decided = self._observed.scalings.get(backend.tag)
         if decided is None or not decided.is_for(backend) or self._clock.now() - decided.at >= PENDING_S:
             return False
-        self._poke([backend.tag])
+        self._enqueue([backend.tag])
         return True
 
     def _member_of(self, tag: BackendTag) -> Member | None:
@@ -380,7 +380,7 @@ class Scaler:
                 step.replicas,
                 step.reason,
             )
-            self._poke([backend.tag])
+            self._enqueue([backend.tag])
 
 
 def _can_rest(snapshot: BackendSnapshot, step: ScalingStep) -> bool:

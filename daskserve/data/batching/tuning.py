@@ -115,7 +115,7 @@ class BatchTuner:
     def __init__(self, target_s: float, bounds: BatchLimits, max_running: int = 1) -> None:
         #: The limits that the queue uses.
         self.limits = BatchLimits(1, 0.0)
-        self.limits.waits_anew = True
+        self.limits.restarts_wait = True
         self._target_s = target_s
         self._bounds = bounds
         self._max_running = max_running

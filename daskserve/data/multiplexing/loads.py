@@ -15,7 +15,7 @@ from daskserve.data.multiplexing.cache import CachedModel
 from daskserve.loops.event_loop import running_loop
 
 
-class Again(Exception):
+class LoadEndedError(Exception):
     """The load ended because its caller or event loop ended. Try again."""
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger("daskserve.replica")
 
 
 class Replica:
-    """The `daskserve.cluster.protocols.base.Hosted` that runs user code.
+    """The `daskserve.cluster.protocols.base.HostedActor` that runs user code.
 
     Parameters
     ----------

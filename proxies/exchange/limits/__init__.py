@@ -1,1 +1,1 @@
-"""The limits that clients meet, and the turns of event loops."""
+"""The limits that clients meet, and the work that connections share an event loop for."""

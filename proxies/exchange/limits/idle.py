@@ -29,7 +29,7 @@ class IdleWatch(Generic[T]):
             return
         if self._timer is None:
             self._loop = asyncio.get_running_loop()
-            self._timer = self._loop.call_later(self._timeout_s, self._look)
+            self._timer = self._loop.call_later(self._timeout_s, self._check)
         self._since.pop(item, None)
         self._since[item] = self._loop.time()
 
@@ -57,14 +57,14 @@ class IdleWatch(Generic[T]):
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         # A timer may fire one clock tick early.
         due = self._loop.time() - self._timeout_s + 1e-3
         while self._since:
             item, since = next(iter(self._since.items()))
             if since > due:
-                self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+                self._timer = self._loop.call_at(since + self._timeout_s, self._check)
                 return
             del self._since[item]
             self._on_idle(item)

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from daskserve.proxies.exchange.limits.freed import FreedMemory
-from daskserve.proxies.exchange.limits.turns import AllLoopTurns
+from daskserve.proxies.exchange.limits.loop_work import WorkByLoop
+from daskserve.proxies.exchange.limits.memory_trimmer import MemoryTrimmer
 
 if TYPE_CHECKING:
     from daskserve.options.http import HTTPOptions
@@ -120,16 +120,16 @@ class Budget:
         """The bytes that all threads use."""
         return self.own_bytes + self._other_bytes
 
-    def take(self, size_bytes: int) -> bool:
+    def acquire(self, size_bytes: int) -> bool:
         """Count bytes as used, and return whether they are within the budget; they are counted anyway.
 
-        Any thread may call this and `give_back`.
+        Any thread may call this and `release`.
         """
         with self._lock:
             self._other_bytes += size_bytes
         return self.used_bytes <= self.size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """Count bytes as free."""
         with self._lock:
             self._other_bytes -= size_bytes
@@ -146,11 +146,11 @@ class Limits:
         The request bodies and WebSocket messages that are held.
     inflation : InflationRules
         How large, and how fast, compressed messages may become.
-    turns : AllLoopTurns
-        Shares the turns of event loops among connections with much to do.
+    loop_work : WorkByLoop
+        Shares each event loop among the connections that have much to do.
     unsent : Budget
         The responses that wait for their clients without holding a slot.
-    freed : FreedMemory
+    trimmer : MemoryTrimmer
         Returns the memory of large bodies.
     hits : Counter
         How many requests, WebSockets and connections have met each limit; changed by `hit`.
@@ -159,12 +159,12 @@ class Limits:
     def __init__(self, options: HTTPOptions | None = None) -> None:
         self.hits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
         self._lock = threading.Lock()
-        self.freed = FreedMemory()
+        self.trimmer = MemoryTrimmer()
         self.min_body_bytes_per_s = 0
         self.body_grace_s = self.write_stall_timeout_s = self.busy_write_stall_timeout_s = float("inf")
         self.max_unsent_bytes = 0
         self.inflation = InflationRules()
-        self.turns = AllLoopTurns(lambda: self.hit(EVENT_LOOP_TURN))
+        self.loop_work = WorkByLoop(lambda: self.hit(EVENT_LOOP_TURN))
         size_bytes, unsent_bytes = float("inf"), 0.0
         if options is not None:
             self.min_body_bytes_per_s = options.min_body_bytes_per_s

@@ -57,7 +57,7 @@ class RequestBody:
         self._is_closed = False
         self._chunks: deque[bytes] | None = None
         self._room: asyncio.Future[None] | None = None
-        self._news: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         self.excess: Refusal | None = None
         self._limits: Limits | None = None
         # The size that the client declared, if it did, and the size beyond which the body is refused.
@@ -145,7 +145,7 @@ class RequestBody:
             self.release()
         if self._room is not None:
             self._make_room()
-        if self._news is not None:
+        if self._changed is not None:
             self._wake()
 
     def release(self) -> None:
@@ -225,10 +225,10 @@ class RequestBody:
     __call__ = receive
 
     async def _wait(self) -> None:
-        if self._news is None:
-            self._news = asyncio.Event()
-        self._news.clear()
-        await self._news.wait()
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        self._changed.clear()
+        await self._changed.wait()
 
     def _make_room(self) -> None:
         room, self._room = self._room, None
@@ -236,8 +236,8 @@ class RequestBody:
             room.set_result(None)
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
 
 
 class BodyOnDemand(RequestBody):

@@ -34,7 +34,7 @@ class UnsentParts:
         """Add a part that was written; return a future to wait for, None if there is no need to wait."""
         limits = self._limits
         self._size_bytes += size_bytes
-        is_within = limits.unsent.take(size_bytes)
+        is_within = limits.unsent.acquire(size_bytes)
         flushed.add_done_callback(partial(self._sent, size_bytes))
         if is_within and (is_last or self._size_bytes <= limits.max_unsent_bytes):
             return None
@@ -55,7 +55,7 @@ class UnsentParts:
 
     def _sent(self, size_bytes: int, flushed: asyncio.Future[None]) -> None:
         self._size_bytes -= size_bytes
-        self._limits.unsent.give_back(size_bytes)
+        self._limits.unsent.release(size_bytes)
         room = self._room
         if room is None or room.done():
             return

@@ -1,9 +1,9 @@
 """The connection of a WebSocket: its protocol, its timers, and the messages in both directions.
 
 A connection lives on one event loop. The handshake is read on the server's loop. If user code runs in this
-process on a loop of its own, the connection moves there when the handshake is accepted (see
-`daskserve.common.types.SocketPlace`). From then on, user code reads and writes the connection directly. With
-a thread crossing in each direction, a message took twice the CPU time, and twice as long to arrive.
+process on a separate loop, the connection moves there when the handshake is accepted (see
+`daskserve.common.types.SocketReceiver`). From then on, user code reads and writes the connection directly.
+With a thread crossing in each direction, a message took twice the CPU time, and twice as long to arrive.
 
 The `daskserve.proxies.exchange.websocket.session.WebSocketSession` stays on the server's loop, and
 posts its calls to a connection that has moved. While user code blocks its loop, its connections and these
@@ -38,13 +38,13 @@ from wsproto.events import (
 from wsproto.utilities import LocalProtocolError
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import SOCKET_PLACE, Message, OpenSocket, SocketPlace
+from daskserve.common.types import SOCKET_RECEIVER, Message, OpenSocket, SocketReceiver
 from daskserve.proxies.exchange.limits.limits import WEBSOCKET_PONGS, WEBSOCKET_SILENCE, Limits
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, SLOW, STEP_BYTES, LoopTurns
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, SLOW, STEP_BYTES, LoopWork
 from daskserve.proxies.exchange.stream import Stream, open_stream
+from daskserve.proxies.exchange.websocket.assembler import MessageAssembler
 from daskserve.proxies.exchange.websocket.deflate import Inflation, MessageDeflate
 from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox, WebSocketReader
-from daskserve.proxies.exchange.websocket.intake import WebSocketIntake
 
 log = logging.getLogger("daskserve.proxies")
 
@@ -59,7 +59,7 @@ class WebSocketCallbacks(NamedTuple):
     """The functions that a connection calls on its loop; see `WebSocketSession`."""
 
     #: The connection leaves the present loop.
-    moves: Callable[[SocketPlace], None]
+    moves: Callable[[SocketReceiver], None]
     #: The application receives the disconnect.
     disconnected: Callable[[], None]
     #: The connection is closed. May be called more than once.
@@ -99,7 +99,7 @@ class WebSocketWriter:
             raise
 
     async def send_in_pieces(
-        self, frame: DataMessage[Any], turns: LoopTurns, on_incomplete: Callable[[], None]
+        self, frame: DataMessage[Any], loop_work: LoopWork, on_incomplete: Callable[[], None]
     ) -> None:
         """Send a message that is compressed: others have their turn after each piece.
 
@@ -111,7 +111,7 @@ class WebSocketWriter:
             try:
                 for at in range(0, max(1, len(frame.data)), SLICE_BYTES):
                     if at:
-                        await turns.turn(SLOW * SLICE_BYTES)
+                        await loop_work.turn(SLOW * SLICE_BYTES)
                     if self._protocol.state is not ConnectionState.OPEN:
                         raise ConnectionResetError("the WebSocket is closed")
                     is_last = at + SLICE_BYTES >= len(frame.data)
@@ -150,7 +150,7 @@ class WebSocketWriter:
 
 
 class WebSocketConnection:
-    """The connection of one WebSocket; its place gets an `OpenSocket` once it is accepted.
+    """The connection of one WebSocket; user code gets an `OpenSocket` once it is accepted.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ class WebSocketConnection:
         self._callbacks = callbacks
         self._deflate = MessageDeflate() if deflates_messages else None
         inflation = None if self._deflate is None else Inflation(self._deflate, limits.inflation)
-        self._intake = WebSocketIntake(
+        self._assembler = MessageAssembler(
             self.inbox, inflation, limits, self.close, max_message_bytes=max_message_bytes, clock=clock
         )
         self._clock = clock
@@ -192,8 +192,8 @@ class WebSocketConnection:
         self._denial: Message | None = None
         self._sent_bytes_at_ping: int | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
-        #: The place to which the connection has moved, or where user code uses it directly.
-        self._place: SocketPlace | None = None
+        #: The loop of user code to which the connection has moved, or which uses it directly.
+        self._receiver: SocketReceiver | None = None
         #: The socket between two streams, and the calls that wait for the second.
         self._arriving: socket.socket | None = None
         self._late: list[Callable[[], None]] = []
@@ -233,7 +233,7 @@ class WebSocketConnection:
             if self._deflate is not None and self._deflate.enabled():
                 # The client would take the next message for the rest of an incomplete one.
                 end = partial(self.close, 1011, "a message was not sent whole")
-                await self._writer.send_in_pieces(frame, self._limits.turns.here(), end)
+                await self._writer.send_in_pieces(frame, self._limits.loop_work.current(), end)
                 return
             flushed = self._writer.write(self._writer.pack(frame))
             if not flushed.done():
@@ -260,7 +260,7 @@ class WebSocketConnection:
             raise RuntimeError(f"a message of type {kind!r} does not answer a WebSocket's handshake")
 
     async def _accept(self, message: Message) -> None:
-        place: SocketPlace | None = message.get(SOCKET_PLACE)
+        receiver: SocketReceiver | None = message.get(SOCKET_RECEIVER)
         headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
         accept = AcceptConnection(
             subprotocol=message.get("subprotocol"),
@@ -270,32 +270,32 @@ class WebSocketConnection:
         data = self._writer.pack(accept)
         self.is_accepted = True
         here = asyncio.get_running_loop()
-        loop = here if place is None else place.loop
+        loop = here if receiver is None else receiver.loop
         left = self.stream.leave_for(loop)
         if loop is here or left is not None:
-            self._place = place
-            if place is not None:
-                place.expect_socket()
+            self._receiver = receiver
+            if receiver is not None:
+                receiver.expect_socket()
         if left is None:
             flushed = self._writer.write(data)
             self._begin(b"")
-            if self._place is not None:
-                self._place.take_socket(_open_socket(self))
+            if self._receiver is not None:
+                self._receiver.take_socket(_open_socket(self))
             await self._writer.flush(flushed)
             return
         self._arriving, unread = left
-        if place is None or loop is here:
+        if receiver is None or loop is here:
             await self._arrive(data, unread)
         else:
-            self._callbacks.moves(place)
+            self._callbacks.moves(receiver)
             # The task is held by what it waits for, and ends with the loop at the latest.
-            place.post(lambda: loop.create_task(self._arrive(data, unread)))
+            receiver.post(lambda: loop.create_task(self._arrive(data, unread)))
 
     # ---- where the connection moves to
 
     async def _arrive(self, data: bytes, unread: bytes) -> None:
         """Open the connection on the running loop, and accept the handshake with ``data``."""
-        sock, place = self._arriving, self._place
+        sock, receiver = self._arriving, self._receiver
         assert sock is not None
         try:
             stream = await open_stream(sock)
@@ -315,13 +315,13 @@ class WebSocketConnection:
         late, self._late = self._late, []
         for call in late:
             call()
-        if place is not None:
-            place.take_socket(_open_socket(self))
+        if receiver is not None:
+            receiver.take_socket(_open_socket(self))
             if self.is_gone:
-                place.drop_socket(_open_socket(self))
+                receiver.drop_socket(_open_socket(self))
 
     def _begin(self, unread: bytes) -> None:
-        self._reader.start(self.stream, self._limits.turns.here(), unread)
+        self._reader.start(self.stream, self._limits.loop_work.current(), unread)
         self._arm_ping()
         if self._is_leaving:
             self.leave()
@@ -333,7 +333,7 @@ class WebSocketConnection:
         self._protocol.receive_data(data)
         for event in self._protocol.events():
             if isinstance(event, (TextMessage, BytesMessage)):
-                yield from self._intake.take(event)
+                yield from self._assembler.take(event)
             elif self._take(event):
                 yield STEP_BYTES
             else:
@@ -394,9 +394,9 @@ class WebSocketConnection:
     def _tell_closed(self) -> None:
         if self._ping_timer is not None:
             self._ping_timer.cancel()
-        place, self._place = self._place, None  # it refers to this object
-        if place is not None:
-            place.drop_socket(_open_socket(self))
+        receiver, self._receiver = self._receiver, None  # it refers to this object
+        if receiver is not None:
+            receiver.drop_socket(_open_socket(self))
         self._callbacks.closed()
 
     # ---- called by the session, on the connection's loop, by `call`

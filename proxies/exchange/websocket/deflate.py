@@ -27,7 +27,7 @@ from daskserve.proxies.exchange.limits.limits import (
     INFLATION_RATIO,
     InflationRules,
 )
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES
 
 _PARAMETER = re.compile(
     r"(client|server)_no_context_takeover"

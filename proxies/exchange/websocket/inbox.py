@@ -12,8 +12,8 @@ from wsproto.events import BytesMessage, TextMessage
 
 from daskserve.common.types import Message
 from daskserve.proxies.exchange.limits.limits import BUFFERS, Limits
-from daskserve.proxies.exchange.limits.turns import SLICE_BYTES, STEP_BYTES, LoopTurns
-from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_tell_hangups
+from daskserve.proxies.exchange.limits.loop_work import SLICE_BYTES, STEP_BYTES, LoopWork
+from daskserve.proxies.exchange.stream import READ_BYTES, Stream, can_detect_disconnects
 
 #: Size of received messages that may wait for the application; beyond it, nothing more is read.
 MAX_INBOX_BYTES = 1024 * 1024
@@ -80,7 +80,7 @@ class WebSocketInbox:
 
     def _charge(self, size_bytes: int) -> bool:
         self._charged_bytes += size_bytes
-        if self._limits.received.take(size_bytes):
+        if self._limits.received.acquire(size_bytes):
             return True
         self.is_over_budget = True
         self._limits.hit(BUFFERS)
@@ -89,7 +89,7 @@ class WebSocketInbox:
     def _discharge(self, size_bytes: int) -> None:
         if self._charged_bytes:
             self._charged_bytes -= size_bytes
-            self._limits.received.give_back(size_bytes)
+            self._limits.received.release(size_bytes)
 
     def release(self) -> None:
         """Drop all messages: the application has ended."""
@@ -139,11 +139,11 @@ class WebSocketReader:
     ----------
     parse : callable
         ``parse(data)`` is an iterator. Each step adds messages to the inbox and yields their cost; see
-        `daskserve.proxies.exchange.limits.turns`.
+        `daskserve.proxies.exchange.limits.loop_work`.
     """
 
     _stream: Stream
-    _turns: LoopTurns
+    _loop_work: LoopWork
 
     def __init__(self, inbox: WebSocketInbox, parse: Callable[[bytes], Iterator[int]]) -> None:
         self._inbox = inbox
@@ -157,10 +157,10 @@ class WebSocketReader:
         #: Whether the client may still send something that will be read.
         self.is_open = False
 
-    def start(self, stream: Stream, turns: LoopTurns, unread: bytes = b"") -> None:
+    def start(self, stream: Stream, loop_work: LoopWork, unread: bytes = b"") -> None:
         """Read from a stream; ``unread`` comes before its data."""
         self._stream = stream
-        self._turns = turns
+        self._loop_work = loop_work
         self.is_open = True
         if unread:
             self._receive(unread)
@@ -181,7 +181,7 @@ class WebSocketReader:
             if self._is_waiting:
                 self._stream.pause_reading()
             else:
-                self._turns.do(self._work)
+                self._loop_work.do(self._work)
 
     def _work(self) -> int:
         """Do a slice; return what it cost."""
@@ -195,7 +195,7 @@ class WebSocketReader:
                 break
             if cost >= SLICE_BYTES:
                 self._wait()
-                self._turns.add(self._work)
+                self._loop_work.add(self._work)
                 break
             if self._steps is None:
                 if not self._rest:
@@ -218,10 +218,10 @@ class WebSocketReader:
     def _note_room(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._turns.add(self._work)
+        self._loop_work.add(self._work)
 
     def _check_soon(self) -> None:
-        if can_tell_hangups():
+        if can_detect_disconnects():
             self._timer = asyncio.get_running_loop().call_later(HANGUP_S, self._check_hangup)
 
     def _check_hangup(self) -> None:

@@ -28,7 +28,7 @@ from wsproto.events import RejectConnection, Request
 from wsproto.utilities import RemoteProtocolError
 
 from daskserve.common.clock import Clock
-from daskserve.common.types import SocketPlace
+from daskserve.common.types import SocketReceiver
 from daskserve.loops.thread_calls import ThreadCalls
 from daskserve.payload.packed_errors import is_logged
 from daskserve.proxies.asgi import ASGIApp, Headers, Scope
@@ -155,7 +155,7 @@ class WebSocketSession:
             limits=limits,
         )
         #: How to call the connection after it has moved, and how it calls this object.
-        self._place: SocketPlace | None = None
+        self._place: SocketReceiver | None = None
         self._here: ThreadCalls | None = None
         self._is_closed = False
         self._code = 1001
@@ -194,7 +194,7 @@ class WebSocketSession:
 
     # ---- called by the connection, on its loop
 
-    def _note_move(self, place: SocketPlace) -> None:
+    def _note_move(self, place: SocketReceiver) -> None:
         """Note that the connection leaves this loop."""
         self._here = ThreadCalls(asyncio.get_running_loop())
         self._place = place

@@ -297,7 +297,7 @@ class ReplicaPool:
     ) -> None:
         """Record that a replica refused a request, at once or after it was queued there."""
         if priority <= BATCH_PRIORITY and ongoing < entry.concurrency:
-            entry.batch_room = (now, ongoing)  # the replica has room for other requests
+            entry.batch_refusal = (now, ongoing)  # the replica has room for other requests
             return
         pace_s = entry.pace_s
         self.report(entry, Load(max(ongoing, entry.concurrency)), now)
@@ -390,17 +390,17 @@ def has_room(pool: ReplicaPool, now: float) -> bool:
     return bool(pool._local or pool._remote or pool._relayed or pool._full)
 
 
-def set_aside(pool: ReplicaPool, entry: PooledReplica) -> None:
-    """Record that a request of a batch job waits at a replica for its slot, until `come_back`."""
-    entry.aside.count += 1
+def defer(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that a request of a batch job waits at a replica for its slot, until `end_deferral`."""
+    entry.deferred.count += 1
     entry.in_flight -= 1
     if entry.index < 0:
         pool._add(entry)
 
 
-def come_back(pool: ReplicaPool, entry: PooledReplica) -> None:
-    """Record that a request that was set aside has its slot, or was refused."""
-    entry.aside.count -= 1
+def end_deferral(pool: ReplicaPool, entry: PooledReplica) -> None:
+    """Record that a request that was deferred has its slot, or was refused."""
+    entry.deferred.count -= 1
     entry.in_flight += 1
     if entry.index >= 0 and entry.in_flight >= entry.concurrency:
         pool._remove(entry)
