@@ -158,7 +158,7 @@ class RolloutConfig(Options):
         0.001,
         gt=0,
         le=0.2,
-        description="Probability with which a new version that is as good as the old one is taken back, over "
+        description="Probability with which a new version that is as good as the old one is rolled back, over "
         "all steps and gates.",
     )
     sticky: SessionPart | None = Field(

@@ -166,7 +166,7 @@ async def test_a_repeated_call_is_one_change_even_if_it_expects_the_version_befo
 async def test_whoever_has_not_read_the_newest_version_is_told_who_has_changed_it(stage: Stage) -> None:
     await declare(stage, config("shop"), by="ann")
     await declare(stage, config("shop", "2"), by="ben", expected_version=1)
-    with pytest.raises(VersionConflictError, match=r"version 2, by ben at .* not version 1"):
+    with pytest.raises(VersionConflictError, match=r"based on version 1 .* now 2, by ben at"):
         await declare(stage, config("shop", "3"), expected_version=1)
     assert versions(stage) == {"shop": "2"}
 

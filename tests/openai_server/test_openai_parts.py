@@ -123,7 +123,7 @@ def test_an_engine_that_makes_no_token_in_time_is_ended() -> None:
     calls = [ToolCall(0, "c", "f", {"a": 1}), {"index": 0}]  # type: ignore[arg-type]
     wrong_calls = [Token(tool_calls=[each]) for each in calls]  # type: ignore[list-item]
     for wrong in (3, Token(None), Token("a", finish_reason=3), *wrong_calls):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"str or Token|texts"):
+        with pytest.raises(TypeError, match=r"str or Token|strings"):
             answer(wrong)
 
 

@@ -230,7 +230,7 @@ class _Hosting:
             await self._verbs._deploy_built(built, expected=self._expected)
         except KeyboardInterrupt:
             names = ", ".join(map(repr, self._source.names))
-            self._report(f"The change of application {names} was interrupted and is taken back.")
+            self._report(f"The change of application {names} was interrupted and is undone.")
             raise
 
     async def _serve_or_report(self) -> None:
