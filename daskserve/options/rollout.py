@@ -166,8 +166,8 @@ class RolloutConfig(Options):
         0.001,
         gt=0,
         le=0.2,
-        description="Probability with which a new version that is as good as the old one is rolled back, over "
-        "all steps and gates.",
+        description="Probability with which a new version that is as good as the old one is rolled back, "
+        "over all steps and gates.",
     )
     sticky: SessionPart | None = Field(
         None,
