@@ -70,7 +70,7 @@ class InstanceReport:
 class StoreReport:
     """The contents of a store or a backup, by the name of the instance.
 
-    ``lack`` describes what the store lacks as a whole, with the remedy; empty if it lacks nothing.
+    ``lack`` describes missing parts of the whole store, with the remedy; empty if nothing is missing.
     """
 
     place: str

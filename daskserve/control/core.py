@@ -232,7 +232,7 @@ class ControllerCore:
         return {"worker": self.worker, "pid": os.getpid()}
 
     def problems(self) -> dict[str, str]:
-        """Return what is wrong with the store and its records, by store and key."""
+        """Return the problems of the store and its records, by store and key."""
         return {**self.cluster.store.problems(), **{key: str(each) for key, each in self.corrupt.items()}}
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -1,4 +1,4 @@
-"""The deployment of one model, which runs an engine and does what all engines have in common."""
+"""The deployment of one model, which runs an engine and has the parts that all engines share."""
 
 from __future__ import annotations
 

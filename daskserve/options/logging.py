@@ -45,7 +45,7 @@ class LoggingConfig(Options):
         description="Folder of log files on the hosts of the workers, one for each replica, and for each "
         "process with proxies or the controller. None: no files.",
     )
-    enable_access_log: bool = Field(True, description="Whether each request is one line when it has ended.")
+    enable_access_log: bool = Field(True, description="Whether each ended request is logged as one line.")
     additional_log_standard_attrs: list[str] = Field(
         default_factory=list,
         description="Attributes of Python's ``LogRecord`` that records have, too, such as ``funcName``.",

@@ -106,8 +106,10 @@ reload_options = options(
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Number of replicas of the ingress, each in a process of its own. Without --address, these are the "
-    "workers of the cluster, each with a proxy; they share the port.",
+    help=(
+        "Number of replicas of the ingress, each in a separate process. Without --address, these are the "
+        "workers of the cluster, each with a proxy; they share the port."
+    ),
 )
 @environment_options
 @env_file_option
@@ -130,7 +132,7 @@ reload_options = options(
 @click.option(
     "--restore",
     is_flag=True,
-    help="Replace it until Ctrl-C, and then give the old version back.",
+    help="Replace it until Ctrl-C, and then restore the old version.",
 )
 @click.option(
     "--timeout-s",

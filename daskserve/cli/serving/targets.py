@@ -38,7 +38,7 @@ environment_options = options(
     ),
     click.option(
         "--working-dir",
-        help="Folder or zip file that is sent along to replicas, each in a process of its own.",
+        help="Folder or zip file that is sent to the replicas, each of which runs in a separate process.",
     ),
 )
 

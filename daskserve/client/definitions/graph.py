@@ -295,7 +295,7 @@ def applications_in(application: Application) -> list[Application]:
 
 @dataclass(slots=True)
 class Substitution:
-    """Decides what pickle writes for the applications and handles among the arguments of a deployment."""
+    """Decides how the applications and handles among the arguments of a deployment are pickled."""
 
     _name: str
     _tags: Mapping[Application, BackendTag]

@@ -120,7 +120,7 @@ class Entry:
         return {"is_healthy": True, "detail": "", **facts}
 
     def work(self, now: float) -> tuple[str, float] | None:
-        """Return what a starting or stopping actor does, and for how many seconds; None in other states."""
+        """Return the current step of a starting or stopping actor, and its seconds; None in other states."""
         if self.stops_since is not None:
             return "draining", now - self.stops_since
         if self.starting.done():

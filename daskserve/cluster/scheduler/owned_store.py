@@ -3,8 +3,8 @@
 Problem: a second cluster that starts on the store must not harm the instance that runs, unless it has started
 to serve in its place: its ports may be in use, its replicas may not start, it may be killed at any moment.
 Choice: it starts as a *trial*. It reads the records and keeps its changes in memory. Once it serves, it
-claims the next epoch, so that the other instance can no longer write. It then reads what the other instance
-has changed since, and writes its own changes in one transaction. If it ends before that, for any reason, the
+claims the next epoch, so that the other instance can no longer write. It then reads the later changes of the
+other instance, and writes its own changes in one transaction. If it ends before that, for any reason, the
 store is unchanged.
 
 An instance whose records were taken over continues with the records in memory: it replaces lost actors, and

@@ -17,8 +17,8 @@ class StoreProblems:
     Attributes
     ----------
     found : mapping
-        The reason for each problem, by the name of what could not be read. It is replaced, never changed, so
-        any thread may read it.
+        The reason for each problem, by the name of the unreadable record or object. It is replaced, never
+        changed, so any thread may read it.
     lost : str
         Why the next start would not open the file or folder that the store writes to; empty if it would.
     """

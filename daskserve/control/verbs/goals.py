@@ -321,7 +321,7 @@ def _taken_back(
 
 
 def what_stays(goal: GoalRecord) -> str:
-    """Return a text that says what still serves after a change failed in user code, and the remedy."""
+    """Return a text about the version that still serves after a failure in user code, and the remedy."""
     if any(_served(key, plain) for key, plain in goal.previous.items()):
         return "The version from before keeps serving; correct the code, and deploy it again"
     return "Nothing of it is left; correct the code, and deploy it again"

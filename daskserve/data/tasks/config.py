@@ -86,9 +86,11 @@ class FileOptions(DurableOptions):
 
     synchronous: bool = Field(
         False,
-        description="Whether each change waits for the disk, so that it survives a power loss at once. "
-        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
-        "is up to a hundred times as fast.",
+        description=(
+            "Whether each change waits until it is on the disk, so that it survives a power loss. Without "
+            "it, a change survives the end of any process, and a power loss a moment later; submitting is "
+            "up to a hundred times as fast."
+        ),
     )
 
 
@@ -306,7 +308,7 @@ class TaskResult(BaseModel):
     created_at : float
         Seconds since the epoch.
     result : object
-        What the handler returned; with ``FAILURE`` and ``REJECTED``, the error as text.
+        The handler's result; with ``FAILURE`` and ``REJECTED``, the error as text.
     attempts : int
         Number of runs.
     progress : object

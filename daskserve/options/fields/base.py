@@ -55,7 +55,7 @@ class Masked:
     Attributes
     ----------
     show : callable
-        Returns what `repr` and errors show of a value.
+        Returns the form of a value that `repr` and errors show.
     """
 
     show: Callable[[Any], Any]

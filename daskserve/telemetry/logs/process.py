@@ -1,4 +1,4 @@
-"""The logs of one process: what each replica, proxy and controller logs, and where.
+"""The logs of one process: the settings and destinations of each replica, proxy and controller.
 
 The thread of `daskserve.cluster.worker.log_thread` writes; everything else only adds records and settings.
 """

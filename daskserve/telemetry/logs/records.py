@@ -21,7 +21,7 @@ from daskserve.common.types import split_deployment_tag
 ACCESS = "daskserve.access"
 #: The key of the published settings of the instance's logs, as the value of ``config``.
 LOGGING = "logging"
-#: The name in the place of a logger for what user code prints.
+#: The logger name of text that user code prints.
 PRINTED = "stdout"
 #: Maximum length of a message and of a traceback that is kept in memory.
 MAX_TEXT = 8192

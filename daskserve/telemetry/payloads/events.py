@@ -82,14 +82,14 @@ class Sample:
         self.request, self.response = Body(self.max_bytes), Body(self.max_bytes)
 
     def received(self, message: Message) -> None:
-        """Keep what a client sent."""
+        """Keep an incoming message of the client."""
         if message["type"] == "http.request":
             self.request.add(message.get("body", b""))
         elif message["type"] == "websocket.receive":
             self.request.add(message.get("bytes") or message.get("text") or b"")
 
     def sent(self, message: Message) -> None:
-        """Keep what the replica sent."""
+        """Keep an outgoing message of the replica."""
         # A WebSocket that is refused gets an HTTP response.
         kind = message["type"].removeprefix("websocket.http.").removeprefix("http.")
         if kind in ("response.start", WHOLE_RESPONSE):

@@ -167,7 +167,7 @@ class _Values:
         self._share: Callable[[memoryview], bytes | None] | None = None
         self._large: list[memoryview] = []
         self._made: list[msgpack.ExtType] = []
-        #: What an earlier attempt made: what is shared already must not be shared again.
+        #: The results of an earlier attempt, because a value must not be shared twice.
         self._repeated: Iterator[msgpack.ExtType] = iter(())
 
     def begin(self, share: Callable[[memoryview], bytes | None] | None) -> None:

@@ -1,4 +1,4 @@
-"""Refuses what browsers send to the scheduler's HTTP server on behalf of other sites.
+"""Refuses requests that browsers send to the scheduler's HTTP server on behalf of other sites.
 
 A page of any site can make its visitor's browser send requests to the scheduler, which has no authentication:
 

@@ -99,7 +99,7 @@ def rollback(
 
 
 def _config_of(state: State, revision: RevisionRecord, by: str, now: float) -> Mapping[str, ConfigRecord]:
-    """Return the declared configuration of a revision, so that the declaration matches what runs.
+    """Return the declared configuration of a revision, to match the deployed application.
 
     Applying the present file afterwards is a change again. Until then, nothing is built from it.
     """

@@ -40,7 +40,7 @@ class ReplicaSelection:
     availability_zone : str or None
         Always None: Dask does not know zones.
     replica_metadata : dict
-        Its ``backend``, and the process id of its worker, and what ``record_replica_metadata`` returned.
+        Its ``backend``, the process id of its worker, and the result of ``record_replica_metadata``.
     """
 
     replica_id: str

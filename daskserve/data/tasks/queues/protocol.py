@@ -58,7 +58,7 @@ class TaskQueue(Protocol):
     """
 
     def open(self) -> None:
-        """Connect, and create what is missing."""
+        """Connect, and create missing parts of the queue."""
 
     def close(self) -> None:
         """Disconnect."""

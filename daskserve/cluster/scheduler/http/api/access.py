@@ -48,7 +48,7 @@ class ControllerAccess:
         Raises
         ------
         NotFoundError
-            The instance does not run, or what the verb names does not exist.
+            The instance does not run, or an object that the verb names does not exist.
         UnavailableError
             The controller or its store could not be reached in time.
         ServeError

@@ -46,7 +46,7 @@ class Operation:
     answer : callable
         Returns the body of the answer.
     body : str
-        What the body is: ``configuration``, ``number``, ``revision``, ``model``, or nothing.
+        The kind of the body: ``configuration``, ``number``, ``revision``, ``model``, or nothing.
     query : dict
         The parameters, each with its type and description.
     is_conditional : bool
