@@ -33,7 +33,7 @@ class ErrorLog:
 
 
 class SparseLog:
-    """Chooses which of many events to log: the first of each kind, then one per period.
+    """Decides which events are logged: the first of each kind, then one per period.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ def test_an_option_under_both_its_names_is_refused(
         (AutoscalingConfig, "num_replicas", "It belongs in config."),
         (ActorOptions, "runtime_env", "pass env=..."),
         (ActorOptions, "label_selector", "declare a resource on such workers"),
-        (ActorOptions, "fallback_strategy", "list all workers that are good enough in 'workers'"),
+        (ActorOptions, "fallback_strategy", "list all suitable workers in 'workers'"),
         (BackendConfig, "accelerator_type", "It belongs in actor_options."),
         (LoggingConfig, "log_dir", "Did you mean 'logs_dir'?"),
         (BackendConfig, "backpressure_config", "leave it out"),

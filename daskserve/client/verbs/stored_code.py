@@ -39,8 +39,7 @@ class StoredCode:
         BadRequestError
             It cannot be unpickled here.
         NotFoundError
-            It is large, so it stayed with the instance, which does not have it any more; or the store has
-            lost it.
+            The code is large, so only the instance had it, and no longer has it; or the store has lost it.
         """
         if not self.code:
             raise NotFoundError(

@@ -231,7 +231,7 @@ def write_backup(path: Path, instances: Mapping[InstanceName, StoredInstance]) -
     except OSError as error:
         raise StoreError(f"The backup {path} cannot be written: {error}.") from error
     finally:
-        with contextlib.suppress(OSError):  # of a disk that cannot be written, which is no news
+        with contextlib.suppress(OSError):  # the failure to write was already reported
             new.unlink()
     return len(data)
 

@@ -229,7 +229,7 @@ class TaskConsumer:
                 is_woken = not tasks and not is_woken
                 continue
             self._has_room.clear()
-            # Not longer: the replica may have been given more room.
+            # Not longer, because the number of slots of the replica may have increased.
             await _elapsed(self._clock, self._has_room, interval_s)
 
     def _begin(self, task: Task) -> None:

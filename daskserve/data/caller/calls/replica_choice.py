@@ -49,7 +49,7 @@ class ReplicaSelection:
     node_id: str
     availability_zone: str | None = None
     replica_metadata: Mapping[str, Any] = field(default_factory=dict)
-    #: The choice that made the selection, in the process of the caller.
+    #: The `ReplicaChoice` that made the selection; only in the process of the caller.
     choice: ReplicaChoice | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:

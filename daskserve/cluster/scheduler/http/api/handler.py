@@ -283,6 +283,6 @@ def _event_texts(found: Mapping[str, Any]) -> str:
 def _log_texts(found: Mapping[str, Any]) -> str:
     texts = [f"event: log\ndata: {json.dumps(each)}\n\n" for each in found["records"]]
     if texts:
-        # The cursor is long, and is the position after all of them.
+        # Only the last record gets the cursor, because it is long and means the position after all records.
         texts[-1] = f"id: {found['next']}\n{texts[-1]}"
     return "".join(texts) or SILENT
