@@ -485,7 +485,7 @@ class ActorRequest(Protocol):
         """
 
     def respond(self, receive: Receive, send: Send) -> Coroutine[Any, Any, Load]:
-        """Respond to the request in the present task; cancelling the task cancels the request."""
+        """Respond to the request in the current task; cancelling the task cancels the request."""
 
 
 #: Called once at the end of a request that was started, with the answer, if there is one, and the actor's

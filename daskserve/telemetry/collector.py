@@ -150,7 +150,7 @@ class ProcessMetrics:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its present values."""
+        """Yield every metric with its current values."""
         with self._lock:
             sources = list(self._sources.values())
             found: dict[Key, float | HistogramCounts] = {

@@ -424,8 +424,8 @@ class Supervisor(SchedulerPlugin):
 
     def _is_anywhere(self, instance: InstanceName) -> bool:
         # Once this supervisor is closed, another one may run an instance of this name.
-        present = self._scheduler.plugins.get(PLUGIN_NAME)
-        return isinstance(present, Supervisor) and present.is_running(instance)
+        current = self._scheduler.plugins.get(PLUGIN_NAME)
+        return isinstance(current, Supervisor) and current.is_running(instance)
 
     def is_running(self, instance: InstanceName) -> bool:
         """Return whether an instance of this name runs and is not ending."""

@@ -77,7 +77,7 @@ class UserClient(TaskClient):
             self.scheduler = self.rpc(address)  # Dask does this later, but `Event` and others read it at once
 
     def submit(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Submit a task, which belongs to the trace of the present request."""
+        """Submit a task, which belongs to the trace of the current request."""
         return super().submit(_traced(func, kwargs), *args, **kwargs)
 
     def map(self, func: Any, *iterables: Any, **kwargs: Any) -> Any:

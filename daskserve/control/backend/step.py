@@ -1,6 +1,6 @@
 """One backend: computes the next changes and actions from the target and the observed state. Pure.
 
-The loop calls `step` whenever something about a backend may have changed. It reads the present state, never
+The loop calls `step` whenever something about a backend may have changed. It reads the current state, never
 events, so it can run at any time and any number of times. In a new controller without observations, it
 returns the actions that observe the cluster. `step` does not change its arguments. It returns its memory as
 `Notes`, which apply once the change is in the store.

@@ -138,7 +138,7 @@ class Notes:
         The replica that was to move to a better worker, but stays. This field and ``deadlines``,
         ``configured`` and ``reconfigure_failed`` are valid for one step only.
     rollout : tuple
-        The present phase of the rollout, and when it began.
+        The current phase of the rollout, and when it began.
     deadlines : dict
         Deadlines of goals that this step has set.
     configured, reconfigure_failed : dict

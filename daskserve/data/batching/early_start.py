@@ -56,9 +56,9 @@ class EarlyStart:
             return True
         return bool(self._most) and queued >= self._most and queued >= taken
 
-    def ended(self, present: int) -> None:
-        """Record that a batch has ended; ``present`` counts the queued calls and those in running batches."""
-        self._recent.append(present)
+    def ended(self, current: int) -> None:
+        """Record that a batch has ended; ``current`` counts the queued calls and those in running batches."""
+        self._recent.append(current)
         self._most = max(self._recent)
 
     def waited(self, waits_s: Sequence[float], wait_s: float, limit: int) -> None:

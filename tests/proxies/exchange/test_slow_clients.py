@@ -92,7 +92,7 @@ async def test_a_whole_response_that_is_not_read_is_dropped() -> None:
 async def test_a_response_that_is_not_read_gives_way_to_requests_that_wait_for_its_slot() -> None:
     app = Watched(flood)
     async with serving(app, busy_write_stall_timeout_s=0.1) as server, connected(server) as client:
-        server.consult(lambda: MIB, lambda path: path == "/")
+        server.set_callbacks(lambda: MIB, lambda path: path == "/")
         await client.send(request())
         client.writer.transport.pause_reading()
         await poll_for(lambda: app.ended == ["CancelledError"])
@@ -284,7 +284,7 @@ def test_no_body_gives_way_to_one_that_is_too_large() -> None:
 async def test_a_client_that_keeps_nearly_all_of_a_body_does_not_keep_out_others() -> None:
     options = {"max_buffered_bytes": 400_000, "busy_write_stall_timeout_s": 0.04}
     async with serving(whole, **options) as server, connected(server) as greedy:
-        server.consult(lambda: MIB, lambda path: False)
+        server.set_callbacks(lambda: MIB, lambda path: False)
         await greedy.send(POST + bytes(250_000))
         await poll_for(lambda: ("http_buffered_bytes", ("i", "received"), 250_001) in server.samples("i"))
         status = 503

@@ -42,7 +42,7 @@ class BatchCalls:
         items : iterable or asynchronous iterable
             The arguments of the calls, one for each.
         max_in_flight : int, optional
-            Maximum number of calls in flight. Default: as many as the present replicas run.
+            Maximum number of calls in flight. Default: as many as the current replicas run.
         ordered : bool
             Whether the results are in the order of the items, or in the order in which the calls end.
         retries : int

@@ -342,7 +342,7 @@ class RequestRouting:
     # ---- errors
 
     def current_error(self) -> str:
-        """Return the present failure of the router; empty if there is none."""
+        """Return the current failure of the router; empty if there is none."""
         return self.errors.current(is_made=self._router is not None)
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:

@@ -230,7 +230,7 @@ def _rollout_operations(path: str, what: str, abort: str) -> tuple[Operation, ..
         Operation(
             "POST",
             f"{path}/pause",
-            "Keep a rollout at its present step; its gates stay in force.",
+            "Keep a rollout at its current step; its gates stay in force.",
             _rollout("pause_rollout"),
             _without_snapshot,
         ),

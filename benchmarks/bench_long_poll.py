@@ -5,7 +5,7 @@ includes the call and the write to the store, is an upper bound of the propagati
 separate processes with a proxy each, and the caller. Floor: an event from this process through the scheduler
 and back.
 
-Run: ``python benchmarks/bench_news.py``. It exits with 1 if the median exceeds the bound of 20 ms.
+Run: ``python benchmarks/bench_long_poll.py``. It exits with 1 if the median exceeds the bound of 20 ms.
 """
 
 from __future__ import annotations
