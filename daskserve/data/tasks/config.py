@@ -47,7 +47,7 @@ class DurableOptions(Options):
     )
     max_backoff_s: float = Field(60.0, ge=0.0, description="Longest delay before a retry, in seconds.")
     jitter: float = Field(
-        0.5, ge=0.0, le=1.0, description="Part of a retry's delay that is taken off at random."
+        0.5, ge=0.0, le=1.0, description="Maximum share by which a retry's delay is randomly reduced."
     )
     max_losses: int = Field(
         10,

@@ -293,11 +293,11 @@ def _of_proxy(_: _World, __: str, before: Any, after: Record | None) -> Iterator
 
     if isinstance(after, ProxyRecord) and after.is_leaving:
         if before is None or not before.is_leaving:
-            yield event(K.PROXY_LEAVING, f"on worker {has} leaves once another listens in its place")
+            yield event(K.PROXY_LEAVING, f"on worker {has} stops once its successor listens")
     elif has is not None and has != had:
         yield event(K.PROXY_STARTING, f"starts on worker {has}")
     elif has is None and had is not None and not before.is_leaving:
-        yield event(K.PROXY_LOST, f"is lost: worker {had} left the cluster or is not for it any more")
+        yield event(K.PROXY_LOST, f"is lost: worker {had} left the cluster or may no longer have a proxy")
 
 
 def _of_endpoint(world: _World, name: str, before: Any, after: Record | None) -> Iterator[Event]:
