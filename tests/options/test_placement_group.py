@@ -49,7 +49,7 @@ class Model:
             {"placement_group_bundle_label_selector": [{}]},
             "no labels; declare a resource .*, and ask for it in",
         ),
-        ({"placement_group_fallback_strategy": [{}]}, "no labels; list all workers"),
+        ({"placement_group_fallback_strategy": [{}]}, "no labels; list all suitable workers"),
         (
             {"placement_group_bundles": [{"GPU": 1}]},
             r"bundles\[0\] is {'GPU': 1.0}, and the replica, which runs in it, needs 0.1 of 'CPU'",
