@@ -108,10 +108,8 @@ class BackendConfig(Options):
     )
     hedging_config: Annotated[HedgingConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description=(
-            "Second attempts for slow requests, see [Hedging](docs/routers.md#hedged-requests). None: no "
-            "request is sent twice."
-        ),
+        description="Second attempts for slow requests, see [Hedging](docs/routers.md#hedged-requests). "
+        "None: no request is sent twice.",
     )
     max_body_bytes: Annotated[ByteCount | None, CONTROLLER_ONLY] = Field(
         None,
@@ -140,10 +138,8 @@ class BackendConfig(Options):
     )
     rollout: Annotated[RolloutConfig | None, CONTROLLER_ONLY] = Field(
         None,
-        description=(
-            "Plan by which a new version gets its traffic step by step, compared with the old one, see "
-            "[Rollouts](docs/rollouts.md). None: replicas are replaced one by one, within ``max_surge``."
-        ),
+        description="Plan by which a new version gets its traffic step by step, compared with the old one, "
+        "see [Rollouts](docs/rollouts.md). None: replicas are replaced one by one, within ``max_surge``.",
     )
     max_replicas_per_node: Annotated[int | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
@@ -154,18 +150,14 @@ class BackendConfig(Options):
     )
     placement: Annotated[Literal["SPREAD", "PACK"], CONTROLLER_ONLY, REPLACES] = Field(
         "SPREAD",
-        description=(
-            "Placement of replicas among the workers that have room: ``SPREAD`` over as many workers and "
-            "hosts as possible, or ``PACK`` onto as few as possible."
-        ),
+        description="Placement of replicas among the workers that have room: ``SPREAD`` over as many "
+        "workers and hosts as possible, or ``PACK`` onto as few as possible.",
     )
     rebalance_after_s: Annotated[float | None, CONTROLLER_ONLY] = Field(
         30,
         ge=0,
-        description=(
-            "Replicas move to better workers after these have been available for this many seconds, see "
-            "[Spreading again](docs/deployments.md#spreading-again). None: never."
-        ),
+        description="Replicas move to better workers after these have been available for this many seconds, "
+        "see [Spreading again](docs/deployments.md#spreading-again). None: never.",
     )
     gang_scheduling_config: Annotated[GangSchedulingConfig | None, CONTROLLER_ONLY, REPLACES] = Field(
         None,
@@ -207,12 +199,10 @@ class BackendConfig(Options):
     )
     user_config: Any = Field(
         None,
-        description=(
-            "Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, it gets "
-            "the replica's rank too, and is called again when the rank changes. A change is applied "
-            "replica by replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). "
-            "None: it is not called."
-        ),
+        description="Argument of the callable's ``reconfigure`` method. If that has a parameter ``rank``, "
+        "it gets the replica's rank too, and is called again when the rank changes. A change is applied "
+        "replica by replica, see [Changes of user_config](docs/deployments.md#changes-of-user_config). "
+        "None: it is not called.",
     )
     experimental_graceful_shutdown_wait_loop_s: Annotated[float, CONTROLLER_ONLY] = Field(
         2,
@@ -246,17 +236,13 @@ class BackendConfig(Options):
     )
     logging_config: LoggingConfig | None = Field(
         None,
-        description=(
-            "How the deployment logs, see [Logging](docs/logging.md); fields that are not set have the "
-            "values of its application or instance. A change is applied without a restart."
-        ),
+        description="How the deployment logs, see [Logging](docs/logging.md); fields that are not set have "
+        "the values of its application or instance. A change is applied without a restart.",
     )
     payload_logging: PayloadLoggingConfig | None = Field(
         None,
-        description=(
-            "Which bodies of requests and responses are written to a sink, see [Payload "
-            "logging](docs/payload_logging.md). None: none."
-        ),
+        description="Which bodies of requests and responses are written to a sink, see [Payload "
+        "logging](docs/payload_logging.md). None: none.",
     )
     method_header: bool = Field(
         False,
@@ -277,26 +263,21 @@ class BackendConfig(Options):
     )
     run_sync_in_threadpool: Annotated[bool, AfterValidator(_blocks_no_worker), REPLACES] = Field(
         True,
-        description=(
-            "Whether plain (``def``) methods run in threads, several at a time. False: all code of a "
-            "replica runs in the thread of its event loop, plain methods one at a time, and async code "
-            "waits for them. Use this for objects that may be used in one thread only, such as SQLite "
-            "connections. Not together with ``event_loop='worker'``."
-        ),
+        description="Whether plain (``def``) methods run in threads, several at a time. False: all code of "
+        "a replica runs in the thread of its event loop, plain methods one at a time, and async code waits "
+        "for them. Use this for objects that may be used in one thread only, such as SQLite connections. "
+        "Not together with ``event_loop='worker'``.",
     )
     isolation: Annotated[Literal["thread", "process"], REPLACES] = Field(
         "thread",
-        description=(
-            "Isolation of user code: in threads of its Dask worker, or in a child process with its own "
-            "interpreter lock and memory. The child process loads and constructs the code in its main "
-            "thread. Its crash does not affect the worker, and it is killed if it does not end."
-        ),
+        description="Isolation of user code: in threads of its Dask worker, or in a child process with its "
+        "own interpreter lock and memory. The child process loads and constructs the code in its main "
+        "thread. Its crash does not affect the worker, and it is killed if it does not end.",
     )
     dask_task_config: DaskTaskConfig = Field(
         default_factory=DaskTaskConfig,
-        description=(
-            "Options of the Dask tasks that its code submits, see [Dask tasks](docs/tasks_beside_serving.md)."
-        ),
+        description="Options of the Dask tasks that its code submits, see [Dask "
+        "tasks](docs/tasks_beside_serving.md).",
     )
     internal_metadata: Annotated[BackendMetadata, CONTROLLER_ONLY] = Field(
         default_factory=BackendMetadata, description="Set by daskserve; read-only for users."

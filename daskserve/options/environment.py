@@ -214,10 +214,8 @@ class DaskTaskConfig(Options):
 
     priority: int = Field(
         -1,
-        description=(
-            "Dask's priority of tasks that set none themselves. Tasks with a higher priority run first; "
-            "those of other clients have 0."
-        ),
+        description="Dask's priority of tasks that set none themselves. Tasks with a higher priority run "
+        "first; those of other clients have 0.",
     )
     cancel_with_request: bool = Field(
         True,
@@ -259,11 +257,9 @@ class ModelRepository(Options):
     )
     rollout: RolloutConfig | None = Field(
         None,
-        description=(
-            "Plan by which a new version of a model gets its traffic step by step, with the gates of "
-            "rollouts. ``sticky``, ``shadow`` and ``compare`` do not apply. None: a new version gets all "
-            "traffic once it is loaded."
-        ),
+        description="Plan by which a new version of a model gets its traffic step by step, with the gates "
+        "of rollouts. ``sticky``, ``shadow`` and ``compare`` do not apply. None: a new version gets all "
+        "traffic once it is loaded.",
     )
 
     @field_validator("rollout")

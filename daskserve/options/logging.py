@@ -52,10 +52,8 @@ class LoggingConfig(Options):
     )
     output: Literal["stdout", "files", "both"] | None = Field(
         None,
-        description=(
-            "Where records go. None: to files if there is ``logs_dir``, else to standard output, which "
-            "gets only records without a handler of yours."
-        ),
+        description="Where records go. None: to files if there is ``logs_dir``, else to standard output, "
+        "which gets only records without a handler of yours.",
     )
     max_file_bytes: ByteCount = Field(
         64 << 20, ge=4096, description="Size at which a log file is rotated, in bytes."

@@ -92,11 +92,9 @@ class Gate(Options):
     )
     detects: Share | None = Field(
         None,
-        description=(
-            "The increase that a step must be able to detect, as a share of all requests: a step lasts "
-            "until the new version has completed enough requests for this. If the old version's own share "
-            "is larger, that share is used. None: ``2%`` of failed requests, ``10%`` of slow ones."
-        ),
+        description="The increase that a step must be able to detect, as a share of all requests: a step "
+        "lasts until the new version has completed enough requests for this. If the old version's own "
+        "share is larger, that share is used. None: ``2%`` of failed requests, ``10%`` of slow ones.",
     )
     query: str = Field(
         "",
@@ -109,10 +107,8 @@ class Gate(Options):
     interval_s: float = Field(
         15,
         ge=0.1,
-        description=(
-            "For ``prometheus``: time between two comparisons in seconds, at least the window of the "
-            "expression's ``rate``, so that no request is in two comparisons."
-        ),
+        description="For ``prometheus``: time between two comparisons in seconds, at least the window of "
+        "the expression's ``rate``, so that no request is in two comparisons.",
     )
 
     @model_validator(mode="after")
@@ -152,10 +148,8 @@ class RolloutConfig(Options):
     min_requests: int = Field(
         100,
         ge=0,
-        description=(
-            "Minimum number of requests that the new version must complete at a step. The gates may need "
-            "more, see ``detects``. At ``0%`` with ``shadow``: minimum number of compared answers."
-        ),
+        description="Minimum number of requests that the new version must complete at a step. The gates may "
+        "need more, see ``detects``. At ``0%`` with ``shadow``: minimum number of compared answers.",
     )
     gates: list[Gate] = Field(
         default_factory=lambda: [Gate()],
@@ -176,10 +170,8 @@ class RolloutConfig(Options):
     )
     shadow: Share = Field(
         "0%",
-        description=(
-            "Share of the old version's requests that are copied to the new version. Its answer is "
-            "compared with ``compare`` and dropped."
-        ),
+        description="Share of the old version's requests that are copied to the new version. Its answer is "
+        "compared with ``compare`` and dropped.",
     )
     compare: Annotated[str | None, BeforeValidator(_as_path), AfterValidator(_checked_path)] = Field(
         None,

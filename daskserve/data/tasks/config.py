@@ -52,10 +52,8 @@ class DurableOptions(Options):
     max_losses: int = Field(
         10,
         ge=0,
-        description=(
-            "Number of times that the consumer of a task may be killed; after one more, the task is "
-            "unprocessable."
-        ),
+        description="Number of times that the consumer of a task may be killed; after one more, the task is "
+        "unprocessable.",
     )
     result_ttl_s: float = Field(
         86_400.0,
@@ -86,11 +84,9 @@ class FileOptions(DurableOptions):
 
     synchronous: bool = Field(
         False,
-        description=(
-            "Whether each change waits until it is on the disk, so that it survives a power loss. Without "
-            "it, a change survives the end of any process, and a power loss a moment later; submitting is "
-            "up to a hundred times as fast."
-        ),
+        description="Whether each change waits until it is on the disk, so that it survives a power loss. "
+        "Without it, a change survives the end of any process, and a power loss a moment later; submitting "
+        "is up to a hundred times as fast.",
     )
 
 
@@ -193,10 +189,8 @@ class TaskSchedule(Options):
         60.0,
         ge=0.0,
         le=MAX_CATCH_UP_S,
-        description=(
-            "How late a task may still be created if no consumer ran at its time, in seconds. Of several "
-            "missed times, only the last one gets a task."
-        ),
+        description="How late a task may still be created if no consumer ran at its time, in seconds. Of "
+        "several missed times, only the last one gets a task.",
     )
 
     @model_validator(mode="after")
@@ -226,18 +220,14 @@ class TaskProcessorConfig(Options):
     queue_name: str = Field(min_length=1, max_length=MAX_NAME, description="The name of the queue.")
     adapter: str | Callable[..., Any] | None = Field(
         None,
-        description=(
-            "The class of the adapter, or its import path. Default: the adapter that matches "
-            "`adapter_config`."
-        ),
+        description="The class of the adapter, or its import path. Default: the adapter that matches "
+        "`adapter_config`.",
     )
     adapter_config: Any = Field(
         None,
         validate_default=True,
-        description=(
-            "The options of the adapter: `InstanceAdapterConfig`, `SQLiteAdapterConfig`, "
-            "`RedisAdapterConfig`, or the options of your own adapter. Default: `InstanceAdapterConfig()`."
-        ),
+        description="The options of the adapter: `InstanceAdapterConfig`, `SQLiteAdapterConfig`, "
+        "`RedisAdapterConfig`, or the options of your own adapter. Default: `InstanceAdapterConfig()`.",
     )
     max_retries: int | None = Field(
         3, ge=0, description="How often a task that failed is tried again. None: for ever."
@@ -246,11 +236,9 @@ class TaskProcessorConfig(Options):
         0.25,
         ge=0.0,
         le=1.0,
-        description=(
-            "Share of a replica's `max_ongoing_requests` that tasks can claim, at least one slot: once "
-            "tasks have had fewer slots for a second, they queue together with requests. The longer this "
-            "queue, the smaller the share that they get. 0: tasks get only slots that requests leave free."
-        ),
+        description="Share of a replica's `max_ongoing_requests` that tasks can claim, at least one slot: "
+        "once tasks have had fewer slots for a second, they queue together with requests. The longer this "
+        "queue, the smaller the share that they get. 0: tasks get only slots that requests leave free.",
     )
     failed_task_queue_name: str | None = Field(
         None, min_length=1, max_length=MAX_NAME, description="The queue that gets tasks that failed for good."

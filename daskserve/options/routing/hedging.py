@@ -18,9 +18,8 @@ class HedgingConfig(Options):
         0.95,
         ge=0.5,
         lt=1,
-        description=(
-            "A second attempt begins once a request takes longer than this quantile of the recent latencies."
-        ),
+        description="A second attempt begins once a request takes longer than this quantile of the recent "
+        "latencies.",
     )
     budget: float = Field(
         0.05, gt=0, le=0.5, description="Maximum share of the requests that get a second attempt."

@@ -42,10 +42,8 @@ class PriorityConfig(Options):
     )
     by_deadline: bool = Field(
         False,
-        description=(
-            "Whether the request with the earliest deadline goes first among those of the same priority, "
-            "instead of the oldest one."
-        ),
+        description="Whether the request with the earliest deadline goes first among those of the same "
+        "priority, instead of the oldest one.",
     )
 
     @field_validator("header")

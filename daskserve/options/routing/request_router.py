@@ -70,10 +70,8 @@ class RequestRouterConfig(Options):
     request_routing_stats_period_s: float = Field(
         10,
         gt=0,
-        description=(
-            "How often ``record_routing_stats`` of the user's class is called, in seconds; not more often "
-            "than health checks. A change applies to replicas that start later."
-        ),
+        description="How often ``record_routing_stats`` of the user's class is called, in seconds; not more "
+        "often than health checks. A change applies to replicas that start later.",
     )
     request_routing_stats_timeout_s: float = Field(
         30, gt=0, description="Timeout of a call of ``record_routing_stats``, in seconds."
@@ -81,10 +79,8 @@ class RequestRouterConfig(Options):
     initial_backoff_s: float = Field(
         0.025,
         gt=0,
-        description=(
-            "How long a request waits before a router that has returned no replica is called again, in "
-            "seconds. If it has returned only replicas without room, it is called again when one has room."
-        ),
+        description="How long a request waits before a router that has returned no replica is called again, "
+        "in seconds. If it has returned only replicas without room, it is called again when one has room.",
     )
     backoff_multiplier: float = Field(
         2, ge=1, description="Factor by which this time grows with each attempt."
