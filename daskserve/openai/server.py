@@ -62,7 +62,7 @@ class OpenAIServer:
     handles : mapping
         The handle of each model, by its name.
     facts : mapping
-        What the server knows about each model, by name.
+        Properties of each model, by name.
     """
 
     def __init__(self, handles: Mapping[str, Any], facts: Mapping[str, ModelFacts]) -> None:
@@ -148,8 +148,8 @@ class OpenAIServer:
         # Calls for an adapter go to replicas that have it, if the engine loads it with `multiplexed`. Calls
         # of a session go where the model's request router sends them.
         options["multiplexed_model_id"] = adapter
-        if (present := current_request.get()) is not None:
-            options |= {"session_id": present.session_id, "priority": present.priority_number}
+        if (current := current_request.get()) is not None:
+            options |= {"session_id": current.session_id, "priority": current.priority_number}
         return self._handles[model].options(**options)
 
     async def _stream(self, numbered: AsyncIterator[tuple[int, Any]], made: Format) -> Response:
@@ -223,8 +223,8 @@ async def _read(request: Request) -> bytes:
 
 
 def _request_id() -> str:
-    present = current_request.get()
-    return "" if present is None else present.request_id
+    current = current_request.get()
+    return "" if current is None else current.request_id
 
 
 def _json(text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

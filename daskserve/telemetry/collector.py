@@ -77,7 +77,7 @@ class ProcessMetrics:
         self._sources: dict[int, _Known] = {}
         self._folded: OrderedDict[Key, float | HistogramCounts] = OrderedDict()
         self._is_registered = False
-        #: Whether another process exports these metrics, as a worker does for its child processes.
+        #: Whether another process exports these metrics: a worker exports those of its child processes.
         self.is_reported = False
         self._export: OTLPExport | None = None
 
@@ -150,7 +150,7 @@ class ProcessMetrics:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its present values."""
+        """Yield every metric with its current values."""
         with self._lock:
             sources = list(self._sources.values())
             found: dict[Key, float | HistogramCounts] = {

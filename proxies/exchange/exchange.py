@@ -1,20 +1,19 @@
 """One HTTP request, and the ASGI application that answers it.
 
-The connection reads: it passes the parts of the request to the exchange, and waits while the future that
-`data_received` returned is pending. The exchange writes the response to the stream, and then has the
+The connection passes the parts of the request to the exchange, and pauses while the future that
+`data_received` has returned is pending. The exchange writes the response to the stream, and then lets the
 connection continue with the next request. A request ends in one of these ways:
 
-1. Request and response are complete: the server keeps or closes the connection.
-2. Only the response is complete: the rest of the request is dropped for up to `LINGER_S`, because closing a
-   socket with unread data resets the connection and may destroy the response.
-3. The client disconnects, and does not wait for the response (see `Exchange.probe_client`): sends raise
-   `ConnectionResetError`, and the task is cancelled, unless the client has as many bytes as
-   ``content-length`` says.
-4. The application fails: 500 if nothing was sent, otherwise the connection is cut.
-5. The body is too large (413), too slow (408) or too much for the memory of all (503), or the connection is
-   cut if a response has begun. The task is cancelled.
+1. Request and response are complete: the connection stays open or is closed.
+2. Only the response is complete: the rest of the request is read and dropped for up to `LINGER_S`, because
+   closing a socket with unread data resets the connection and may destroy the response.
+3. The client disconnects (see `Exchange.probe_client`): sends raise `ConnectionResetError`, and the task is
+   cancelled, unless the client has received as many bytes as ``content-length`` says.
+4. The application fails: 500, or the connection is closed if a response has begun.
+5. The body is too large (413), too slow (408) or exceeds the memory budget (503): this status, or the
+   connection is closed if a response has begun. The task is cancelled.
 6. The server stops: as 3, and the connection is closed.
-7. The head is refused: the server answers, ends its side of the connection, and drops what follows.
+7. The head is refused: the server responds, ends its side of the connection, and drops further data.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Exchange:
     """Runs the application on one request.
 
-    The connection that creates an exchange is watched for inactivity.
+    The connection that creates an exchange is in the server's watch for idle connections.
     """
 
     body: RequestBody  # set by `begin`
@@ -64,17 +63,17 @@ class Exchange:
         self._connection = connection
         self._response = HTTPResponse(connection)
         connection.exchange = self
-        self._is_refused = False  # where the next request begins is unclear
+        self._is_refused = False  # so it is unclear where the next request begins
         self._target = ""
         self._linger: asyncio.TimerHandle | None = None
-        self.is_over = False  # the connection continues with the next request, or closes
+        self.is_over = False  # the connection has gone on to the next request, or is closing
         self._task: asyncio.Task[None] | None = None
-        self._probes = 0  # how often the end of the client's data was found
+        self._probes = 0  # number of calls of `probe_client`
 
     # ---- called by the server, in this order
 
     def begin(self, head: RequestHead) -> int | None:
-        """Start the application, which may answer before the body is received.
+        """Start the application, which may respond before the body is received.
 
         Returns
         -------
@@ -101,7 +100,9 @@ class Exchange:
             else:
                 path, query = split_target(method, target, host)
                 if method == "CONNECT":
-                    raise RefusedRequestError("This server is no proxy: it does not implement CONNECT.", 501)
+                    raise RefusedRequestError(
+                        "This server is not a forward proxy: it does not support CONNECT.", 501
+                    )
         except RefusedRequestError as error:
             return self.refuse_head(error)
         is_on_demand = length != 0 and "Expect" in framing and asks_to_continue(framing, version)
@@ -127,16 +128,16 @@ class Exchange:
             if length == 0:
                 self._open_socket(scope)
             else:
-                self.refuse(400, "The handshake of a WebSocket has no body.")
+                self.refuse(400, "The handshake of a WebSocket must not have a body.")
             return length
         self._task = asyncio.get_running_loop().create_task(self._run(scope))
         self._server_state.tasks.add(self._task)
         if is_on_demand:
-            self._server_state.watch.unwatch(connection)  # the client waits for the application
+            self._server_state.idle_watch.unwatch(connection)  # the client waits for the application
         return length
 
     def data_received(self, chunk: bytes, *, is_last: bool = False) -> asyncio.Future[None] | None:
-        """Pass on a part of the body; the connection waits for the returned future before it reads on.
+        """Pass on a part of the body; the connection waits for the returned future before it reads more.
 
         After the last part, the connection calls `finish` at once.
         """
@@ -144,13 +145,13 @@ class Exchange:
         return self._note_part(room, is_last=is_last)
 
     def body_filled(self, size_bytes: int, *, is_last: bool) -> None:
-        """Note a part of the body that was received into its memory."""
+        """Record that a part of the body was received into its buffer."""
         self.body.fill(size_bytes)
         self._note_part(None, is_last=is_last)
 
     def _note_part(self, room: asyncio.Future[None] | None, *, is_last: bool) -> asyncio.Future[None] | None:
-        watch = self._server_state.watch
-        if self._response.is_closed or self._response.is_whole:
+        watch = self._server_state.idle_watch
+        if self._response.is_closed or self._response.is_written:
             return None  # the response has ended: the rest of the body is dropped
         if self.body.excess is not None and not self._server_state.make_room(self.body):
             self.refuse(*self.body.excess)
@@ -164,127 +165,129 @@ class Exchange:
         return room
 
     def finish(self) -> None:
-        """Note that the request is complete."""
-        self._server_state.watch.unwatch(self._connection)
+        """Record that the request is complete."""
+        self._server_state.idle_watch.unwatch(self._connection)
         if not self.body.is_ended:
             self.body.end()
-        if self._response.is_whole:
-            self._go_on()
+        if self._response.is_written:
+            self._continue()
 
     def finish_response(self) -> None:
-        """Note that the response is complete."""
+        """Record that the response is complete."""
         if self.body.is_ended or self.body.is_withheld:
-            self._go_on()
+            self._continue()
         elif not self.is_over:
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._go_on, True)
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._continue, True)
 
     def refuse_head(self, error: RefusedRequestError) -> int:
-        """Refuse a request without reading on: where its body ends, or whether it has one, is unclear."""
+        """Refuse a request, and read no more: it is unclear where its body ends, or whether it has one."""
         log.info("Refused a request from %s: %s", self._connection, error)
         self._server_state.refusals.causes[error.cause] += 1
         self._response.method = error.method or self._response.method
         self.body = self._response.body = RequestBody(is_ended=True)
         self._response.closes = self._is_refused = True
         self._response.answer(error.status, str(error))
-        self._tell_refused(error.method or (self._response.method if self._target else ""), error.status)
+        self._notify_refused(error.method or (self._response.method if self._target else ""), error.status)
         return 0
 
     def reject(self, reason: str) -> None:
-        """Refuse a malformed body: with 400, or by cutting the connection if a response has begun."""
+        """Refuse a malformed body with 400, or close the connection if a response has begun."""
         log.info("Refused the body of a request from %s: %s", self._connection, reason)
         self._is_refused = True
-        if self._response.is_whole:
+        if self._response.is_written:
             self._server_state.refusals.causes[MALFORMED] += 1
-            self._go_on()
+            self._continue()
         else:
             self.refuse(400, f"The request body is malformed: {reason}", is_coming=False)
 
     def on_connection_close(self) -> None:
         """Cancel the request because its client has disconnected. Idempotent, and valid in every state."""
         self._response.is_closed = self.is_over = True
-        self._server_state.watch.unwatch(self._connection)
+        self._server_state.idle_watch.unwatch(self._connection)
         if self._linger is not None:
             self._linger.cancel()
         if self._task is None:
             return
         self.body.close()
-        # An application may send the end of its response late, for example after its background tasks.
-        if not self._response.is_whole and not self._response.is_filled:
+        # An application may send the end of its response late, for example after background tasks.
+        if not self._response.is_written and not self._response.is_filled:
             self._server_state.cancel(self._task)
 
     def probe_client(self, *, is_late: bool) -> None:
-        """Have the operating system find out whether a client whose data has ended is still connected.
+        """Write a few bytes to a client whose data has ended; this resets the connection if it has left.
 
-        Writing to a connection that the client has closed resets it. A connected client ignores 100 Continue
-        (RFC 9110, 15.2.1) and a zero before the size of a chunk. Nothing is written if the response comes
-        soon. HTTP/1.0 has neither, so its connection is closed if the check ``is_late``.
+        A half-closed client ignores them: they are 100 Continue (RFC 9110, 15.2.1), or a zero before the size
+        of a chunk. Nothing is written if the response follows soon. HTTP/1.0 has neither, so its connection
+        is closed if the check ``is_late``.
         """
         self._probes += 1
         response, stream = self._response, self._connection.stream
         if stream.writing():
             return
-        if not response.is_begun and not response.is_http11:
+        if not response.headers_sent and not response.is_http11:
             if self._probes > 1 and is_late:
                 self._connection.close()
-        elif self._probes == 2 and (not response.is_begun or response.is_chunked):
-            stream.write(b"0" if response.is_begun else _CONTINUE)
+        elif self._probes == 2 and (not response.headers_sent or response.is_chunked):
+            stream.write(b"0" if response.headers_sent else _CONTINUE)
 
     def refuse(self, status: int, text: str, headers: Headers = (), *, is_coming: bool = True) -> None:
-        """Answer in place of the application, or cut the connection if a response has begun."""
-        self._server_state.refusals.count_body(self._response.method, status, is_cut=self._response.is_begun)
+        """Respond in place of the application, or close the connection if a response has begun."""
+        self._server_state.refusals.count_body(
+            self._response.method, status, is_cut=self._response.headers_sent
+        )
         self.body.is_refused = True
-        self.body.close()  # the application must not take the part that was received for all
-        self._server_state.watch.unwatch(self._connection)
+        self.body.close()  # the application must not take the received part for the whole body
+        self._server_state.idle_watch.unwatch(self._connection)
         if self._task is not None:
             self._server_state.cancel(self._task)
-        if self._response.is_begun:
+        if self._response.headers_sent:
             return self._cut()
         self._response.closes = True
         if not is_coming:
             self.body.is_ended = True
         self._response.answer(status, text, headers)
-        self._tell_refused(self._response.method, status)
+        self._notify_refused(self._response.method, status)
 
-    def _tell_refused(self, method: str, status: int) -> None:
+    def _notify_refused(self, method: str, status: int) -> None:
         version = "1.1" if self._response.is_http11 else "1.0"
         self._server_state.refusals.notify(self._connection.client, method, self._target, version, status)
 
     @property
-    def is_begun(self) -> bool:
+    def response_started(self) -> bool:
         """Whether a part of the response was written."""
-        return self._response.is_begun
+        return self._response.headers_sent
 
     @property
-    def is_whole(self) -> bool:
+    def response_complete(self) -> bool:
         """Whether the whole response was written."""
-        return self._response.is_whole
+        return self._response.is_written
 
     @property
     def wants_body(self) -> bool:
-        """Whether the body is incomplete and still needed, and the client sends it unasked or was asked."""
-        is_done = self.body.is_ended or self._response.is_closed or self._response.is_whole
+        """Whether the body is incomplete and still needed, and the client does not wait for 100 Continue."""
+        is_done = self.body.is_ended or self._response.is_closed or self._response.is_written
         return self.body.is_asked and not is_done
 
     @property
     def unread(self) -> Stream | None:
-        """The stream, if nothing reads from it now, because a complete request is being answered."""
-        is_deaf = self._task is not None and not self.is_over and self.body.is_ended
-        return self._connection.stream if is_deaf else None
+        """The stream, if it is not being read because a complete request is answered; otherwise None."""
+        is_waiting = self._task is not None and not self.is_over and self.body.is_ended
+        return self._connection.stream if is_waiting else None
 
-    # ---- the rest is private
+    # ---- private
 
     async def _run(self, scope: Scope) -> None:
-        """Top loop of one request: failures of the application end here, in the log."""
+        """Run the application; its errors are logged here."""
         body = self.body
         try:
             await self._server_state.app(scope, body, self._response.send)
         except asyncio.CancelledError:
-            if not self._response.is_closed and not self._response.is_whole:
-                self._fail()  # cancelled by the application itself, or with the whole loop
+            if not self._response.is_closed and not self._response.is_written:
+                self._fail()  # the application cancelled it, or the event loop is ending
             raise
         except Exception as error:
             if self._response.is_closed:
-                log.debug("A request failed after its client had gone", exc_info=error)
+                log.debug("A request failed after its client had disconnected", exc_info=error)
                 return
             if not is_logged(error):
                 # Errors of daskserve with a status other than 500 need no traceback.
@@ -292,11 +295,11 @@ class Exchange:
                 log.error("%s failed: %r", _request_line(scope), error, exc_info=is_fault)
             self._fail()
         else:
-            if not self._response.is_whole and not self._response.is_closed:
-                log.error("%s was left without a whole response", _request_line(scope))
+            if not self._response.is_written and not self._response.is_closed:
+                log.error("%s ended without a complete response", _request_line(scope))
                 self._fail()
         finally:
-            # A done callback would cost a turn of the event loop. If the task never starts,
+            # A done callback would cost an iteration of the event loop. If the task never starts,
             # `ServerState.cancel` removes it.
             self._server_state.tasks.discard(self._task)
             if body.received_bytes:
@@ -325,21 +328,21 @@ class Exchange:
             self._response.answer(error.status, str(error), error.headers)
             return
         self.is_over = True
-        server_state.watch.unwatch(self._connection)
+        server_state.idle_watch.unwatch(self._connection)
         self._connection.detach()
         server_state.sockets.add(session)
         if server_state.is_draining:
-            session.leave()
-        server_state.keep(session.start())
+            session.go_away()
+        server_state.add_task(session.start())
 
     def _ask_for_body(self) -> None:
         """Send 100 Continue, unless the response has begun."""
-        if not (self._response.is_closed or self._response.is_begun or self._connection.stream.closed()):
+        if not (self._response.is_closed or self._response.headers_sent or self._connection.stream.closed()):
             self._connection.stream.write(_CONTINUE)
         if self.wants_body:
-            self._server_state.watch.watch(self._connection)
+            self._server_state.idle_watch.watch(self._connection)
 
-    def _go_on(self, is_late: bool = False) -> None:
+    def _continue(self, is_late: bool = False) -> None:
         if self.is_over or self._response.is_unsent:
             return
         self.is_over = True
@@ -348,27 +351,27 @@ class Exchange:
         if self._linger is not None:
             self._linger.cancel()
         if self._is_refused:
-            return self._connection.leave()
+            return self._connection.lingering_close()
         self._connection.finish()  # closes the connection if the request is incomplete
         if self._response.closes:
             self._connection.close_when_sent()
 
     def _expect_more(self, _: asyncio.Future[None]) -> None:
-        if not self._response.is_closed and not self._response.is_whole and not self.body.is_ended:
-            self._server_state.watch.watch(self._connection)
+        if not self._response.is_closed and not self._response.is_written and not self.body.is_ended:
+            self._server_state.idle_watch.watch(self._connection)
 
     def _fail(self) -> None:
-        if self._response.is_begun:
+        if self._response.headers_sent:
             return self._cut()
         self._response.answer(500, "Internal Server Error")
 
     def _cut(self) -> None:
-        if not self._response.is_whole and not self.is_over:
+        if not self._response.is_written and not self.is_over:
             self._response.is_closed = self.is_over = True
             self.body.close()
             self._connection.close_when_sent()
 
 
 def _request_line(scope: Scope) -> str:
-    # The raw path: the decoded one may contain line breaks.
+    # The raw path, because the decoded one may contain line breaks.
     return f"{scope['method']} {scope['raw_path'].decode('latin-1')}"

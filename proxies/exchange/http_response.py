@@ -18,27 +18,27 @@ JOIN_BYTES = 64 * 1024
 
 
 class HTTPResponse(Response):
-    """A response of HTTP/1.
+    """An HTTP/1 response.
 
     Attributes
     ----------
     body : RequestBody
         The body of the request.
     closes : bool
-        Whether the connection ends with the response.
-    is_begun : bool
-        Whether a part was written.
-    is_whole : bool
-        Whether all was written.
+        Whether the connection is closed after the response.
+    headers_sent : bool
+        Whether the head and the first part were written.
+    is_written : bool
+        Whether all parts were written.
     is_unsent : bool
-        Whether all was written and waits for the client; the application waits for nothing.
+        Whether all parts were written, some wait for the client, and the application has ended.
     """
 
     body: RequestBody
 
     method = ""
     is_http11 = True
-    closes = is_begun = is_whole = is_unsent = False
+    closes = headers_sent = is_written = is_unsent = False
     _writer: ResponseWriter | None = None
     _unsent: UnsentParts | None = None
 
@@ -54,11 +54,11 @@ class HTTPResponse(Response):
 
     @property
     def is_filled(self) -> bool:
-        """Whether the client gets as many bytes as ``content-length`` says."""
+        """Whether as many bytes were written as ``content-length`` says."""
         return self._writer is not None and self._writer.is_filled
 
     def answer(self, status: int, text: str, headers: Headers = ()) -> None:
-        """Write a response of the server, in place of the application's."""
+        """Write a response in place of the application's."""
         self._start, body = plain_text(status, text)
         self._start["headers"] += headers
         if self._stream.closed():
@@ -95,7 +95,7 @@ class HTTPResponse(Response):
         if data is None:
             return None
         self._start = message
-        self.is_begun = self.is_complete = True
+        self.headers_sent = self.is_complete = True
         self.status = message["status"]
         try:
             flushed = self._stream.write(data)
@@ -110,17 +110,17 @@ class HTTPResponse(Response):
     def _wait_for_client(
         self, flushed: asyncio.Future[None], size_bytes: int, more_body: bool
     ) -> Awaitable[None]:
-        """Return what the application has to wait for before it continues."""
+        """Return what the application has to await before it continues."""
         if self._unsent is None:
             self._unsent = UnsentParts(self._server_state.limits)
         room = self._unsent.add(flushed, size_bytes, is_last=not more_body)
         if room is not None:
             return self._flush(room, more_body)
         if not more_body:
-            self.is_whole = self.is_unsent = True
+            self.is_written = self.is_unsent = True
             self.body.close()
             sending = self._unsent.send_rest(self._complete)
-            self._server_state.keep(asyncio.get_running_loop().create_task(sending))
+            self._server_state.add_task(asyncio.get_running_loop().create_task(sending))
         return DONE
 
     async def _flush(self, room: asyncio.Future[None], more_body: bool) -> None:
@@ -145,13 +145,13 @@ class HTTPResponse(Response):
             )
             parts = writer.first(body, more_body, self._server_state.heads.date.line())
             self._writer = writer  # only now: if the head is invalid, a 500 can still be sent
-            self.is_begun = True
+            self.headers_sent = True
             self.closes = writer.closes
         else:
             parts = writer.next(body, more_body)
         if not self.body.is_ended and not self.body.is_full and not self.body.is_withheld:
-            # A client may send its body slowly while it receives the response. If neither moves, it is idle.
-            self._server_state.watch.watch(self._connection)
+            # A client may send its body slowly while it receives the response; it is idle if neither moves.
+            self._server_state.idle_watch.watch(self._connection)
         if not parts:
             return None
         if len(body) <= JOIN_BYTES:
@@ -163,8 +163,8 @@ class HTTPResponse(Response):
         return self._stream.write(parts[-1])
 
     def _complete(self) -> None:
-        self.is_whole, self.is_unsent = True, False
+        self.is_written, self.is_unsent = True, False
         self.body.close()
         exchange = self._connection.exchange
-        if exchange is not None:  # or the connection was lost
+        if exchange is not None:  # otherwise the connection was lost
             exchange.finish_response()

@@ -1,6 +1,6 @@
-"""Ends requests whose clients are too slow: bodies that arrive too slowly, and responses that are not read.
+"""Ends requests whose bodies arrive too slowly, or whose responses are not read.
 
-One timer checks all connections about once a second, so a request that makes progress costs nothing. See
+One timer checks all connections about once a second, so requests that make progress cost nothing. See
 `daskserve.proxies.exchange.limits.limits` for what other servers do.
 """
 
@@ -12,22 +12,23 @@ from operator import itemgetter
 
 from daskserve.proxies.exchange.limits.limits import BODY_RATE, BUFFERS, BUSY_WRITE_STALL, WRITE_STALL
 from daskserve.proxies.exchange.request.body import NO_MEMORY, SMALL_BYTES, RequestBody
-from daskserve.proxies.exchange.server_state import Connection, Ongoing, ServerState
+from daskserve.proxies.exchange.server_state import Connection, OngoingRequest, ServerState
 
 log = logging.getLogger("daskserve.proxies")
 
-#: The longest interval of the checks, and their number within the shortest limit.
+#: Maximum interval of the checks, and their minimum number within the shortest limit.
 PERIOD_S = 1.0
 _CHECKS = 4
-#: A body may be ended in favour of others if its held bytes would take longer than this at its present rate.
+#: A body may be refused in favor of others if receiving the bytes that it holds took longer than this at its
+#: current rate.
 SLOW_S = 10.0
 
 
 class BodyRate:
-    """How far one body is behind its minimum rate.
+    """Checks one body against the minimum rate.
 
-    Each byte gives its client some time, but never more than the grace: a client that has sent much may not
-    pause for longer than others.
+    Each byte extends the client's deadline, but never beyond the grace period: a client that has sent much
+    may not pause for longer than others.
     """
 
     __slots__ = ("_due", "_grace_s", "_received_bytes", "_s_per_byte", "_seen_at", "bytes_per_s")
@@ -38,11 +39,11 @@ class BodyRate:
         self._received_bytes = received_bytes
         self._due = now + grace_s
         self._seen_at = now
-        #: The present rate.
+        #: The current rate.
         self.bytes_per_s = float("inf")
 
     def is_late(self, received_bytes: int, now: float) -> bool:
-        """Record what has been received; return whether the body is too far behind."""
+        """Record the number of received bytes; return whether the body is too slow."""
         gained_bytes = received_bytes - self._received_bytes
         self._received_bytes = received_bytes
         self._due = min(self._due + gained_bytes * self._s_per_byte, now + self._grace_s)
@@ -62,8 +63,8 @@ class SlowClientWatch:
         self._period_s = min(PERIOD_S, shortest_s / _CHECKS)
         self._timer: asyncio.TimerHandle | None = None
         server_state.make_room = self.make_room
-        self._bodies: dict[Ongoing, BodyRate] = {}
-        #: The bytes sent of a response that waits for its client, and since when there were no more.
+        self._bodies: dict[OngoingRequest, BodyRate] = {}
+        #: The number of sent bytes of each response that waits for its client, and since when it is the same.
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
     def start(self) -> None:
@@ -89,17 +90,17 @@ class SlowClientWatch:
         unsent, self._unsent = self._unsent, {}
         for connection in list(self._server_state.connections):
             exchange = connection.exchange
-            # Once a response has begun, the body may arrive at any rate.
-            if exchange is not None and exchange.wants_body and not exchange.is_begun:
+            # Once the response has begun, the body may arrive at any rate.
+            if exchange is not None and exchange.wants_body and not exchange.response_started:
                 self._check_body(exchange, bodies.get(exchange), now)
             if connection.stream.writing():
                 self._check_response(connection, unsent.get(connection), now)
 
     def make_room(self, body: RequestBody) -> bool:
-        """End the body that holds the most memory for its rate, in place of one that exceeds the budget.
+        """Refuse the body that holds the most memory for its rate, in place of one that exceeds the budget.
 
         Otherwise a client could send the end of a large body so slowly that it keeps out all others for
-        hours. Returns whether a body was ended.
+        hours. Returns whether a body was refused.
         """
         if body.excess is not NO_MEMORY:
             return False
@@ -119,17 +120,17 @@ class SlowClientWatch:
         worst.refuse(*NO_MEMORY)
         return True
 
-    def _check_body(self, exchange: Ongoing, rate: BodyRate | None, now: float) -> None:
+    def _check_body(self, exchange: OngoingRequest, rate: BodyRate | None, now: float) -> None:
         limits, received_bytes = self._limits, exchange.body.received_bytes
         if exchange.body.is_full or not limits.min_body_bytes_per_s:
-            return  # it waits for the application
+            return  # the body waits for the application
         if rate is None:
             rate = BodyRate(limits.min_body_bytes_per_s, limits.body_grace_s, received_bytes, now)
         elif rate.is_late(received_bytes, now):
             limits.hit(BODY_RATE)
             exchange.refuse(
                 408,
-                f"The request body came with less than {limits.min_body_bytes_per_s} bytes per second "
+                f"The request body arrived with less than {limits.min_body_bytes_per_s} bytes per second "
                 "(min_body_bytes_per_s); send it again over a faster connection.",
             )
             return
@@ -144,7 +145,7 @@ class SlowClientWatch:
         stalled_s = now - before[1]
         if stalled_s >= limits.write_stall_timeout_s:
             limit = WRITE_STALL
-        elif stalled_s >= limits.busy_write_stall_timeout_s and self._is_missed(connection):
+        elif stalled_s >= limits.busy_write_stall_timeout_s and self._is_slot_needed(connection):
             limit = BUSY_WRITE_STALL
         else:
             return
@@ -152,9 +153,11 @@ class SlowClientWatch:
         log.info("%s has accepted no byte of its response for %.1f s", connection, stalled_s)
         connection.close()
 
-    def _is_missed(self, connection: Connection) -> bool:
-        """Return whether others wait for the slot that the request on a connection holds."""
+    def _is_slot_needed(self, connection: Connection) -> bool:
+        """Return whether other requests wait for the slot that a connection's request holds."""
         exchange = connection.exchange
         return (
-            exchange is not None and not exchange.is_whole and self._server_state.is_crowded(connection.path)
+            exchange is not None
+            and not exchange.response_complete
+            and self._server_state.is_crowded(connection.path)
         )

@@ -1,4 +1,4 @@
-"""Requests with a trace: which are sampled, and the span of a sampled one, by the conventions for HTTP.
+"""The spans of sampled requests, by OpenTelemetry's semantic conventions for HTTP.
 
 See https://opentelemetry.io/docs/specs/semconv/http/http-spans/.
 """
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from daskserve.telemetry.tracing.process import Tracing
     from daskserve.telemetry.tracing.span import RecordedSpan
 
-#: Maximum length of a path, a host or the name of a client's program.
+#: Maximum length of a path, a host or a user agent in an attribute.
 MAX_TEXT = 512
-#: The methods that the conventions know; others are one.
+#: The methods of the conventions; all others are recorded as `OTHER`.
 _METHODS = frozenset("GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH QUERY".split())
 OTHER = "_OTHER"
 
 
 def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) -> None:
-    """Read the trace context of a request, and begin its span if it is sampled."""
+    """Read the trace context of a request, and start its span if it is sampled."""
     carrier, parent = None, NO_PARENT
     if request.has_trace_headers:
         request.trace = carrier = read_headers(scope["headers"])
         parent = parent_in(carrier or ())
-    # The sender's decision counts: a trace with holes explains nothing.
+    # The sender decides, if there is one: a trace with missing spans explains nothing.
     if tracing is None or not (parent.is_sampled if parent.trace_id else tracing.draws()):
         return
     state, baggage = carrier[1:] if carrier else ("", "")
@@ -39,7 +39,7 @@ def begin_trace(tracing: Tracing | None, request: IngressRequest, scope: Scope) 
     request.span = span = tracing.begin(tracing.unrouted, trace, parent.span_id)
     if state:
         span.tracestate = state
-    # The path may be another one when the request ends.
+    # Set now, because the path in the scope may change until the request ends.
     span.own = {"url.path": scope["path"]}
     request.trace = [f"{trace}{span.span_id:016x}-01", state, baggage]  # as `span.traceparent`
 

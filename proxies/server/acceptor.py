@@ -1,17 +1,18 @@
 """Accepts the connections of one server, within limits.
 
-1. At most ``max_connections`` are open. At the limit, a new connection takes the place of another, as under
-   nginx: the one whose next request is incomplete for longest, otherwise the one that is idle for longest. If
-   that is less than `IDLE_S`, accepting pauses: clients wait in the backlog of the operating system, and
-   those that are being served lose nothing.
-2. If the process has no file descriptors left, the number of connections that are open is the limit for
-   `SCARCE_S`, less a few that are closed so that Dask and user code find some.
-3. If accepting fails in another way, it pauses for `FAILED_S`, as asyncio's servers do. Tornado's
-   ``add_accept_handler`` would retry in each turn of the event loop.
-4. Several processes may accept from the same sockets. One that is handed them waits the longer the more
-   connections it has, and then takes few, so that each gets its share. Otherwise the first of all that the
-   operating system wakes would take most. The process that has bound the sockets leaves connections to the
-   others. If they take none during `CHECKS` checks, they are blocked or were killed, and it accepts as well.
+1. At most ``max_connections`` are open. At the limit, a new connection replaces an old one, as in nginx: the
+   one that has waited longest for the rest of a request's head, otherwise the one that has been idle longest.
+   If that is less than `IDLE_S`, accepting pauses: new clients wait in the backlog of the operating system,
+   and current ones are not affected.
+2. If the process has no file descriptors left, it closes a few connections, so that Dask and user code find
+   some. For `SCARCE_S`, the number of connections that are then open is the limit.
+3. If accepting fails for another reason, it pauses for `FAILED_S`, as in asyncio's servers. Tornado's
+   ``add_accept_handler`` would retry in each iteration of the event loop.
+4. Several processes may accept from the same sockets. A process that did not bind them waits before it
+   accepts, longer if it has more connections, and then accepts few, so that all get an equal share. Otherwise
+   the process that the operating system wakes first would get most of them. The process that has bound the
+   sockets leaves connections to the others. If they accept none during `CHECKS` checks, they are blocked or
+   were killed, and it accepts as well.
 """
 
 from __future__ import annotations
@@ -35,37 +36,37 @@ from daskserve.telemetry.error_log import SparseLog
 
 log = logging.getLogger("daskserve.proxies")
 
-#: How many connections are accepted in one turn of the event loop.
+#: Maximum number of connections that are accepted in one iteration of the event loop.
 _ACCEPT_AT_ONCE = 128
-#: For how long a connection must have been idle before a new one may take its place: a client that is about
-#: to send its next request keeps its connection.
+#: How long a connection must have been idle before a new one may replace it. A client that is about to send
+#: its next request keeps its connection.
 IDLE_S = 1.0
 #: Pauses in accepting: at the limit, after a failure, and while a connection is being closed.
 FULL_S = 0.05
 FAILED_S = 1.0
 _CLOSED_S = 0.001
-#: Interval and number of checks whether other processes accept from a socket that this one has bound.
+#: Interval and number of the checks whether other processes accept from a socket that this one has bound.
 CHECK_S, CHECKS = 0.02, 10
-#: Maximum time that a process waits before it accepts from another process's socket, the number of its
-#: connections at which it waits half of that, and the number for each further one that it accepts at once.
+#: A process that has not bound the sockets waits at most this long before it accepts, and half as long if it
+#: has `_HALF` connections. It then accepts one connection, and one more for each `_PER_SHARE` that it has.
 _SHARING_S, _HALF, _PER_SHARE = 0.02, 64, 16
-#: For how long no connection is left to other processes that have accepted none.
+#: How long this process stops leaving connections to others, after they have accepted none.
 BLOCKED_S = 1.0
-#: For how long fewer connections are accepted after the process ran out of file descriptors. Then it closes
-#: one of `_SPARE_SHARE` connections, and at most `_SPARE`.
+#: How long the limit is lower after the process ran out of file descriptors. It then closes one in
+#: `_SPARE_SHARE` of its connections, but at most `_SPARE`.
 SCARCE_S = 10.0
 _SPARE_SHARE, _SPARE = 4, 8
 #: Minimum time between two log lines about pauses with the same cause.
 _LOG_AGAIN_S = 60.0
 #: How long a server that closes its port waits for TLS handshakes.
 _HANDSHAKES_S = 0.5
-#: The default of ``max_connections`` is this part of the process's file descriptors: Dask's connections, its
-#: spilled data and user code need some too.
+#: The default of ``max_connections``, as a share of the process's file descriptors: Dask's connections, its
+#: spilled data and user code also need some.
 _SHARE = 3 / 4
-#: The largest default. An idle connection takes about 10 kB of memory.
+#: Maximum default. An idle connection takes about 10 kB of memory.
 _MOST = 10_000
 
-#: Where ``tcpi_unacked`` is in Linux' ``struct tcp_info``.
+#: The offset of ``tcpi_unacked`` in Linux' ``struct tcp_info``.
 _TCPI_UNACKED = 24
 
 #: The causes of pauses.
@@ -74,7 +75,7 @@ _NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
 
 
 def descriptor_limit() -> int | None:
-    """Return how many file descriptors this process may have; None if the operating system has no limit."""
+    """Return the maximum number of file descriptors of this process; None if there is no limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -84,14 +85,14 @@ def descriptor_limit() -> int | None:
 
 
 def default_max_connections(descriptors: int | None) -> int:
-    """Return how many connections a server may have in a process with that many file descriptors."""
+    """Return the default of ``max_connections``, given the maximum number of file descriptors."""
     return _MOST if descriptors is None else max(1, min(_MOST, int(descriptors * _SHARE)))
 
 
 def is_readable(sockets: Iterable[socket.socket]) -> bool:
-    """Return whether a client waits to be accepted, or has sent something.
+    """Return whether any socket has data, or a connection that waits to be accepted.
 
-    It takes no file descriptor, unlike epoll.
+    This needs no file descriptor, unlike epoll.
     """
     selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
     with selector() as waiting:
@@ -101,16 +102,16 @@ def is_readable(sockets: Iterable[socket.socket]) -> bool:
 
 
 def _backlog_of(listening: socket.socket) -> int:
-    """Return how many connections wait on a socket, or 1 if that is not known."""
+    """Return how many connections wait on a listening socket; 1 if the system does not report it."""
     if sys.platform != "linux":
         return 1
-    # Of a socket that listens, ``tcpi_unacked`` is the length of the queue.
+    # For a listening socket, ``tcpi_unacked`` is the length of its queue.
     info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCPI_UNACKED + 4)
     return int.from_bytes(info[_TCPI_UNACKED:], sys.byteorder)
 
 
 def _is_unused(connection: Connection) -> bool:
-    """Return whether a connection carries no request, and its client has sent nothing."""
+    """Return whether a connection has no request, and nothing was received and not read."""
     return connection.is_idle() and not is_readable([connection.stream.socket])
 
 
@@ -124,18 +125,18 @@ class Acceptor:
     Parameters
     ----------
     server_state : ServerState
-        Has the open connections.
+        Contains the open connections.
     max_connections : int
-        How many there may be, WebSockets included.
+        Maximum number of connections, including WebSockets.
     connect : callable
         Sets up an accepted connection.
 
     Attributes
     ----------
     pauses : dict
-        How often accepting has paused, by cause.
+        The number of pauses, by cause.
     evicted : int
-        How many connections were closed because they were idle at the limit, or without descriptors.
+        The number of idle connections closed at the limit, or when file descriptors ran out.
     """
 
     _loop: asyncio.AbstractEventLoop
@@ -146,21 +147,20 @@ class Acceptor:
         self._connect = connect
         self._tasks = TaskSet(log)
         self._sockets: list[socket.socket] = []
-        #: The connections that are not among the server state's yet: the task that sets each up, and since
-        #: when.
+        #: The connections that are being set up, each with its task and the time when that began.
         self._setups: dict[socket.socket, tuple[asyncio.Task[None], float]] = {}
-        #: How many connections there may be while descriptors are scarce, and until when they are.
+        #: The limit while file descriptors are scarce, and when that ends.
         self._fitting = max_connections
         self._scarce_until = float("-inf")
         self._pause: asyncio.TimerHandle | None = None
         #: Whether another process has bound the sockets.
         self._is_guest = False
-        #: Whether other processes accept from these sockets; how many checks they have taken no connection,
-        #: and how many waited at the last check; until when none is left to them.
+        #: Whether other processes accept from these sockets; the number of checks since they last accepted a
+        #: connection; how many waited at the last check; until when none is left to them.
         self._has_others = False
         self._checks = self._waited = 0
         self._others_blocked_until = float("-inf")
-        self._cause = ""  # why accepting pauses, or paused when it was last tried
+        self._cause = ""  # of the current pause, or of the last attempt
         self._logged = SparseLog(_LOG_AGAIN_S)
         self.pauses = dict.fromkeys((FULL, NO_DESCRIPTORS, FAILED), 0)
         self.evicted = 0
@@ -172,7 +172,7 @@ class Acceptor:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no connections are accepted for a moment."""
+        """Whether accepting pauses."""
         return self._pause is not None
 
     def start(self, sockets: list[socket.socket], *, is_guest: bool = False) -> None:
@@ -181,7 +181,7 @@ class Acceptor:
         limit = descriptor_limit()
         if limit is not None and self._max_connections >= limit:
             log.warning(
-                "max_connections is %d, but this process may have %d file descriptors only (ulimit -n)",
+                "max_connections is %d, but this process may have only %d file descriptors (ulimit -n)",
                 self._max_connections,
                 limit,
             )
@@ -190,7 +190,7 @@ class Acceptor:
         self._watch()
 
     def leave_to_others(self, has_others: bool) -> None:
-        """Set whether other processes accept from these sockets, which get the connections first."""
+        """Set whether other processes accept from these sockets; they get the connections first."""
         self._has_others = has_others
 
     def stop(self) -> None:
@@ -203,14 +203,14 @@ class Acceptor:
         self._sockets = []
 
     def accept_last(self, listening: socket.socket) -> None:
-        """Accept what waits on a socket after `stop`, which is closed next."""
-        with suppress(OSError):  # nothing waits any more, or the process has run out of descriptors
+        """Accept the connections that wait on a socket, after `stop` and before the socket is closed."""
+        with suppress(OSError):  # no more connections wait, or no file descriptors are left
             while self.open < self._max_connections:
                 self._accept_next(listening)
 
     async def wait_set_up(self) -> None:
-        """Return once all accepted connections are among the server state's."""
-        # The duration of a TLS handshake is up to the client.
+        """Return once all accepted connections are set up."""
+        # A client may take any time for its TLS handshake.
         await self._tasks.wait(None if self._server_state.tls is None else _HANDSHAKES_S)
 
     async def close(self) -> None:
@@ -226,7 +226,7 @@ class Acceptor:
             self._loop.remove_reader(sock)
 
     def _find(self, listening: socket.socket) -> None:
-        """Accept connections that wait, or leave them to other processes at first."""
+        """Accept waiting connections, or leave them to other processes first."""
         if self._has_others and self._loop.time() >= self._others_blocked_until:
             self._unwatch()
             self._checks, self._waited = 0, self._waiting()
@@ -238,18 +238,18 @@ class Acceptor:
             self._accept(listening)
 
     def _waiting(self) -> int:
-        """Return how many connections wait; at most 1 if the operating system does not report the number."""
+        """Return how many connections wait; see `_backlog_of`."""
         return sum(map(_backlog_of, self._sockets)) if is_readable(self._sockets) else 0
 
     def _accept_share(self) -> None:
-        """Accept some of the connections that no process with fewer has taken."""
-        self._go_on()
+        """Accept some connections that no process with fewer connections has accepted."""
+        self._resume()
         for each in list(self._sockets):
             if self._pause is None:
                 self._accept(each)
 
     def _check_backlog(self) -> None:
-        """Leave connections to other processes for longer, unless they have not taken any for some time."""
+        """Go on leaving connections to other processes, unless these have accepted none for some time."""
         if waiting := self._waiting():
             self._checks = 0 if waiting < self._waited else self._checks + 1
             self._waited = waiting
@@ -257,7 +257,7 @@ class Acceptor:
                 self._pause = self._loop.call_later(CHECK_S, self._check_backlog)
                 return
             self._others_blocked_until = self._loop.time() + BLOCKED_S
-        self._go_on()
+        self._resume()
 
     def _accept(self, listening: socket.socket) -> None:
         at_once = 1 + self.open // _PER_SHARE if self._is_guest else _ACCEPT_AT_ONCE
@@ -278,19 +278,19 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL:  # the process that has bound it has stopped listening
+                if error.errno == errno.EINVAL:  # the process that bound the socket has stopped listening
                     self._loop.remove_reader(listening)
                     self._sockets.remove(listening)
                 elif error.errno not in _NO_DESCRIPTORS:
                     self._pause_for(FAILED_S, FAILED, str(error))
-                elif is_readable([listening]):  # the error occurs even if no client waits
+                elif is_readable([listening]):  # otherwise no client waits; the error occurs anyway
                     self._make_room(str(error))
                 return
             self._cause = ""
             if close_idle is not None:
                 self.evicted += 1
                 close_idle()
-                return  # its descriptor is free in the next turn of the event loop
+                return  # its descriptor is free in the next iteration of the event loop
 
     def _accept_next(self, listening: socket.socket) -> None:
         sock, _ = listening.accept()
@@ -307,13 +307,13 @@ class Acceptor:
             setup.add_done_callback(lambda _: made())
 
     def _limit(self) -> int:
-        """Return how many connections there may be now."""
+        """Return the current maximum number of connections."""
         if self._loop.time() >= self._scarce_until:
             return self._max_connections
         return min(self._fitting, self._max_connections)
 
     def _make_room(self, reason: str) -> None:
-        """Close connections that may be closed, because the process has no file descriptors left."""
+        """Close idle connections, because the process has no file descriptors left."""
         spare = min(_SPARE, self.open // _SPARE_SHARE)
         if spare:
             self._fitting = self.open - spare
@@ -329,19 +329,19 @@ class Acceptor:
             self._pause_for(FULL_S if self.open else FAILED_S, NO_DESCRIPTORS, reason)
 
     def _find_idle(self) -> Callable[[], object] | None:
-        """Return a function that closes the connection that may be closed first; None if none may."""
+        """Return a function that closes the connection to close first; None if there is none to close."""
         for setup, since in self._setups.values():  # a TLS handshake
             if since > self._loop.time() - IDLE_S:
                 break
             if not setup.cancelling():
                 return setup.cancel
-        watch = self._server_state.watch
+        watch = self._server_state.idle_watch
         idle = watch.longest(IDLE_S, Connection.is_incomplete) or watch.longest(IDLE_S, _is_unused)
         if idle is None:
             return None
 
         def close() -> None:
-            watch.unwatch(idle)  # what is closed now is known as closed only later
+            watch.unwatch(idle)  # closing it unwatches it only later
             idle.close()
 
         return close
@@ -353,9 +353,9 @@ class Acceptor:
             if self._logged.take(cause, self._loop.time()) is not None:
                 log.warning("Accepting no connections for %s s at a time: %s", shown(seconds), reason)
         self._unwatch()
-        self._pause = self._loop.call_later(seconds, self._go_on)
+        self._pause = self._loop.call_later(seconds, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._pause = None
         self._watch()
 

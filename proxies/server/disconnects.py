@@ -1,13 +1,14 @@
 """Detects clients that disconnect while they wait for a response.
 
-While a request is answered, the end of the client's data does not mean that the client has left: it may have
-shut down only its side of the connection (half-closed), and wait for the response. The end may also be
-unread, behind data that the client has sent early. The operating system knows of the end in both cases, and
-whether the connection was reset. It is asked twice a second about connections that wait.
+While a request is being answered, the end of the client's data does not mean that the client has left: it may
+have shut down only its side of the connection (half-closed), and wait for the response. The end may also be
+unread, behind data that the client has sent early. In both cases, the operating system knows whether the data
+has ended and whether the connection was reset. So connections that wait for a response are polled twice per
+second.
 
-To distinguish clients that have left from clients that wait, the server writes a few bytes: if the client
-has left, its operating system resets the connection. See `Exchange.probe_client`. After the end of a client's
-data, the first check comes sooner, so that no replica works for a client that has left.
+To distinguish the two, the server writes a few bytes: if the client has left, its operating system resets the
+connection. See `Exchange.probe_client`. After the end of a client's data, the first checks come sooner, so
+that no replica works for a client that has left.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from daskserve.proxies.exchange.server_state import Connection, ServerState
 from daskserve.proxies.exchange.stream import can_detect_disconnects
 from daskserve.proxies.exchange.websocket.session import WebSocketSession
 
-#: How often the operating system is asked.
+#: Interval at which connections are polled.
 PERIOD_S = 0.5
-#: The interval of the first checks of a client whose data has ended, and their number. The first check is in
-#: the next iteration of the event loop. At the second, something is written; at the third, the connection is
-#: reset if the client has left. Short, because a request that waits for a slot must not get one after its
+#: Interval and number of the first checks of a client whose data has ended. The first check is in the next
+#: iteration of the event loop, the second writes a few bytes, and the third finds the connection reset if the
+#: client has left. The interval is short, because a request that waits for a slot must not get one after its
 #: client has left.
 QUICK_S = 0.001
 QUICK_CHECKS = 5
-#: The interval of the checks after those, and how long after the end of the data the last one is.
+#: Interval of the next checks, and the time between the end of the data and the last check.
 SOON_S = 0.01
 LATE_S = 0.1
 
@@ -42,12 +43,12 @@ class DisconnectWatch:
         self._soon_timer: asyncio.TimerHandle | None = None
         #: The connections whose data has ended, each with the time of its last check.
         self._ended: dict[Connection, float] = {}
-        #: How many checks are quick.
+        #: The number of checks at the shorter interval that are left.
         self._quick = 0
-        server_state.note_end = self.check_soon
+        server_state.on_eof = self.check_soon
 
     def start(self) -> None:
-        """Start the timer. Does nothing if the operating system cannot detect hangups."""
+        """Start the timer. Does nothing if the operating system cannot detect disconnects."""
         if can_detect_disconnects():
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._check)
 
@@ -60,7 +61,7 @@ class DisconnectWatch:
         self._ended.clear()
 
     def check_soon(self, connection: Connection) -> None:
-        """Check soon whether a client whose data has ended has left."""
+        """Start the checks of a client whose data has ended."""
         self._ended[connection] = asyncio.get_running_loop().time() + LATE_S
         self._quick = QUICK_CHECKS
         self._start_soon(0.0)
@@ -94,12 +95,12 @@ class DisconnectWatch:
     ) -> set[object]:
         """Close the connections of clients that have left; return those that may wait for their response.
 
-        ``late`` are those that have waited for some time.
+        ``late`` contains those whose data has not ended within the last `LATE_S`.
         """
         unread: dict[int, Connection | WebSocketSession] = {}
         for holder in holders:
-            asked = holder.exchange if isinstance(holder, Connection) else holder
-            stream = asked.unread if asked is not None else None
+            request = holder.exchange if isinstance(holder, Connection) else holder
+            stream = request.unread if request is not None else None
             if stream is not None and not stream.closed():
                 unread[stream.socket.fileno()] = holder
         poll = select.poll()

@@ -1,7 +1,7 @@
-"""The lifecycle of an HTTP server, in order: `HTTPServer.bind`, `start`, `drain`, `stop`.
+"""The lifecycle of an HTTP server: `HTTPServer.bind`, `start`, `drain` and `stop`.
 
-Tornado or asyncio is the transport of each accepted connection. A
-`daskserve.proxies.exchange.http_connection.HTTPConnection` reads its requests.
+Each accepted connection has a transport of Tornado or asyncio, and a
+`daskserve.proxies.exchange.http_connection.HTTPConnection`, which reads its requests.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("daskserve.proxies")
 
-#: While draining, how long an open connection may be silent before it counts as unused.
+#: While draining, how long a connection may be silent before it counts as unused.
 _QUIET_S = 0.1
-#: While draining, the interval of checks whether a pause in accepting has ended.
+#: While draining, the interval at which a pause in accepting is checked.
 _PAUSED_S = 0.01
-#: How long cancelled requests may take to clean up.
+#: How long cancelled requests may take to end.
 _CANCEL_S = 5.0
 
 
@@ -57,25 +57,25 @@ TRANSPORTS: Mapping[str, Connect] = {
 
 
 class HTTPServer:
-    """Carries an ASGI application over HTTP/1.1 on the running event loop.
+    """Serves an ASGI application over HTTP/1.1 on the running event loop.
 
     Parameters
     ----------
     app : ASGI application
-        Receives ``http`` and ``websocket`` scopes. Cancelled when its client disconnects.
+        Receives ``http`` and ``websocket`` scopes. A call is cancelled when its client disconnects.
     options : HTTPOptions
-        Where to listen, and the limits of connections.
+        The address, and the limits of connections.
     reuse_port : bool
-        Let further servers of this user listen on the same port.
+        Let other servers of the same user listen on the same port.
     claims_port : bool
-        Whether a port that other servers share counts as taken; False for the second and later servers of an
-        instance on a host.
+        Raise an error if other servers share the port. False for the second and later servers of an instance
+        on a host.
     public_host : str
-        Replaces a host that means every address, such as ``0.0.0.0``, in `urls`.
+        The host in `urls` if the server listens on every address, as with ``0.0.0.0``.
     tls : ssl.SSLContext, optional
-        Speak HTTPS, with this certificate.
+        Serve HTTPS, with this context.
     port_option : str
-        The HTTP option that has the port, for errors.
+        The HTTP option that sets the port, for errors.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class HTTPServer:
 
     @property
     def port(self) -> int:
-        """The port; after `bind` the actual one if it was 0."""
+        """The port; if it was 0, the actual one after `bind`."""
         return self._port
 
     @property
@@ -136,9 +136,9 @@ class HTTPServer:
         return (f"{scheme}://{host}:{self._port}",)
 
     def samples(self, instance: str) -> list[MetricSample]:
-        """Return the metrics of connections, of limits, and of requests that the server has refused.
+        """Return the metrics of connections and limits, and of requests that the server itself has refused.
 
-        Any thread may call it.
+        Any thread may call this.
         """
         acceptor, limits, refusals = self._acceptor, self.state.limits, self.state.refusals
         causes, bodies = refusals.causes.copy(), refusals.bodies.copy()
@@ -153,8 +153,10 @@ class HTTPServer:
             ("http_buffered_bytes", (instance, "unsent"), limits.unsent.used_bytes),
         ]
 
-    def consult(self, largest_body_bytes: Callable[[], float], is_crowded: Callable[[str], bool]) -> None:
-        """Set the functions through which the server asks the routers.
+    def set_callbacks(
+        self, largest_body_bytes: Callable[[], float], is_crowded: Callable[[str], bool]
+    ) -> None:
+        """Set the functions that the server calls to query the routers.
 
         Parameters
         ----------
@@ -167,11 +169,11 @@ class HTTPServer:
         self.state.is_crowded = is_crowded
 
     def on_refused(self, note: NoteRefused) -> None:
-        """Have a function called for each request that the server refuses in place of the application."""
+        """Call a function for each request that the server refuses in place of the application."""
         self.state.refusals.notify = note
 
     def adopt(self, sockets: list[socket.socket]) -> None:
-        """Accept from the sockets of another process, in place of `bind`."""
+        """Accept from sockets that another process has bound; call this in place of `bind`."""
         self._sockets, self._is_guest = sockets, True
         self._port = sockets[0].getsockname()[1]
 
@@ -181,16 +183,16 @@ class HTTPServer:
         return [each.fileno() for each in self._sockets]
 
     def leave_to_others(self, has_others: bool) -> None:
-        """Leave connections to the processes that have adopted the sockets, or no longer."""
+        """Set whether connections are left to the processes that have adopted the sockets."""
         self._acceptor.leave_to_others(has_others)
 
     async def bind(self, *, may_move: bool = False) -> None:
-        """Take the port; if another program has it and the server ``may_move``, take a free one.
+        """Bind the port; if another program uses it and the server ``may_move``, bind a free one.
 
         Raises
         ------
         PortInUseError
-            Another program listens on it.
+            Another program listens on the port.
         BadRequestError, InstanceError
             The host is not an address of this machine, or the operating system refuses.
         """
@@ -210,7 +212,7 @@ class HTTPServer:
         self._port = self._sockets[0].getsockname()[1]
 
     def start(self) -> None:
-        """Start to accept connections."""
+        """Start accepting connections."""
         self._is_started = True
         self._acceptor.start(self._sockets, is_guest=self._is_guest)
         self._disconnects.start()
@@ -220,13 +222,13 @@ class HTTPServer:
     async def drain(self, grace_s: float, *, sends_away: bool = True) -> None:
         """Stop accepting connections, and wait up to ``grace_s`` for requests in flight.
 
-        Responses close their connections from now on. Connections in the backlog are accepted first, because
-        closing the socket would reset them; those of another process's socket are left to it.
+        From now on, each response closes its connection. Connections in the backlog are accepted first,
+        because closing the socket would reset them. The backlog of another process's socket is left to it.
 
         Parameters
         ----------
         sends_away : bool
-            Whether WebSockets are closed, with code 1001.
+            Whether to close WebSockets, with code 1001.
         """
         self.state.is_draining = True
         self._acceptor.leave_to_others(False)
@@ -236,7 +238,7 @@ class HTTPServer:
                 await self._clock.sleep(_PAUSED_S if self._acceptor.is_paused else 0)
         await self._close_sockets(accepts=True)
         for session in list(self.state.sockets) if sends_away else ():
-            session.leave()
+            session.go_away()
         while (left_s := deadline - self._clock.now()) > 0 and (self.state.connections or self.state.sockets):
             if self.state.tasks:
                 await asyncio.wait(self.state.tasks, timeout=left_s)
@@ -250,7 +252,7 @@ class HTTPServer:
         """Stop listening, cancel all requests and close all connections. Idempotent."""
         self.state.is_draining = True
         await self._close_sockets()
-        self.state.watch.stop()
+        self.state.idle_watch.stop()
         self._disconnects.stop()
         self._slow_clients.stop()
         tasks = set(self.state.tasks)
@@ -287,9 +289,9 @@ class HTTPServer:
                 # Closing the socket resets connections that have arrived since the last check.
                 self._acceptor.accept_last(sock)
             if self._is_host:
-                # Otherwise it would get connections until every process, even a blocked one, has closed it.
+                # Otherwise it would get connections until all processes, even a blocked one, close it.
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-            sock.close()  # a second time does no harm
+            sock.close()  # idempotent
         self._sockets = []
         await self._acceptor.wait_set_up()

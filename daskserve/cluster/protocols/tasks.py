@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class CurrentTask(Protocol):
-    """The Dask task that the present code belongs to, in a thread of its worker or on its event loop."""
+    """The Dask task that the current code belongs to, in a thread of its worker or on its event loop."""
 
     #: The task's key, as text.
     key: str

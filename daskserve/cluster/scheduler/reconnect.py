@@ -63,14 +63,14 @@ class _ReconnectingInstance:
     #: The epoch of the controller that sent the records.
     records_epoch: int = 0
 
-    def is_due(self, present: Collection[WorkerAddress], now: float) -> bool:
+    def is_due(self, current: Collection[WorkerAddress], now: float) -> bool:
         """Return whether the instance should start, with these workers in the cluster."""
         waited_s = now - self.began_at
-        if not present:
+        if not current:
             return waited_s >= float(self.start["timeout_s"])
         # The records show that a controller has reported its workers.
         is_complete = self.known.records is not None
-        if is_complete and self.workers <= set(present):
+        if is_complete and self.workers <= set(current):
             return True
         return waited_s >= (KNOWN_S if is_complete else UNKNOWN_S)
 
@@ -212,7 +212,7 @@ async def restore(entry: Instance, url: str, epoch: int, records: Mapping[str, b
         return
     if not is_in_memory(url):
         logger.error(
-            "Store %s has lost what instance %s wrote there while the scheduler was away; %s",
+            "Store %s has lost the records that instance %s wrote while the scheduler was away; %s",
             url,
             entry.name,
             "the records are lost" if records is None else "the last controller's records are written to it",

@@ -248,7 +248,7 @@ class Supervisor(SchedulerPlugin):
         Parameters
         ----------
         back
-            What is known of an instance that has outlived another scheduler.
+            The known state of an instance that has outlived another scheduler.
         """
         instance, start_id, store = start["instance"], start.get("start_id", ""), start["store"]
         if self._is_closed:
@@ -424,8 +424,8 @@ class Supervisor(SchedulerPlugin):
 
     def _is_anywhere(self, instance: InstanceName) -> bool:
         # Once this supervisor is closed, another one may run an instance of this name.
-        present = self._scheduler.plugins.get(PLUGIN_NAME)
-        return isinstance(present, Supervisor) and present.is_running(instance)
+        current = self._scheduler.plugins.get(PLUGIN_NAME)
+        return isinstance(current, Supervisor) and current.is_running(instance)
 
     def is_running(self, instance: InstanceName) -> bool:
         """Return whether an instance of this name runs and is not ending."""

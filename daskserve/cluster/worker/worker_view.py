@@ -59,9 +59,9 @@ class CurrentLoop:
     def asyncio_loop(self) -> Any:
         """The running event loop; in a thread, the loop of the client for threads."""
         refuse_blocking_lock()
-        present = running_loop()
-        if present is not None:
-            return present
+        current = running_loop()
+        if current is not None:
+            return current
         loop: Any = self._find().loop
         return loop.asyncio_loop
 
@@ -164,7 +164,7 @@ class WorkerView:
         if name in worker:
             return worker[name]
         raise AttributeError(
-            f"This code runs in a process of its own, so get_worker() has no {name!r}; it has "
+            f"This code runs in a separate process, so get_worker() has no {name!r}; it has "
             f"{', '.join(sorted(worker))}, client, loop, scheduler and log_event(). Use isolation='thread' "
             "for code that needs more of its worker."
         )

@@ -1,6 +1,6 @@
 """One backend: computes the next changes and actions from the target and the observed state. Pure.
 
-The loop calls `step` whenever something about a backend may have changed. It reads the present state, never
+The loop calls `step` whenever something about a backend may have changed. It reads the current state, never
 events, so it can run at any time and any number of times. In a new controller without observations, it
 returns the actions that observe the cluster. `step` does not change its arguments. It returns its memory as
 `Notes`, which apply once the change is in the store.
@@ -489,7 +489,7 @@ def step(inputs: StepInputs, backend: BackendRecord) -> Step:
 
 
 def full_step(inputs: StepInputs, backend: BackendRecord) -> Step:
-    """Return the same as `step`, without the check whether the backend is at rest."""
+    """Return the same as `step`, without the check for a steady state."""
     if backend.canary is not None:
         step = rollout_steps.step_both(inputs, backend, _run)
     else:

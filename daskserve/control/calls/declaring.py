@@ -9,8 +9,8 @@ from typing import Any
 from daskserve.cluster.protocols.base import verb
 from daskserve.common import settings
 from daskserve.common.formatting import capitalized
-from daskserve.config_file.hiding import shown
 from daskserve.config_file.limits import excess
+from daskserve.config_file.masking import shown
 from daskserve.control.calls.deciding import DecidingVerbs
 from daskserve.control.core import MAX_WAIT_S
 from daskserve.control.declared import apply as applying

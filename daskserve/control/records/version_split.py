@@ -67,7 +67,7 @@ def running_of(
 
 
 def split_of(backend: BackendRecord, new: Collection[ReplicaRecord], old: Collection[ReplicaRecord]) -> Split:
-    """Return the present split of a backend with a rollout, given the running replicas of both versions.
+    """Return the current split of a backend with a rollout, given the running replicas of both versions.
 
     While one version has no replicas, the other one gets all requests. They are counted separately from the
     requests at the planned share.

@@ -235,7 +235,7 @@ class Scaler:
         }
 
     async def _configure(self, backend: BackendRecord, entry: _ScaledBackend) -> None:
-        """Apply the present options of the backend."""
+        """Apply the current options of the backend."""
         if entry.options != backend.autoscaling:
             entry.options = backend.autoscaling
             config = entry.config = autoscaling_of(backend)
@@ -264,14 +264,14 @@ class Scaler:
 
     async def _load(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Create the entry's autoscaler, or take the result of loading its policy."""
-        present, entry.autoscaler = entry.autoscaler, None
+        current, entry.autoscaler = entry.autoscaler, None
         if not policy_calls.is_built_in(config):
             entry.autoscaler = await entry.loader.load(
-                policy_calls.configured_autoscaler, tag, config, present
+                policy_calls.configured_autoscaler, tag, config, current
             )
             return
         try:
-            entry.autoscaler = policy_calls.configured_autoscaler(tag, config, present)
+            entry.autoscaler = policy_calls.configured_autoscaler(tag, config, current)
             entry.loader.loaded()
         except Exception as error:
             # The policy does not exist in this version, or does not accept its arguments.
@@ -308,11 +308,11 @@ class Scaler:
 
     def _watch_queue(self, tag: BackendTag, config: AutoscalingConfig, entry: _ScaledBackend) -> None:
         """Start polling the broker's queue, if the policy is ``queue``."""
-        options, present = config.queue_options(), entry.backlog
-        if present is not None:
-            if present.options == options:
+        options, current = config.queue_options(), entry.backlog
+        if current is not None:
+            if current.options == options:
                 return
-            present.stop()
+            current.stop()
         entry.backlog = None
         if options is not None:
             fetch = self._http()

@@ -54,7 +54,7 @@ Key: TypeAlias = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Held:
+class LeasedTask:
     """A task that a consumer has."""
 
     task: Task
@@ -114,7 +114,7 @@ class TaskConsumer:
         self._handlers, self._run, self._room = handlers, run, room
         self._clock, self._rng, self._call = clock, rng, call
         #: The tasks that run, or whose end is not yet written.
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, LeasedTask] = {}
         self._ended: dict[Key, Task] = {}
         #: When leases were last renewed; an error does not postpone the next renewal.
         self._renewed_at = clock.now()
@@ -181,7 +181,11 @@ class TaskConsumer:
                 self._runs.cancel()
                 await self.drained()
         except TimeoutError:
-            logger.warning("Queue %r: %d tasks are left to their leases", self._name, len(self._held))
+            logger.warning(
+                "Queue %r: %d tasks did not end in time; they run again when their leases expire",
+                self._name,
+                len(self._held),
+            )
         await self._loops.close(grace_s)
 
     async def _supervised(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -225,14 +229,14 @@ class TaskConsumer:
                 is_woken = not tasks and not is_woken
                 continue
             self._has_room.clear()
-            # Not longer: the replica may have been given more room.
+            # Not longer, because the number of slots of the replica may have increased.
             await _elapsed(self._clock, self._has_room, interval_s)
 
     def _begin(self, task: Task) -> None:
         key = task.id, task.revision
         if not self._held:
             self._renewed_at = self._clock.now()
-        held = self._held[key] = Held(task)
+        held = self._held[key] = LeasedTask(task)
         if self._closing.is_set():
             self._end(key, states.released(task, self._clock.wall(), self._rules))
             return
@@ -259,7 +263,7 @@ class TaskConsumer:
             # Not raised again, because nothing awaits this asyncio task.
             after = states.released(self._held[key].task, now(), rules)
         except Exception as error:  # raised by the replica, or by a result that cannot be kept
-            logger.exception("Queue %r: task %r has no end", self._name, task.id)
+            logger.exception("Queue %r: the end of task %r could not be determined", self._name, task.id)
             after = _without_end(task, error, now(), rules)
         if self._held[key].is_dropped:
             self._forget(key)
@@ -424,7 +428,7 @@ class TaskConsumer:
             try:
                 await self._call(self._queue.add, [task], self._options.max_queue_length, now)
             except TaskConflictError:
-                logger.info("Queue %r: another version of schedule %r has made its task", self._name, name)
+                logger.info("Queue %r: another version of schedule %r has created its task", self._name, name)
             at = following
 
 

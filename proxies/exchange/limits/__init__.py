@@ -1,1 +1,1 @@
-"""The limits that clients meet, and the work that connections share an event loop for."""
+"""The limits of clients, and how connections share memory and event loops."""

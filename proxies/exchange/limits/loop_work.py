@@ -1,12 +1,12 @@
-"""Shares an event loop among the connections that have much to do.
+"""Shares an event loop fairly among connections with much to do.
 
-What a client sends may take long to read: a kilobyte becomes a megabyte when it is decompressed, or holds
-hundreds of frames or chunks. One connection does a small slice at a time. The rest waits here, in the order
-of arrival. Each turn of the loop does a bounded part of it, so that other connections, user code and health
-probes on the loop run in between.
+Received data may take long to process: a kilobyte may become a megabyte when it is decompressed, or contain
+hundreds of frames or chunks. A connection processes a small slice at a time, and queues the rest here. Each
+iteration of the event loop processes a bounded part of the queue, so that other connections, user code and
+health checks run in between.
 
-The model is Linux' NAPI: devices that are ready are polled in turns, each for at most 64 packets, and all for
-at most 300 packets or 2 ms before others run.
+The model is Linux' NAPI: ready devices are polled in turn, each for at most 64 packets, and all of them for
+at most 300 packets or 2 ms before other work runs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from collections.abc import Callable
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-#: The size of a slice: what one connection does at a time.
+#: The size of a slice: how much one connection processes at a time.
 SLICE_BYTES = 32 * 1024
-#: Minimum cost of a frame or a call of zlib, as the number of bytes that take about as long.
+#: Minimum cost of a frame or of a call of zlib, in bytes that take as long to process.
 STEP_BYTES = 2 * 1024
-#: Compressing a byte, or reading it in small chunks, costs about as much as decompressing this many.
+#: Compressing a byte, or reading it in small chunks, takes about as long as decompressing this many bytes.
 SLOW = 8
-#: The most that is done in one turn of the loop, for all connections, in bytes and in time.
+#: Maximum work of all connections in one iteration of the event loop (a turn), in bytes and in time.
 TURN_BYTES = 1024 * 1024
 TURN_S = 0.002
-#: If the rest of a turn takes longer than this, less is done in the next one: what was read causes work, too.
+#: If the other work of an iteration takes longer than this, the next turn is smaller: the data that was read
+#: causes work, too.
 BUSY_S = 0.004
-#: Work that is done as soon as it arrives has a separate budget: `TURN_BYTES` in this time.
+#: Work that is done on arrival has a separate budget of `TURN_BYTES` per this time.
 WINDOW_S = 0.004
 
 #: Does a slice of work and returns its cost; calls `LoopWork.add` again if there is more to do.
@@ -36,12 +37,12 @@ Work: TypeAlias = Callable[[], int]
 
 
 class LoopWork:
-    """The work that waits on one event loop.
+    """The queued work of one event loop.
 
     Parameters
     ----------
     on_full : callable
-        Called when there is more to do than a turn allows.
+        Called when a turn ends with work left.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_full: Callable[[], None]) -> None:
@@ -53,7 +54,7 @@ class LoopWork:
         self._is_posted = False
         self._window_began = float("-inf")
         self._window_bytes = 0
-        #: The present budget of a turn, and when the last turn ended.
+        #: The current budget of a turn, and when the last turn ended.
         self._budget_bytes = TURN_BYTES
         self._turn_ended = 0.0
 
@@ -61,7 +62,7 @@ class LoopWork:
         return f"<LoopWork {len(self._waiting)} waiting>"
 
     def do(self, work: Work) -> None:
-        """Do a slice now, or in a later turn if much was done lately."""
+        """Do a slice of work now, or queue it if the budget for work on arrival is used up."""
         now = self._time()
         if now - self._window_began >= WINDOW_S:
             self._window_began = now
@@ -72,7 +73,7 @@ class LoopWork:
             self.add(work)
 
     def add(self, work: Work) -> None:
-        """Have a slice done in a later turn."""
+        """Queue a slice of work."""
         self._waiting.append(work)
         if not self._is_posted:
             self._is_posted = True
@@ -80,7 +81,7 @@ class LoopWork:
             self._post(self._take_turn)
 
     def turn(self, cost: int) -> asyncio.Future[None]:
-        """Return a future that is done when it is the turn of work with this cost."""
+        """Queue work with this cost; return a future that is done when the work may be done."""
         turn: asyncio.Future[None] = self._future()
 
         def begin() -> int:
@@ -104,7 +105,7 @@ class LoopWork:
             while waiting and left_bytes > 0 and now < until:
                 left_bytes -= waiting.popleft()()
                 now = self._time()
-        finally:  # a connection that fails does not stop the others
+        finally:  # an error of one connection does not stop the others
             self._turn_ended = now
             self._is_posted = bool(waiting)
             if waiting:
@@ -113,14 +114,14 @@ class LoopWork:
 
 
 class WorkByLoop:
-    """The work of each event loop that a server's connections use: WebSockets move to those of user code."""
+    """The queues of all event loops of a server's connections: WebSockets can move to loops of user code."""
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._on_full = on_full
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWork] = WeakKeyDictionary()
 
     def current(self) -> LoopWork:
-        """Return the work of the running event loop."""
+        """Return the queue of the running event loop."""
         loop = asyncio.get_running_loop()
         work = self._by_loop.get(loop)
         if work is None:

@@ -1,8 +1,8 @@
 """Returns the memory of large bodies to the operating system.
 
-The allocator of glibc keeps what is freed among other allocations, in case it is needed again: after eight
-bodies of 10 MB, a process stayed 60 to 100 MB larger. `malloc_trim` returns it, which can take milliseconds.
-So a thread calls it, after some seconds without a large body.
+The allocator of glibc keeps freed memory for later allocations: after eight bodies of 10 MB, a process stayed
+60 to 100 MB larger. `malloc_trim` returns this memory, which can take milliseconds. So a thread calls it
+after some seconds without a large body.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUIET_TICKS = 3
 
 
 def malloc_trim() -> None:
-    """Return free memory to the operating system, where the C library can."""
+    """Return free memory to the operating system, if the C library can."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -29,7 +29,7 @@ def malloc_trim() -> None:
 
 
 class MemoryTrimmer:
-    """Decides when to return the memory that large bodies have left.
+    """Decides when to return the memory of large bodies.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class MemoryTrimmer:
             self._ticks_left = QUIET_TICKS
 
     def tick(self) -> None:
-        """Return the memory if it is time to; call this about once a second."""
+        """Return the memory if it is due. Call this about once a second."""
         if self._ticks_left:
             self._ticks_left -= 1
             if not self._ticks_left:

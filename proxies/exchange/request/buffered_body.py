@@ -1,8 +1,8 @@
-"""Receives the rest of a body into its buffer, without a copy on the way.
+"""Receives the rest of a large body directly into its buffer, without a copy.
 
-An event loop passes received data to an ``asyncio.Protocol`` as new `bytes`, which are then copied into the
-buffer of the body. An ``asyncio.BufferedProtocol`` provides the buffer to receive into. So one replaces the
-connection as the transport's protocol while a large body is gathered.
+A transport passes received data to an ``asyncio.Protocol`` as new `bytes`, which are then copied into the
+buffer of the body. An ``asyncio.BufferedProtocol`` provides the buffer into which data is received. So it
+replaces the connection as the protocol of the transport while a large body is gathered.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable
 
 from daskserve.proxies.exchange.request.body import RequestBody
 
-#: Minimum size of the rest of a body that is received in this way.
+#: Minimum size of the rest of a body that is received directly.
 LEAST_BYTES = 256 * 1024
-#: How much is received at a time, so that other connections have their turn.
+#: How much is received at a time, so that other connections are served in between.
 _TURN_BYTES = 1 << 20
 _DROPPED_BYTES = 64 * 1024
 
 
 class BufferedBodyProtocol(asyncio.BufferedProtocol):
-    """The protocol of a transport while it receives one body.
+    """The protocol of a transport while it receives a body.
 
     Parameters
     ----------
     left_bytes : int
-        How much of the body is still to be received.
+        How many bytes of the body are missing.
     on_filled : callable
-        Called with the number of bytes whenever some were received.
+        Called with the number of received bytes after each read.
     """
 
     def __init__(

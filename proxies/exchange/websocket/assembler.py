@@ -1,4 +1,4 @@
-"""Takes the messages of a WebSocket into its inbox: decompressed, within the limits, and in small steps."""
+"""Adds the received messages of a WebSocket to its inbox: decompressed, within limits, in small steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from daskserve.proxies.exchange.websocket.inbox import WebSocketInbox
 
 
 class MessageAssembler:
-    """Takes the messages of one connection.
+    """Assembles the received messages of one connection.
 
     Parameters
     ----------
     inflation : Inflation, optional
-        Decompresses the messages that are compressed.
+        Decompresses compressed messages.
     close : callable
         ``close(code, reason)`` closes the connection, which ends the inbox.
     max_message_bytes : int
@@ -44,7 +44,7 @@ class MessageAssembler:
         self._clock = clock
 
     def take(self, event: TextMessage | BytesMessage) -> Iterator[int]:
-        """Take a message or a part of one; yield what each step costs."""
+        """Add a message or a part of one to the inbox; yield the cost of each step."""
         inflation = self._inflation
         if inflation is None or not inflation.applies or not isinstance(event, BytesMessage):
             self._add(event)
@@ -63,7 +63,7 @@ class MessageAssembler:
             self._close(error.code, error.text)
 
     def _add(self, event: TextMessage | BytesMessage) -> None:
-        # While closing it is too late for messages, but the client's close may still follow.
+        # While the WebSocket is closing, messages are dropped; the client's close may still follow.
         if self._inbox.disconnect is not None or self._inbox.add_part(event, self._max_message_bytes):
             return
         if self._inbox.is_over_budget:

@@ -17,7 +17,8 @@ from daskserve.payload.packed_errors import load_error
 
 @asynccontextmanager
 async def started() -> AsyncIterator[Supervisor]:
-    async with Scheduler(port=0, dashboard=False, host="127.0.0.1") as scheduler:
+    options = {"port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1"}
+    async with Scheduler(**options) as scheduler:
         found = Supervisor()
         await found.start(scheduler)
         try:

@@ -24,7 +24,7 @@ from starlette.routing import Mount, Route
 
 import daskserve as serve
 from daskserve.common.types import Envelope, EnvelopeKind
-from daskserve.data.replica.execution.message_pipe import ClientGoneError, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientDisconnectedError, MessagePipe
 from daskserve.data.replica.execution.socket_pipe import open_socket_pipe
 from daskserve.proxies.exchange.websocket import session
 from daskserve.proxies.server import disconnects
@@ -325,7 +325,7 @@ async def test_a_message_to_a_websocket_whose_client_has_left_is_an_error() -> N
         pass
 
     async def tell(pipe: MessagePipe) -> None:
-        with pytest.raises(ClientGoneError):
+        with pytest.raises(ClientDisconnectedError):
             await pipe.send({"type": "websocket.send", "text": "hi"})
         await pipe.send({"type": "websocket.close", "code": 1000})  # an application may clean up
 

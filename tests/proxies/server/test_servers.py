@@ -81,7 +81,7 @@ async def test_servers_of_one_instance_share_their_port() -> None:
 
 
 def test_a_foreign_host_is_refused_when_binding() -> None:
-    with pytest.raises(BadRequestError, match="no address of this machine"):
+    with pytest.raises(BadRequestError, match="not an address of this machine"):
         asyncio.run(make_server(hello, host="192.0.2.1", port=0).bind())
 
 
@@ -146,7 +146,7 @@ async def test_a_connection_that_has_ended_is_not_watched() -> None:
             assert (await client.get("/", "Connection: close")).status == 200
             assert await client.rest() == b""
         await poll_for(lambda: "0 connections" in repr(server))
-        assert len(server.state.watch) == 0
+        assert len(server.state.idle_watch) == 0
 
 
 @on_each_loop

@@ -49,7 +49,7 @@ class BatchStats:
     steps, outputs, preemptions : int
         Totals since the start of the replica.
     running_s : float
-        How long the present step has run, in seconds; 0 if none runs.
+        How long the current step has run, in seconds; 0 if none runs.
     """
 
     active: int = 0

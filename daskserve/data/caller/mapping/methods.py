@@ -42,7 +42,7 @@ class BatchCalls:
         items : iterable or asynchronous iterable
             The arguments of the calls, one for each.
         max_in_flight : int, optional
-            Maximum number of calls in flight. Default: as many as the present replicas run.
+            Maximum number of calls in flight. Default: as many as the current replicas run.
         ordered : bool
             Whether the results are in the order of the items, or in the order in which the calls end.
         retries : int
@@ -85,8 +85,8 @@ class BatchCalls:
         args, kwargs
             Further arguments of the calls.
         meta : pandas object, type or mapping, optional
-            What the results look like, as in ``dask.dataframe.DataFrame.map_partitions``. Default: what the
-            deployment returns for an empty partition.
+            An example of the results, as in ``dask.dataframe.DataFrame.map_partitions``. Default: the
+            deployment's result for an empty partition.
         retries : int
             How often a call that has failed is repeated.
         """

@@ -39,7 +39,7 @@ class NotSent:
 
 
 class Item:
-    """One item: its number, its value for retries, and its present call."""
+    """One item: its number, its value for retries, and its current call."""
 
     __slots__ = ("attempts", "has_ended", "index", "response", "value")
 

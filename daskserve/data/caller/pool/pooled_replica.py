@@ -49,7 +49,7 @@ class PooledReplica:
         "tag",
     )
 
-    #: Takes a request: the replica's own ``handle`` if it is local, or the present connection's function.
+    #: Takes a request: the replica's own ``handle`` if it is local, or the current connection's function.
     handle: Callable[[Envelope], ActorRequest]
 
     def __init__(self, tag: ReplicaTag, address: ActorAddress) -> None:

@@ -151,7 +151,7 @@ class RequestRouting:
     # ---- choosing
 
     def note_stats(self, stats: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Apply what the replicas' ``record_routing_stats`` have returned."""
+        """Apply the results of the replicas' ``record_routing_stats``."""
         self._stats = stats or {}
         self._show_facts()
 
@@ -342,7 +342,7 @@ class RequestRouting:
     # ---- errors
 
     def current_error(self) -> str:
-        """Return the present failure of the router; empty if there is none."""
+        """Return the current failure of the router; empty if there is none."""
         return self.errors.current(is_made=self._router is not None)
 
     def samples(self, labels: tuple[str, ...]) -> list[MetricSample]:

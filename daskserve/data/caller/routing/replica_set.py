@@ -277,7 +277,7 @@ class ReplicaSet:
                 if self._waiting.routing is not None:
                     await self._waiting.read(envelope, replay)
             if is_socket := envelope.head["type"] == "websocket":
-                envelope = replace(envelope, note_turn=self.pool.turns.note)
+                envelope = replace(envelope, note_turn=self.pool.websocket_cost.note)
         self.metrics.sent += not is_rejected
         while True:
             found, taken = taken or _take_at_once(self, envelope, trial, is_rejected=is_rejected), None

@@ -171,7 +171,7 @@ class UserExecutor:
     def enter(
         self, function: Callable[..., Any], args: tuple[Any, ...], context: Context, on_end: RunListener
     ) -> CodeRun | None:
-        """Run async code on the worker's loop within the present task, until it first waits.
+        """Run async code on the worker's loop within the current task, until it first waits.
 
         Unlike with `start`, the task has to await `CodeRun.drive` at once. If this returns None, the code has
         never waited and has ended.

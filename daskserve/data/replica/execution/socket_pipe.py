@@ -16,7 +16,7 @@ from typing import Any
 from daskserve.common.clock import LoopClock, stopwatch
 from daskserve.common.types import SOCKET_RECEIVER, Envelope, Message, OpenSocket, Receive, Send
 from daskserve.data.replica.execution.executor import UserExecutor
-from daskserve.data.replica.execution.message_pipe import ClientGoneError, DirectPipe, MessagePipe
+from daskserve.data.replica.execution.message_pipe import ClientDisconnectedError, DirectPipe, MessagePipe
 from daskserve.data.replica.execution.user_loop import UserLoop
 
 
@@ -58,7 +58,7 @@ class UserSocketReceiver:
         if self._pipe is not None:
             self._pipe.end_readers()
         if self._leaves_at_once:
-            socket.leave()
+            socket.go_away()
         self.decide()
 
     def drop_socket(self, socket: OpenSocket) -> None:
@@ -69,7 +69,7 @@ class UserSocketReceiver:
         """Close the connection with code 1001 once it has moved here."""
         self._leaves_at_once = True
         if self.socket is not None:
-            self.socket.leave()
+            self.socket.go_away()
 
     def decide(self) -> None:
         """Release user code that waits to send: to the connection if it has moved here, or to the pipe."""
@@ -96,7 +96,7 @@ class _SocketPipe(MessagePipe):
     ) -> None:
         super().__init__(executor, "websocket", receive, send, first)
         self._note_turn = envelope.note_turn
-        #: When user code got its present message; 0 if it has none.
+        #: When user code got its current message; 0 if it has none.
         self._turn_began = 0.0
         self._is_direct = envelope.is_direct
         #: Set when user code accepts the WebSocket.
@@ -132,7 +132,7 @@ class _SocketPipe(MessagePipe):
             # Yield, so that code in a loop can still receive the disconnect, or its cancellation.
             await LoopClock().sleep(0)
             if message["type"] == "websocket.send":
-                raise ClientGoneError
+                raise ClientDisconnectedError
             return
         receiver = self._receiver
         if receiver is None:
@@ -154,7 +154,7 @@ class _SocketPipe(MessagePipe):
             await receiver.socket.send(message)
         except OSError:
             if message["type"] == "websocket.send":
-                raise ClientGoneError from None
+                raise ClientDisconnectedError from None
 
 
 class SocketPipe(_SocketPipe):

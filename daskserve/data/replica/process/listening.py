@@ -342,7 +342,7 @@ class ListeningChildren:
         return child
 
     async def wait_until_notified(self) -> None:
-        """Return when all children know the present facts, or after `NOTIFY_S`."""
+        """Return when all children know the current facts, or after `NOTIFY_S`."""
         waiting = [asyncio.ensure_future(child.notified.wait()) for child in self._children.values()]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=NOTIFY_S)

@@ -1,4 +1,4 @@
-"""Limits the requests of batch jobs that a replica runs at a time, for the sake of live requests. Pure code.
+"""Limits how many requests of batch jobs a replica runs at a time, in favor of live requests. Pure.
 
 Problem: a batch job fills every slot that it can get. If user code waits, as for an accelerator, one free
 slot is enough for live requests. If it computes, the requests in all slots share a processor: eight full
@@ -37,7 +37,7 @@ class RateMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the measurement with the next answer."""
+        """Restart the measurement at the next answer."""
         self._began: float | None = None
         self._answers = self._refusals = 0
         self.took_s = 0.0
@@ -47,7 +47,7 @@ class RateMeter:
         self._refusals += 1
 
     def answered(self, at_once: int, now: float) -> float | None:
-        """Record an answer; return the rate once it is measured, given the present limit."""
+        """Record an answer; return the rate once it is measured, given the current limit."""
         if self._began is None:
             self._began, self._refusals = now, 0
             return None
@@ -73,7 +73,7 @@ class BatchLimit:
         #: The result of the last search; during a search, `limit` differs.
         self.found = most
         self._meter = RateMeter()
-        #: The rate of `found` in the present search, and the limit with which the search began.
+        #: The rate of `found` in the current search, and the limit with which the search began.
         self._rate: float | None = None
         self._first = most
         self._is_measured = False
@@ -138,7 +138,7 @@ class BatchLimit:
 
 
 class BatchAdmission:
-    """The requests of batch jobs at one replica.
+    """Decides whether a replica accepts requests of batch jobs.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class BatchAdmission:
         #: The number of requests of batch jobs that have a slot.
         self.ongoing = 0
         self._live_at = self._began_at = -math.inf
-        #: The maximum number of concurrent live requests in the present period, and in the one before.
+        #: The maximum number of concurrent live requests in the current period, and in the one before.
         self._most_live = self._most_live_before = 0
         self._period_began = -math.inf
         self._limit = BatchLimit(concurrency)
@@ -168,7 +168,7 @@ class BatchAdmission:
         self._limit.resize(max(1, self._concurrency - live))
 
     def has_room(self, free_slots: int, rank_info: RankInfo, now: float) -> bool:
-        """Return whether a request may take one of the free slots."""
+        """Return whether a request of a batch job may take one of the free slots."""
         self._forget_live(now)
         has_room = free_slots > self._reserved and self.ongoing < self._limit.limit
         has_room = has_room and not self.is_kept_free(rank_info, now)
@@ -177,7 +177,7 @@ class BatchAdmission:
         return has_room
 
     def is_kept_free(self, rank_info: RankInfo, now: float) -> bool:
-        """Return whether the replica takes no requests at present, so that other replicas get them."""
+        """Return whether the replica takes no requests currently, so that other replicas get them."""
         rank, *_, replicas = rank_info
         is_first = rank == 0 and replicas > 1
         has_live = now < self._live_at + LIVE_S and now < self._began_at + STARVED_S
@@ -194,7 +194,7 @@ class BatchAdmission:
             self._fit()
 
     def _forget_live(self, now: float) -> None:
-        """Begin a new period of counting live requests if the present one is over."""
+        """Begin a new period of counting live requests if the current one is over."""
         if now >= self._period_began + LIVE_S:
             is_next = now < self._period_began + 2 * LIVE_S
             self._most_live_before = self._most_live if is_next else 0

@@ -261,8 +261,8 @@ class RedisQueue:
             yield
         except (self._error, OSError) as error:
             raise TaskQueueError(
-                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. See that "
-                "the Redis server runs, and that this machine reaches it."
+                f"The queue of tasks at {masked(self._url)} cannot be used: {masked(str(error))}. Check "
+                "that the Redis server runs, and that this machine can reach it."
             ) from None
 
     def _key(self, kind: str, queue: str, more: str = "") -> str:
@@ -292,8 +292,8 @@ class RedisQueue:
             check_same(next(each for each in kept if each is not None), given)
         results: list[tuple[Task, bool]] = []
         for task, is_new in zip(tasks, found, strict=True):
-            (present,) = (None,) if is_new else self.get(task.queue, [task.id])
-            results.append((present or task, bool(is_new)))
+            (current,) = (None,) if is_new else self.get(task.queue, [task.id])
+            results.append((current or task, bool(is_new)))
         return results
 
     # ---- consuming

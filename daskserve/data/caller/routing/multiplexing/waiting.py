@@ -102,11 +102,11 @@ class WaitingRequests(OrderedDict["asyncio.Future[PooledReplica]", tuple[Envelop
     def choose_by(self, published: Mapping[str, Any] | None) -> None:
         """Use the published request router, or none if None is published."""
         setup = None if published is None else Setup(**published)
-        present = self.routing
-        if setup == (None if present is None else present.setup):
+        current = self.routing
+        if setup == (None if current is None else current.setup):
             return
-        if present is not None:
-            present.close()
+        if current is not None:
+            current.close()
         self.routing = None
         if setup is not None:
             self.routing = RequestRouting(setup, self._tag, self._pool, self._rng, host_of(self._here))

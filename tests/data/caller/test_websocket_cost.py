@@ -11,7 +11,7 @@ from test_replica_pool import pool_of
 from daskserve.common.types import Load
 from daskserve.data.caller.pool.pooled_replica import PooledReplica
 from daskserve.data.caller.pool.replica_pool import HOP_S, ReplicaPool
-from daskserve.data.caller.pool.websocket_cost import TurnMeter
+from daskserve.data.caller.pool.websocket_cost import WebSocketCost
 
 
 @each_case(
@@ -25,7 +25,7 @@ from daskserve.data.caller.pool.websocket_cost import TurnMeter
     ],
 )
 def test_turns_are_light_if_a_hop_would_cost_more(turn_s: float, turns: int, is_light: bool) -> None:
-    meter = TurnMeter()
+    meter = WebSocketCost()
     assert not meter.is_light(0.0, HOP_S)
     for _ in range(turns):
         meter.note(turn_s)
@@ -33,7 +33,7 @@ def test_turns_are_light_if_a_hop_would_cost_more(turn_s: float, turns: int, is_
 
 
 def test_a_busy_time_that_is_over_does_not_count() -> None:
-    meter = TurnMeter()
+    meter = WebSocketCost()
     meter.is_light(0.0, HOP_S)
     for _ in range(1000):
         meter.note(0.0009)
@@ -42,7 +42,7 @@ def test_a_busy_time_that_is_over_does_not_count() -> None:
 
 
 def test_one_slow_message_does_not_make_the_others_heavy_for_long() -> None:
-    meter = TurnMeter()
+    meter = WebSocketCost()
     meter.note(0.1)
     assert not meter.is_light(0.0, HOP_S)
     for _ in range(100):
@@ -65,21 +65,21 @@ def test_websockets_of_unknown_or_heavy_messages_are_spread() -> None:
     for turns_s in ((), (0.1,)):
         pool = pool_of("a", "b", "c", concurrency=100, local="a")
         for turn_s in turns_s:
-            pool.turns.note(turn_s)
+            pool.websocket_cost.note(turn_s)
         near = sum(entry.tag == "a" for entry in open_sockets(pool, 30))
         assert 8 <= near <= 12
 
 
 def test_websockets_of_light_messages_stay_near_while_there_is_room() -> None:
     pool = pool_of("a", "b", concurrency=20, local="a")
-    pool.turns.note(0.0001)
+    pool.websocket_cost.note(0.0001)
     opened = open_sockets(pool, 25)
     assert [entry.tag for entry in opened] == ["a"] * 20 + ["b"] * 5
 
 
 def test_a_replica_that_works_on_requests_is_not_near_to_a_websocket() -> None:
     pool = pool_of("a", "b", concurrency=20, local="a")
-    pool.turns.note(0.0001)
+    pool.websocket_cost.note(0.0001)
     open_sockets(pool, 5)
     (request,) = (pool.take(0.0, random.Random(1)),)
     assert request is not None

@@ -14,7 +14,7 @@ from daskserve.data.replica.requests.replica_request import LocalRequest
 from daskserve.data.replica.requests.states import DONE, RequestEvent
 
 
-class HoldingRequest(LocalRequest):
+class MultiplexedRequest(LocalRequest):
     """The common part of these kinds of requests."""
 
     __slots__ = ()
@@ -40,9 +40,9 @@ class HoldingRequest(LocalRequest):
 def _give_back(request: LocalRequest) -> None:
     """Release the models of a request that has ended."""
     context: Any = getattr(request, "context", None)  # no context exists until user code begins
-    present = None if context is None or request.state != DONE else context.get(current_request)
+    current = None if context is None or request.state != DONE else context.get(current_request)
     # Without `held`, code that still runs holds no further models.
-    held = None if present is None else vars(present).pop("held", None)
+    held = None if current is None else vars(current).pop("held", None)
     while held:
         try:
             _, give_back = held.popitem()
@@ -52,6 +52,6 @@ def _give_back(request: LocalRequest) -> None:
 
 
 @lru_cache(maxsize=32)
-def holding(kind: Any) -> Any:
+def multiplexed_request(kind: Any) -> Any:
     """Return the class of requests of a kind that hold models."""
-    return type(f"Holding{kind.__name__}", (HoldingRequest, kind), {"__slots__": ()})
+    return type(f"Multiplexed{kind.__name__}", (MultiplexedRequest, kind), {"__slots__": ()})

@@ -1,9 +1,8 @@
-"""The rooms of the code and the imports between them, as a graph that is read from the sources.
+"""The components of the code and the imports between them, as a graph that is read from the sources.
 
-A room is a folder directly in ``daskserve/`` seen as a whole, a module directly in it, or ``proxies/``. The
-modules that re-export public names are one room, ``handle``.
-An arrow is an import from one room into another. A floor is one more than the highest floor that a room
-imports.
+A component is a folder directly in ``daskserve/``, a module directly in it, or ``proxies/``. The modules that
+re-export public names are one component, ``handle``. An arrow is an import from one component into another.
+The layer of a component is one more than the highest layer that it imports.
 """
 
 from __future__ import annotations
@@ -23,54 +22,55 @@ PUBLIC |= {"task_consumer", "task_processor"}
 
 @dataclass(frozen=True)
 class Plan:
-    """The rooms and what they import.
+    """The components and what they import.
 
     Attributes
     ----------
     imports : mapping
-        The rooms that each room imports.
+        The components that each component imports.
     """
 
     imports: Mapping[str, frozenset[str]]
 
-    def floors(self) -> dict[str, int]:
-        """Return each room's floor, from 0; raise `ValueError` if rooms import each other in a circle."""
-        floors: dict[str, int] = {}
+    def layers(self) -> dict[str, int]:
+        """Return each component's layer, from 0; raise `ValueError` for a cycle of imports."""
+        layers: dict[str, int] = {}
         waiting = set(self.imports)
         while waiting:
-            ready = {room for room in waiting if not self.imports[room] & waiting}
+            ready = {component for component in waiting if not self.imports[component] & waiting}
             if not ready:
-                raise ValueError(f"rooms that import each other: {', '.join(sorted(waiting))}")
-            floors |= {
-                room: max((floors[each] + 1 for each in self.imports[room]), default=0) for room in ready
+                raise ValueError(f"components that import each other: {', '.join(sorted(waiting))}")
+            layers |= {
+                component: max((layers[each] + 1 for each in self.imports[component]), default=0)
+                for component in ready
             }
             waiting -= ready
-        return floors
+        return layers
 
     def arrows(self) -> list[tuple[str, str]]:
-        """Return all pairs of a room and a room that it imports."""
-        return sorted((room, other) for room, others in self.imports.items() for other in others)
+        """Return all pairs of a component and a component that it imports."""
+        return sorted((component, other) for component, others in self.imports.items() for other in others)
 
     def direct(self) -> list[tuple[str, str]]:
-        """Return the arrows between rooms that no longer path connects."""
-        below = {room: self._reach(room) for room in self.imports}
+        """Return the arrows between components that no longer path connects."""
+        below = {component: self._reach(component) for component in self.imports}
         return [
-            (room, other)
-            for room, other in self.arrows()
-            if not any(other in below[between] for between in self.imports[room] if between != other)
+            (component, other)
+            for component, other in self.arrows()
+            if not any(other in below[between] for between in self.imports[component] if between != other)
         ]
 
-    def _reach(self, room: str) -> set[str]:
-        found = set(self.imports[room])
-        for each in self.imports[room]:
+    def _reach(self, component: str) -> set[str]:
+        found = set(self.imports[component])
+        for each in self.imports[component]:
             found |= self._reach(each)
         return found
 
 
-def room_of(parts: tuple[str, ...]) -> str:
-    """Return the room of a dotted name that starts with the package; the root package is a room, too."""
-    room = parts[1] if len(parts) > 1 else "__init__"
-    return "handle" if room in PUBLIC else room
+def component_of(parts: tuple[str, ...]) -> str:
+    """Return the component of a dotted name; the package itself is a component, too."""
+    component = parts[1] if len(parts) > 1 else "__init__"
+    return "handle" if component in PUBLIC else component
 
 
 def read_plan() -> Plan:
@@ -78,10 +78,10 @@ def read_plan() -> Plan:
     files = _sources()
     imports: dict[str, set[str]] = {}
     for name, source in files.items():
-        room = room_of(name)
-        targets = {room_of(target) for target in _targets(source, set(files)) if target[0] == PACKAGE}
-        imports.setdefault(room, set()).update(targets - {room})
-    return Plan({room: frozenset(others) for room, others in imports.items()})
+        component = component_of(name)
+        targets = {component_of(target) for target in _targets(source, set(files)) if target[0] == PACKAGE}
+        imports.setdefault(component, set()).update(targets - {component})
+    return Plan({component: frozenset(others) for component, others in imports.items()})
 
 
 def read_inside(package: str) -> Plan:
@@ -98,7 +98,7 @@ def read_inside(package: str) -> Plan:
                 if target[:size] == outer and len(target) > size
             }
             imports.setdefault(name[size], set()).update(targets - {name[size]})
-    return Plan({room: frozenset(others) for room, others in imports.items()})
+    return Plan({component: frozenset(others) for component, others in imports.items()})
 
 
 def packages() -> list[str]:

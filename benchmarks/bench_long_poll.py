@@ -5,7 +5,7 @@ includes the call and the write to the store, is an upper bound of the propagati
 separate processes with a proxy each, and the caller. Floor: an event from this process through the scheduler
 and back.
 
-Run: ``python benchmarks/bench_news.py``. It exits with 1 if the median exceeds the bound of 20 ms.
+Run: ``python benchmarks/bench_long_poll.py``. It exits with 1 if the median exceeds the bound of 20 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def event_round_trips(dask: Any) -> list[float]:
         heard.clear()
         began = time.perf_counter()
         dask.log_event("bench", number)
-        if heard.wait(1.0) and number:  # the subscription itself may lose the first one
+        if heard.wait(1.0) and number:  # the first event may be lost while the subscription starts
             took.append(time.perf_counter() - began)
     return took
 
