@@ -194,7 +194,7 @@ class ReplicaRank:
     Attributes
     ----------
     rank : int
-        Its number among all of them, from 0 to one less than there are.
+        Its number among all replicas, from 0 on.
     node_rank : int
         The number of its host among their hosts.
     local_rank : int

@@ -177,7 +177,7 @@ class SubprocessNanny(Nanny):
         self._options = worker_options
         self._config = config or {}
         with dask.config.set(self._config):  # which may have variables for the worker
-            # No memory limit: a worker at its limit pauses, and keeps what it has loaded.
+            # No memory limit: a worker at its limit pauses, and keeps its loaded code.
             super().__init__(
                 scheduler,
                 name=str(name),

@@ -134,7 +134,7 @@ class InstanceParcels:
         for code, digest in parcels.items():
             if digest not in self._memory:
                 raise BadRequestError(
-                    f"The constructor arguments of {code} are not at the scheduler any more; deploy again."
+                    f"The scheduler no longer has the constructor arguments of {code}; deploy again."
                 )
             rows |= self._pieces(code, digest)
         return rows

@@ -52,7 +52,7 @@ class ModelLoadReporter:
                 await self._clock.wait_for(call, TIMEOUT_S)
         except (ServeError, OSError, TimeoutError) as error:
             self._cluster.forget_controller()
-            logger.debug("The controller does not know yet that models load: %r", error)
+            logger.debug("Loading models could not be reported to the controller: %r", error)
         finally:
             self._task = None
 
