@@ -214,7 +214,7 @@ class Supervisor(SchedulerPlugin):
         for instance in list(self._instances.values()):
             self._publish(instance.name, {"kind": WORKERS, "joined": [], "left": [worker]})
             if instance.controller is not None and instance.controller.worker == worker:
-                self._controllers.lose(instance)
+                self._controllers.mark_lost(instance)
                 self._tasks.spawn(self._controllers.start(instance))
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:

@@ -226,7 +226,7 @@ async def test_workers_that_join_while_the_store_is_away_do_not_multiply_the_att
         raise StoreUnavailableError("the store is away")
 
     monkeypatch.setattr(site.entry.store, "claim_epoch", fail)
-    site.controllers.lose(site.entry)
+    site.controllers.mark_lost(site.entry)
     for _ in range(20):  # as the supervisor does for each worker
         await site.controllers.start(site.entry)
     await asyncio.sleep(10 * START_RETRY_S)

@@ -221,9 +221,9 @@ class ListeningChild:
         self._on_change()
         if self._open:
             await self._stop("", grace_s, sends_away=True)
-        self.lose()
+        self.mark_ended()
 
-    def lose(self) -> None:
+    def mark_ended(self) -> None:
         """Record that the child has ended."""
         if self.updating is not None:
             self.updating.cancel()
@@ -330,7 +330,7 @@ class ListeningChildren:
     def forget(self, replica_tag: str) -> None:
         """Record that a child has ended."""
         if (child := self._pop(replica_tag)) is not None:
-            child.lose()
+            child.mark_ended()
             self._note_accepting()
 
     def _pop(self, replica_tag: str) -> ListeningChild | None:

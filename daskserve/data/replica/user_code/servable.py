@@ -32,7 +32,7 @@ from daskserve.data.replica.user_code.responses import (
     dump_result,
     mistaken_error,
     raised_response,
-    to_answer,
+    to_response,
 )
 from daskserve.errors import BadRequestError
 from daskserve.loops.tasks import pause
@@ -298,7 +298,7 @@ class Servable:
                 result = self._bound[method.name](request)
             else:
                 result = self._bound[method.name]()
-            return to_answer(await result if type(result) is CoroutineType else result)
+            return to_response(await result if type(result) is CoroutineType else result)
         except NOT_FAILURES as error:
             return raised_response(error)
 
@@ -311,8 +311,8 @@ class Servable:
                 request = HTTPRequest(scope, pipe.receive)
                 request.whole_body = body
                 request.has_disconnected = lambda: pipe.is_closed
-                return to_answer(self._bound[method.name](request))
-            return to_answer(self._bound[method.name]())
+                return to_response(self._bound[method.name](request))
+            return to_response(self._bound[method.name]())
         except NOT_FAILURES as error:
             return raised_response(error)
 
