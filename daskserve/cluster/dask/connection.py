@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from distributed import Client, Security, Worker
+from distributed import Client, Security, SpecCluster, Status, Worker
 from distributed.comm import connect
 
 from daskserve.cluster.actors.registry import ActorRegistry
@@ -36,7 +36,7 @@ from daskserve.cluster.distributed_internals import (
     scheduler_address,
 )
 from daskserve.cluster.probe import mismatch, silence_probe, version_probe
-from daskserve.cluster.protocols.ended import ended_error
+from daskserve.cluster.protocols.ended import ended_error, forked_error
 from daskserve.cluster.protocols.started import StartedInstances
 from daskserve.common import settings
 from daskserve.common.clock import OneLoopClock, RequestIds, system_rng
@@ -49,6 +49,7 @@ from daskserve.errors import (
     VersionMismatchError,
 )
 from daskserve.loops.event_loop import on_loop, running_loop
+from daskserve.loops.forks import call_in_forks
 from daskserve.loops.tasks import TaskSet
 from daskserve.loops.thread_calls import CallInbox, LoopQueues
 from daskserve.telemetry.collector import PROCESS
@@ -152,6 +153,7 @@ class DaskConnection:
         #: there is none.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
+        self._is_forked = False
         keep_connected(
             client,
             connection_args,
@@ -251,6 +253,11 @@ class DaskConnection:
         """Return the error to raise if `is_closed`."""
         if self.is_done:
             return ended_error()
+        if self._is_forked:
+            return forked_error(
+                f"Connect here, with serve.connect(address={self.scheduler_address!r}), and use the handles of that "
+                "client; or start processes with the method 'spawn'."
+            )
         return ClusterUnreachableError(
             f"The Dask client of {self.scheduler_address} is closed, which closed daskserve's connection; "
             "create a new distributed.Client, and start or connect with it."
@@ -365,6 +372,14 @@ class DaskConnection:
         """End what this connection owns when the Dask client closes; its loop may keep running for others."""
         call_before_close(self.client, self.started.end_owned)
         call_when_closed(self.client, self._release)
+        call_in_forks(self._forked)
+
+    def _forked(self) -> None:
+        # The thread of the loop is not in this process: whoever waits for it, at exit too, would wait forever.
+        self._is_forked = True
+        self.client.status = "closed"
+        if isinstance(self.client.cluster, SpecCluster):
+            self.client.cluster.status = Status.closed
 
     def _release(self) -> None:
         self.channels.abort()
