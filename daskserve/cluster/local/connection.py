@@ -86,7 +86,9 @@ class LocalConnection:
     def closed_error(self) -> ServeError:
         """Return the error to raise if `is_closed`."""
         if self._is_forked:
-            return forked_error("Deploy here, with serve.run(..., local=True), and use the handle that it returns.")
+            return forked_error(
+                "Deploy here, with serve.run(..., local=True), and use the handle that it returns."
+            )
         return ended_error()
 
     def runs_here(self) -> bool:
