@@ -16,6 +16,6 @@ def ended_error() -> ClosedError:
 def forked_error(hint: str) -> ClusterUnreachableError:
     """Return the error of a call on the connection of the process that this one was forked from."""
     return ClusterUnreachableError(
-        "This process was forked, and has no connection of its own: the one that it has inherited works only in "
-        f"the process that made it. {hint}"
+        "This process was forked, and has no connection of its own: the one that it has inherited works "
+        f"only in the process that made it. {hint}"
     )

@@ -195,7 +195,7 @@ class Handle(BatchCalls):
             self._cluster = find_connection().cluster(self._instance)
         return self._cluster
 
-    def remote(self, *args: Any, **kwargs: Any) -> Response:
+    def remote(self, /, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
         The arguments are pickled before this returns, so later changes to them have no effect.
@@ -455,7 +455,7 @@ class Handle(BatchCalls):
 class StreamHandle(Handle):
     """A handle that calls generators; ``handle.options(stream=True)`` returns one."""
 
-    def remote(self, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
+    def remote(self, /, *args: Any, **kwargs: Any) -> ResponseGenerator:  # type: ignore[override]
         """Start a call and return a `ResponseGenerator` of its items; otherwise like `Handle.remote`."""
         pipe = Pipe()
         return ResponseGenerator(pipe, *self._start(args, kwargs, pipe))
