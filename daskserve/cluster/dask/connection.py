@@ -149,8 +149,7 @@ class DaskConnection:
         self.owns_client = False
         #: Makes the error of later calls if the connection did not end by closing the Dask client.
         self._end_error: Callable[[], ServeError] | None = None
-        #: The `daskserve.client.instance.connection.InstanceConnection` that `serve.run` reuses; None if
-        #: there is none.
+        #: The client's `InstanceConnection` that `serve.run` reuses; None if there is none.
         self.default_instance: Any = None
         self._address = "an unknown scheduler"
         call_in_forks(self._forked)
