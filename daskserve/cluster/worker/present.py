@@ -38,12 +38,15 @@ def find_connection() -> ClusterConnection:
 
 
 def default_client() -> Client | None:
-    """Return Dask's default client of this process if it is running; otherwise None."""
+    """Return Dask's default client of this process; None if there is none, or if it is closed.
+
+    One that has lost its scheduler, and connects again, is still the program's client.
+    """
     try:
         client = Client.current()
     except ValueError:
         return None
-    return client if client.status == "running" else None
+    return client if client.status in ("connecting", "running") else None
 
 
 def present_connection() -> DaskConnection | None:
