@@ -198,7 +198,8 @@ class Handle(BatchCalls):
     def remote(self, /, *args: Any, **kwargs: Any) -> Response:
         """Start a call and return its `Response`.
 
-        The arguments are pickled before this returns, so later changes to them have no effect.
+        The arguments are pickled before this returns, so later changes to them have no effect. Buffers of
+        1 MiB and more, such as large arrays, are not copied: leave them unchanged until the call has ended.
         """
         make = response_class(self._options.result)
         return make(*self._start(args, kwargs), self._cluster or self._process)
