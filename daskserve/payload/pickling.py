@@ -1,12 +1,12 @@
 """Convert Python values to bytes and back.
 
 User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
-(lambdas, classes of ``__main__``). Buffers of 4 KiB and more stay out of band: an array is not copied into the
-pickle, and again into a message. Arguments are unpickled only in the replica, and results only by the caller.
+(lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller unpickles results.
 
-Buffers below 1 MiB are copied once, so that later changes of the original have no effect. For larger ones,
-that would double the time of a call. Those are sent from where they are, and are read-only after unpickling. Processes of one machine share this memory, and code
-must not behave differently on other machines.
+Buffers of 4 KiB and more stay out of band: an array is not copied into the pickle, and again into a message.
+Below 1 MiB, they are copied once, so that later changes of the original have no effect. For larger ones, that
+would double the time of a call: those are sent from where they are, and are read-only after unpickling.
+Processes of one machine share this memory, and code must not behave differently on other machines.
 """
 
 from __future__ import annotations
