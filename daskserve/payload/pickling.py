@@ -1,7 +1,7 @@
 """Convert Python values to bytes and back.
 
 User code and arguments are pickled with the standard pickler if possible, and with cloudpickle if necessary
-(lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller unpickles results.
+(lambdas, classes of ``__main__``). Only the replica unpickles arguments, and only the caller results.
 
 Buffers of 4 KiB and more stay out of band: an array is not copied into the pickle, and again into a message.
 Below 1 MiB, they are copied once, so that later changes of the original have no effect. For larger ones, that
