@@ -43,7 +43,7 @@ with needs("distributed", ">=2025.1,<2026.9") as check:
     check.fields(ConnectionPool, "occupied")
     check.fields(Server, "handlers", "rpc")
     check.fields(TaskStates, "actors")
-    check.attributes(Worker, "actor_execute", "_register_with_scheduler")
+    check.attributes(Worker, "actor_execute", "_instances", "_register_with_scheduler")
     check.fields(Worker, "batched_stream", "connection_args", "extensions", "periodic_callbacks", "state")
     check.constants(inspect.unwrap(Worker.handle_scheduler), "worker-handle-scheduler-connection-broken")
     check.constants(Worker.heartbeat, "worker-heartbeat-missing")

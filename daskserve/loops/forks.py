@@ -25,6 +25,19 @@ _DESCRIPTORS = "/proc/self/fd"
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 
 
+def call_in_forks(method: Callable[[], object]) -> None:
+    """Call an object's method in each process that is forked from this one while the object exists."""
+    held = weakref.WeakMethod(method)  # a registration lasts as long as the process
+
+    def after_in_child() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=after_in_child)
+
+
 class ForkGuard:
     """Detaches forked processes from this one's connections, from `open` until `close`.
 
@@ -42,14 +55,11 @@ class ForkGuard:
         """Detach processes that are forked from now on."""
         self._is_open = True
         if sys.platform == "linux":
-            guard = weakref.ref(self)  # a registration lasts as long as the process
+            call_in_forks(self._forked)
 
-            def after_in_child() -> None:
-                found = guard()
-                if found is not None and found._is_open:
-                    found.cut_off()
-
-            os.register_at_fork(after_in_child=after_in_child)
+    def _forked(self) -> None:
+        if self._is_open:
+            self.cut_off()
 
     def close(self) -> None:
         """Stop detaching forked processes; idempotent."""
