@@ -32,6 +32,14 @@ def test_a_trouble_is_as_old_as_its_last_report() -> None:
     assert troubles.text_of("a", TELL_AGAIN_S + 4) == ""
 
 
+def test_a_trouble_from_before_the_clock_was_set_back_is_over() -> None:
+    troubles = RouterTroubles()
+    troubles.report("p", {"a": "it hangs"}, 2 * TELL_AGAIN_S)
+    assert troubles.text_of("a", 0) == ""
+    assert troubles.report("q", {"a": "it hangs"}, 0) == ["a"]
+    assert troubles.text_of("a", 0) == "it hangs"
+
+
 def test_processes_that_have_ended_leave_their_places_to_others() -> None:
     troubles = RouterTroubles()
     for number in range(MAX_ROUTERS):

@@ -46,6 +46,8 @@ def without_nanny_defaults(variables: Mapping[str, str], config: Mapping[str, An
     """
     defaults = dask.config.get(_PRE_SPAWN, config=dask.config.merge(*dask.config.defaults))
     left_out = {
-        name: str(value) for name, value in defaults.items() if config.get(f"{_PRE_SPAWN}.{name}", ...) is None
+        name: str(value)
+        for name, value in defaults.items()
+        if config.get(f"{_PRE_SPAWN}.{name}", ...) is None
     }
     return {name: value for name, value in variables.items() if left_out.get(name) != value}

@@ -41,7 +41,7 @@ class RouterTroubles:
                 fresh[router] = _Trouble(text, now)
             self._known[tag] = fresh
             told = self._told.get(tag)
-            if told is None or told.text != text or now - told.at >= TELL_AGAIN_S:
+            if told is None or told.text != text or abs(now - told.at) >= TELL_AGAIN_S:
                 self._told[tag] = _Trouble(text, now)
                 new.append(tag)
         return new
@@ -61,4 +61,4 @@ class RouterTroubles:
 
 
 def _is_fresh(trouble: _Trouble, now: float) -> bool:
-    return now - trouble.at < STALE_S
+    return abs(now - trouble.at) < STALE_S  # a clock that was set back has reports of the future
